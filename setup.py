@@ -17,7 +17,7 @@ FLAGS = [
 
 
 def kernels() -> list[Extension]:
-    """The library that `stree_jax.cpu_kernels` loads, where it can be built."""
+    """Returns the library that `stree_jax.cpu_kernels` loads, if it can be built."""
     if sys.platform == "win32":  # written for GCC and Clang
         return []
     try:

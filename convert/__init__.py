@@ -1,4 +1,5 @@
-"""Checkpoints of other libraries to ours, and back."""
+"""Reads checkpoints of other libraries, and converts them to our own format and
+back."""
 
 import shutil
 import warnings
@@ -35,7 +36,7 @@ from stree_jax.convert.tensors import (
     check_tensors,
     dtype_in_file,
     is_finite,
-    odd_tensor,
+    nonfinite_tensor,
     packed_blocks,
     parts_are_read,
     read_param,
@@ -58,10 +59,11 @@ from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, take
 
 
 def source_dtype(source: Source) -> np.dtype:
-    """Returns the default dtype: bfloat16 stays, all else is float32.
+    """Returns the default dtype for loading a checkpoint.
 
-    float16 becomes float32, because its range is too small for the residual stream.
-    If weights are quantized, all parameters become bfloat16.
+    It is bfloat16 if the matrices are bfloat16 or any weight is quantized, and float32
+    otherwise. float16 becomes float32, because its range is too small for the residual
+    stream.
     """
     if any(map(source.is_quantized, source.tensors)):
         return BFLOAT16
@@ -71,16 +73,19 @@ def source_dtype(source: Source) -> np.dtype:
 
 @dataclass(frozen=True)
 class Opened:
-    """A local checkpoint whose config and headers are read, but no weights.
+    """A local checkpoint of which the config and the headers have been read, but no
+    weights.
 
     Attributes:
-      files: its files, the tokenizer's among them.
-      format: our name of its family; "gguf" and llama.cpp's name; or "stree-jax".
+      files: the files of the checkpoint, including the tokenizer's.
+      format: our name of the model family; "gguf" followed by llama.cpp's name of the
+        architecture; or "stree-jax" for our own format.
       config: the architecture.
-      dtype: of the weights as they are loaded if no dtype is given.
-      quantized: how the files store the weights, such as "nvfp4"; or None.
-      source: the tensors; None for a directory of our own format.
-      names: of the tensors.
+      dtype: dtype in which the weights are loaded by default.
+      quantized: quantization scheme of the weights, such as "nvfp4". None if they are
+        not quantized.
+      source: the tensors. None for a directory of our own format.
+      names: names of the tensors. None for a directory of our own format.
     """
 
     files: CheckpointFiles
@@ -100,15 +105,17 @@ def open_local(
 ) -> Opened:
     """Reads the config and headers of a directory or a GGUF file.
 
-    If the config ties two tensors and the file has both, it reads their numbers, to see
-    whether they are equal (`tensors.settle_names`).
+    If the config ties two tensors and the file has both, also reads these tensors to
+    check whether they are equal (`tensors.settle_names`).
 
     Args:
-      dt_floor, warn, mtp: see `configs.read_config`. The config of a directory of our
-        own format has the MTP layers in any case.
+      files: the checkpoint.
+      dt_floor, warn, mtp: see `configs.read_config`. For a directory of our own format
+        the config always includes the MTP layers.
 
     Raises:
-      CheckpointError: one line, naming the file and the field or tensor.
+      CheckpointError: the checkpoint is invalid or unsupported. The message is one line
+        with the file and the field or tensor.
     """
     if not files.path.is_dir() and not files.is_gguf:
         raise CheckpointError(f"{files.path}: no such directory")
@@ -126,17 +133,19 @@ def open_local(
         source = logical(open_source(files.path), files)
         format, config = read_config(files, source.tensors, dt_floor, warn, mtp)
         names, config = settle_names(source, NAMES[format], config, warn)
-    facts = source_dtype(source), scheme_names(source)
-    return Opened(files, format, config, *facts, source, names)
+    dtype, quantized = source_dtype(source), scheme_names(source)
+    return Opened(files, format, config, dtype, quantized, source, names)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose names, shapes and dtypes are checked; no numbers read yet.
+    """A checkpoint whose names, shapes and dtypes have been checked, but not yet read.
 
     Attributes:
-      rows: one for every parameter.
-      weight_format: to keep the weights in.
+      source: the tensors.
+      config: the architecture.
+      rows: one row for every parameter.
+      weight_format: format in which the weights are stored in memory.
     """
 
     source: Source
@@ -151,30 +160,31 @@ class Checkpoint:
         mesh: Mesh | None = None,
         cut: Cut = WHOLE,
     ) -> Any:
-        """Reads the parameters. One at a time (on a mesh, one part of one) is held in
-        the source's dtype, too.
+        """Reads the parameters.
 
-        Shards are read one after another, so that one at a time is open. On a mesh each
-        process reads the parts of its devices alone, except that tensors that are
-        quantized or of a GGUF file are read whole, one at a time.
+        At most one parameter at a time (on a mesh, one part of one) is also in memory
+        in the source's dtype. Shards are read one after another. On a mesh each process
+        reads only the parts of its own devices, except that quantized tensors and those
+        of a GGUF file are read whole, one at a time.
 
         Args:
-          warn: called once, if a weight that was read is not finite.
-          mesh: to put them on. If None, they are on one device.
-          cut: how they are cut over it, from `placement.cut_for`.
+          progress: True to show a progress bar, on a terminal only.
+          warn: called once if a weight contains NaN or infinity.
+          mesh: mesh to place the parameters on. If None, they are on one device.
+          cut: how the devices of the mesh divide the model, from `placement.cut_for`.
         """
         flat, odd, shapes = {}, list[str](), param_shapes(self.config)
         tensors, rows = self.source.tensors, self.rows
         by_shard = sorted(rows, key=lambda row: tensors[row.sources[0]].file)
         sizes = [sum(map(self.source.nbytes, row.sources)) for row in by_shard]
-        hidden = None if progress else True  # None: shown on a terminal only
+        hidden = None if progress else True  # None means on terminals only
         with tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=hidden) as bar:
             for row, size in zip(by_shard, sizes, strict=True):
                 param, parts = cut_at(self.config, cut, row.path)
                 seen = None if warn is None or odd else odd
                 make = self._parts(row, shapes[row.path], param, parts, seen)
                 flat[row.path] = (
-                    jax.device_put(make(0))  # jnp.asarray would copy it twice
+                    jax.device_put(make(0))  # jnp.asarray would copy the array twice
                     if mesh is None
                     else placed(make, param, parts, mesh)
                 )
@@ -192,13 +202,15 @@ class Checkpoint:
         parts: int,
         odd: list[str] | None,
     ) -> Make:
-        """Returns a function: i -> part i of a row's parameter, as the model keeps it.
+        """Returns a function that reads part i of a row's parameter, in the model's
+        weight format.
 
         Args:
-          shape: of all of it.
+          row: the row.
+          shape: shape of the whole parameter.
           param, parts: from `parts.cut_at`.
-          odd: takes the name of a tensor that is not finite. If None, none is looked
-            for.
+          odd: list to which the name of a tensor with NaN or infinity is appended. If
+            None, tensors are not checked.
         """
         entry, format = param_at(self.config, row.path), self.weight_format
         dtype = array_dtype(entry, format.dtype)
@@ -208,7 +220,7 @@ class Checkpoint:
         def read(axis: int = 0, places: Slices = ()) -> np.ndarray:
             found = read_param(self.source, row, shape, dtype, axis, places)
             if odd is not None and not is_finite(found):
-                odd.append(odd_tensor(self.source, row, shape, axis, places))
+                odd.append(nonfinite_tensor(self.source, row, shape, axis, places))
             return found
 
         def kept(part: Any) -> Any:
@@ -232,14 +244,15 @@ class Checkpoint:
 
 
 def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
-    """Checks every name, shape and dtype of a directory in another format than ours, or
-    of a GGUF file.
+    """Checks the names, shapes and dtypes of all tensors of a checkpoint.
 
     Args:
-      dtype: to keep the weights in. If None, that of `opened`.
+      opened: a checkpoint that is not in our own format.
+      dtype: dtype or format in which to keep the weights. If None, `opened.dtype`.
 
     Raises:
-      CheckpointError: one line, naming the file and the field or tensor.
+      CheckpointError: a tensor does not fit, or the checkpoint is in our own format.
+        The message is one line with the file and the field or tensor.
     """
     source, names, config = opened.source, opened.names, opened.config
     if source is None or names is None:
@@ -253,7 +266,7 @@ def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
 
 
 def _check_layer_count(source: Source, config: ModelConfig) -> None:
-    """Refuses a config of more layers than there are tensors."""
+    """Raises CheckpointError if the config has more layers than there are tensors."""
     count, where = len(config.layers) + len(config.mtp), source.directory
     if count > len(source.tensors):
         raise CheckpointError(
@@ -270,33 +283,37 @@ def convert_checkpoint(
     dt_floor: bool = False,
     warn: Warn = warnings.warn,
 ) -> None:
-    """Writes a checkpoint as one of our directories, self-contained and atomically.
+    """Converts a checkpoint to a directory in our own format.
 
-    MTP layers are written, too; `load` reads them if `mtp` is True.
-
-    Memory holds the parameters in the new dtype and one tensor in its old one.
+    The directory is self-contained and written atomically. It includes MTP layers,
+    which `load` reads if its `mtp` is True. Memory use is that of the parameters in the
+    new dtype, plus one tensor in its old dtype.
 
     Args:
       src: a directory in a supported format, or a GGUF file.
-      dst: must not exist. If the process is killed, it is absent or whole.
+      dst: path of the new directory, which must not exist. If the process is killed, it
+        does not exist or is complete.
       dtype: "float32" or "bfloat16". If None, see `source_dtype`.
+      progress: True to show a progress bar, on a terminal only.
       dt_floor: see `configs.read_config`.
-      warn: called with one line for each oddity that is no error: a weight that is not
-        finite, an invalid stop token, MTP layers that are left out, a tokenizer of an
-        unknown kind, the remains of a conversion that was killed.
+      warn: called with one line for each problem that is not an error: a weight with
+        NaN or infinity, an invalid stop token, MTP layers that are left out, a
+        tokenizer of an unknown kind, or leftovers of an interrupted conversion.
 
     Raises:
-      CheckpointError: one line saying what is wrong and where; dst is not made.
+      CheckpointError: the checkpoint is invalid or unsupported, or `dst` cannot be
+        written. The message is one line that says what is wrong and where. `dst` is not
+        created.
     """
     with atomic_directory(dst, warn) as temporary:
         if dtype is not None:
             dtype_named(dtype)
         files = CheckpointFiles(src)
-        read_tokenizer(files, warn)  # a bad one is refused before the weights are read
+        read_tokenizer(files, warn)  # raises for a bad one before the weights are read
         checkpoint = checked(open_local(files, dt_floor, warn, mtp=None), dtype)
         config, kept = checkpoint.config, checkpoint.weight_format.dtype
         check_space(dst, config, kept)
-        copy_tokenizer(files, temporary)  # before its checksum is taken
+        copy_tokenizer(files, temporary)  # before `write_directory` takes its checksum
         if files.is_gguf:
             write_source_config(files.header, temporary / SOURCE_CONFIG)
         else:

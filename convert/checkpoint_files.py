@@ -18,7 +18,7 @@ class CheckpointFiles:
     """A local checkpoint: a directory, or a GGUF file.
 
     Attributes:
-      path: of the directory or file.
+      path: path of the directory or file.
     """
 
     path: Path
@@ -39,14 +39,18 @@ class CheckpointFiles:
         return self.path / CONFIG
 
     def has(self, name: str) -> bool:
-        """True if a file is in the directory; refuses what is not a regular file."""
+        """True if the directory has this file.
+
+        Raises:
+          CheckpointError: it is not a regular file.
+        """
         return is_file(self.path / name)
 
     def json(self, name: str = CONFIG) -> dict[str, Any]:
-        """Returns the object in a JSON file. It is shared: do not change it.
+        """Returns the object in a JSON file, parsed once. Do not modify it.
 
         Raises:
-          CheckpointError: the file is absent, or something else than an object.
+          CheckpointError: the file is missing or does not contain an object.
         """
         if name not in self._parsed:
             self._parsed[name] = read_json(self.path / name)
@@ -59,7 +63,7 @@ class CheckpointFiles:
         return ConfigFields(self.path / name, self.json(name), tensors=tensors or {})
 
     def fields_if_any(self, name: str) -> ConfigFields:
-        """Returns the fields of a JSON file, or no fields if it is absent."""
+        """Returns the fields of a JSON file; empty if the file is missing."""
         if self.has(name):
             return self.fields(name)
         return ConfigFields(self.path / name, {})

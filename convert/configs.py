@@ -1,4 +1,4 @@
-"""config.json of a checkpoint to our `ModelConfig`, and back."""
+"""Converts a checkpoint's config.json to our `ModelConfig`, and back."""
 
 import math
 import reprlib
@@ -30,7 +30,7 @@ MAMBA1_TYPES = ("mamba", "falcon_mamba", "jamba")
 
 
 def detect(fields: ConfigFields) -> str:
-    """Returns the format of a checkpoint directory, by its config files."""
+    """Detects the format of a checkpoint directory from its config files."""
     if is_file(fields.file.with_name(mambainllama.FILE)):
         return "mambainllama"
     model_type = fields.get("model_type", None)
@@ -44,7 +44,7 @@ def detect(fields: ConfigFields) -> str:
             f"{reprlib.repr(model_type)} is not supported; known: {names()}",
         )
     if model_type == "mamba2" and "backbone.embedding.weight" in fields.tensors:
-        return "mamba2-embedding"  # some files use the native spelling
+        return "mamba2-embedding"  # some files use the native name of the embedding
     return model_type
 
 
@@ -55,24 +55,30 @@ def read_config(
     warn: Warn | None = None,
     mtp: bool | None = False,
 ) -> tuple[str, ModelConfig]:
-    """Returns the format and architecture of a checkpoint directory.
+    """Reads the format and architecture of a checkpoint directory.
 
-    The number of rows of the embedding goes before `vocab_size`, because formats do not
-    agree about the latter.
+    The vocabulary size is the number of rows of the embedding, because formats disagree
+    about the meaning of `vocab_size`.
 
     Args:
-      dt_floor: clamp dt of Nemotron-H and Zamba2 to at least `time_step_min`, as
-        transformers up to 5.23 does; their authors' code follows `time_step_limit`.
-      warn: called with one line if a stop token is outside the vocabulary, MTP
-        layers cannot be kept, or a field is not followed (`notes`).
-      mtp: whether to read the layers that predict further tokens. If None, they are
-        read if they can be.
+      files: the checkpoint.
+      tensors: its tensors by name.
+      dt_floor: True to clamp dt of Nemotron-H and Zamba2 to at least `time_step_min`,
+        as transformers up to 5.23 does. The original code of their authors clamps it to
+        `time_step_limit`, which is the default here.
+      warn: called with one line if a stop token is outside the vocabulary, MTP layers
+        are left out, or a field has no effect here (`notes`).
+      mtp: True to read the multi-token prediction (MTP) layers. If None, they are read
+        if they are supported.
+
+    Raises:
+      CheckpointError: the config is invalid or unsupported.
     """
     fields = files.fields(tensors=tensors)
     format = detect(fields)
     try:
         config = _parse(fields, format, mtp, warn)
-        param_shapes(config)  # sizes that fit no parameter are found here
+        param_shapes(config)  # raises for sizes that do not fit each other
     except CheckpointError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
@@ -87,9 +93,10 @@ def read_config(
             warn(line)
     stops, file = config.stop_tokens, fields.file
     generation = files.fields_if_any(GENERATION)
-    if newer := generation.token_ids("eos_token_id"):  # where they differ
+    if newer := generation.token_ids("eos_token_id"):  # takes precedence
         stops, file = newer, generation.file
-    # The ids in both files are often those of the base model, whose turns never end.
+    # Both files often have the ids of the base model, which lack the end of a chat
+    # turn.
     end = end_token(files)
     if end is not None and end < config.num_tokens and end not in stops:
         stops = (*stops, end)
@@ -108,7 +115,7 @@ def read_config(
 def _parse(
     fields: ConfigFields, format: str, mtp: bool | None, warn: Warn | None
 ) -> ModelConfig:
-    """Returns the architecture, parsed by the format's family; arguments as for
+    """Parses the architecture with the format's family; arguments as in
     `read_config`."""
     if mtp is False or format not in MTP_PARSERS:
         config = PARSERS[format](fields)
@@ -118,7 +125,7 @@ def _parse(
         except CheckpointError as error:
             if mtp:
                 raise
-            config = PARSERS[format](fields)  # what is wrong is not the MTP layers'
+            config = PARSERS[format](fields)  # raises if the error is not about MTP
             if warn is not None:
                 warn(f"{error}; its MTP layers are left out")
     if mtp:
@@ -130,33 +137,32 @@ def check_mtp(directory: Path, config: ModelConfig) -> None:
     """Raises CheckpointError if the model has no MTP layers."""
     if not config.mtp:
         raise CheckpointError(
-            f"{directory}: it has no MTP layers, which mtp=True and drafter 'mtp' want"
+            f"{directory}: it has no MTP layers, which mtp=True and drafter 'mtp' need"
         )
 
 
 def _notes(files: CheckpointFiles, fields: ConfigFields, format: str) -> Iterator[str]:
-    """Yields warnings about fields that are not followed."""
+    """Yields warnings about fields that have no effect here."""
     yield from config_notes(fields, format)
     if files.has(GENERATION):
         yield from generation_notes(files.fields(GENERATION))
 
 
 def export_format(config: ModelConfig) -> str:
-    """Returns the Hugging Face class that has these layers.
+    """Returns the `model_type` of the Hugging Face class that has these layers.
 
-    mamba2: Mamba2 layers only.
-    zamba2: layers with a shared block, perhaps between Mamba2 layers.
-    falcon_h1: layers that add Mamba2 and attention, and gated MLPs in turns.
-    nemotron_h: mixers and MLPs or experts without gates, in any order.
-    All others have mixers and gated MLPs in turns:
-    qwen3, qwen2, llama: attention alone and no multipliers; with norms of q and k, with
-      biases of q, k and v alone, and all else.
-    bamba: biases in the MLP, or rotary embeddings for part of each head.
-    granitemoe: attention, and experts without an MLP beside them.
-    granitemoehybrid: the rest.
+    mamba2: only Mamba2 layers. zamba2: layers with a shared block, with or without
+    plain Mamba2 layers. falcon_h1: layers with Mamba2 and attention in parallel,
+    alternating with gated MLPs. nemotron_h: mixers, and MLPs or experts without gates,
+    in any order. All others alternate mixers and gated MLPs: qwen3: only attention,
+    with norms of q and k, without multipliers. qwen2: only attention, with biases only
+    of q, k and v, without multipliers. llama: only attention otherwise, without
+    multipliers. bamba: biases in the MLP, or rotary embeddings of a part of each head.
+    granitemoe: attention, and experts without a shared MLP. granitemoehybrid: all
+    others.
 
     Raises:
-      CheckpointError: no class has them.
+      CheckpointError: no class has these layers.
     """
     layers, kinds = config.kinds, {str(x) for x in config.layers + config.mtp}
     second = set(layers[1::2])
@@ -193,7 +199,7 @@ def export_format(config: ModelConfig) -> str:
 
 
 def _dense_format(config: ModelConfig) -> str:
-    """The class of a model of attention and MLPs without multipliers."""
+    """Returns the class for a model of attention and MLPs without multipliers."""
     c = config.mixers["attention"]
     if c.qk_norm_eps is not None:
         return "qwen3"
@@ -207,14 +213,16 @@ def _partial(c: AttentionConfig | None) -> bool:
 def hf_config(
     config: ModelConfig, dtype: str, kept: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """config.json of the model, in the spelling of the hub (transformers 4).
+    """Returns a model's config.json for Hugging Face, with the field names of
+    transformers 4.
 
     Args:
-      dtype: of the weights, "float32" or "bfloat16".
-      kept: fields that do not affect what is computed, as the source had them.
+      config: the architecture.
+      dtype: dtype of the weights, "float32" or "bfloat16".
+      kept: fields to copy from the source, which do not affect the model's results.
 
     Raises:
-      CheckpointError: the model has an option that its class has not.
+      CheckpointError: no Hugging Face class has the model's layers and options.
     """
     format = export_format(config)
     return {

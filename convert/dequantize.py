@@ -1,9 +1,9 @@
-"""Converts weights in few bits to floats: the meaning of each scheme and its scales.
+"""Converts quantized weights to floats: the quantization schemes and their scales.
 
-In float64 every product of a stored number and its scales is exact: E2M1 has 2 bits,
-E4M3 has 4, int8 less a zero point 9 and a float32 scale 24. One rounding to the wanted
-dtype follows. A global scale is never folded into E4M3 scales, most of which would
-become subnormal.
+Products of a stored number and its scales are computed in float64, where they are
+exact: E2M1 has 2 significant bits, E4M3 has 4, int8 minus a zero point has 9 and a
+float32 scale has 24. The result is rounded once, to the requested dtype. A global scale
+is never multiplied into the E4M3 scales, because most products would be subnormal.
 
 Sources: NVIDIA Model Optimizer (`nvfp4_tensor.py`), compressed-tensors (`forward.py`,
 `pack_quantized`), transformers (`finegrained_fp8.py`), OCP's E2M1 and E4M3.
@@ -16,28 +16,28 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
-# Two to a byte, the first in its low half; the highest bit is the sign.
+# E2M1: two numbers per byte, the first in the low half. The highest bit is the sign.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 BYTES = np.arange(256)
 E2M1_OF_BYTE = np.concatenate([E2M1, -E2M1])[np.stack([BYTES % 16, BYTES // 16], 1)]
-# safetensors' name of a stored dtype: numbers in each of its elements
+# Numbers per element of a stored dtype, by its name in safetensors.
 STORED = {"F8_E4M3": 1, "I8": 1, "U8": 2, "I32": 4}
-PIECE = 2**21  # numbers that are float64 at once
+PIECE = 2**21  # numbers that are converted to float64 at a time
 Part = Literal["weight", "scale", "global_scale", "zero_point", "shape"]
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the numbers of a matrix [out, in] are stored.
+    """A quantization scheme: how a matrix [out, in] is stored.
 
     Attributes:
       name: "fp8", "nvfp4" or "int8".
-      stored: dtype of the weight: F8_E4M3; I8; U8, two E2M1 a byte; I32, four int8 plus
-        128, the first in the lowest bits.
-      block: (rows, columns) that share a scale; 0 means all of them.
-      weight, scale, global_scale, zero_point, shape: last words of the tensors' names.
-        If empty, there is no such tensor.
-      reciprocal: if True, numbers are divided by the global scale, not multiplied.
+      stored: dtype of the stored weight: F8_E4M3; I8; U8 (two E2M1 per byte); or I32
+        (four int8 plus 128 each, the first in the lowest bits).
+      block: (rows, columns) that share a scale; 0 means all rows or columns.
+      weight, scale, global_scale, zero_point, shape: the last components of the
+        tensors' names. If empty, the scheme has no such tensor.
+      reciprocal: True if numbers are divided by the global scale instead of multiplied.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Scheme:
     reciprocal: bool = False
 
     def endings(self) -> dict[Part, str]:
-        """Returns the last word of every tensor's name."""
+        """Returns the last component of each tensor's name."""
         named: dict[Part, str] = {
             "weight": self.weight,
             "scale": self.scale,
@@ -62,21 +62,21 @@ class Scheme:
         return {part: word for part, word in named.items() if word}
 
     def matrix(self, stored: tuple[int, ...]) -> tuple[int, int]:
-        """Returns [out, in] of a stored matrix."""
+        """Returns the shape [out, in] of a matrix from its stored shape."""
         return stored[0], stored[1] * STORED[self.stored]
 
     def grid(self, matrix: tuple[int, int]) -> tuple[int, int]:
-        """Returns the number of scales along each axis; the last block may be shorter
+        """Returns the number of scales along each axis. The last block may be smaller
         than the others."""
         sizes = zip(matrix, self.block, strict=True)
         rows, columns = (-(-n // size) if size else 1 for n, size in sizes)
         return rows, columns
 
     def shapes(self, matrix: tuple[int, int]) -> dict[Part, set[tuple[int, ...]]]:
-        """Returns the shapes that each tensor except the weight may have."""
+        """Returns the allowed shapes of each tensor except the weight."""
         rows, columns = self.grid(matrix)
         grids: set[tuple[int, ...]] = {(rows, columns)}
-        if self.block[0] > 1:  # Model Optimizer keeps the blocks' axes
+        if self.block[0] > 1:  # Model Optimizer keeps axes of size 1 for the blocks
             grids.add((rows, 1, columns, 1))
         if columns == 1 and not self.block[1]:
             grids.add((rows,))
@@ -93,9 +93,9 @@ class Scheme:
 def problem(
     scheme: Scheme, arrays: Mapping[Part, np.ndarray]
 ) -> tuple[Part, str] | None:
-    """Returns which of a matrix's scales are invalid, and why, or None.
+    """Returns which of a matrix's tensors is invalid, and why. None if all are valid.
 
-    A block of zeros may have the scale 0; for a whole tensor that is an error.
+    A block of zeros may have scale 0; for a whole tensor that is an error.
     """
     for part in ("scale", "global_scale"):
         if part not in arrays:
@@ -118,10 +118,11 @@ def problem(
 def dequantize(
     scheme: Scheme, arrays: Mapping[Part, np.ndarray], dtype: np.dtype
 ) -> np.ndarray:
-    """Returns the matrix [out, in] in a float dtype; each number is rounded once.
+    """Computes the matrix [out, in] in a float dtype. Each number is rounded once.
 
     Args:
-      arrays: in the dtypes and shapes of the scheme.
+      scheme: the quantization scheme.
+      arrays: the stored arrays, in the dtypes and shapes of the scheme.
       dtype: float32 or bfloat16.
     """
     stored = arrays["weight"]
@@ -139,15 +140,16 @@ def dequantize(
         numbers *= _spread(scale, scheme.block, matrix, rows)
         if "global_scale" in arrays:
             factor = arrays["global_scale"].astype(np.float64).reshape(())
-            # The one quotient is not exact, but further from any tie between two
-            # float32 than float64 rounds it: 2**-49 of it, as both have few bits.
+            # The quotient is not exact. But since both operands have few bits, it is at
+            # least 2**-49 (relative) away from any tie between two float32, which is
+            # more than the rounding error of float64.
             numbers = numbers / factor if scheme.reciprocal else numbers * factor
         result[rows] = rounded(numbers, dtype)
     return result
 
 
 def _pieces(matrix: tuple[int, int]) -> Iterator[slice]:
-    """Returns the rows of a matrix, some at a time."""
+    """Yields slices of a matrix's rows, about `PIECE` numbers each."""
     step = max(1, PIECE // max(1, matrix[1]))
     return (slice(i, i + step) for i in range(0, matrix[0], step))
 
@@ -155,7 +157,8 @@ def _pieces(matrix: tuple[int, int]) -> Iterator[slice]:
 def _spread(
     values: np.ndarray, block: tuple[int, int], matrix: tuple[int, int], rows: slice
 ) -> np.ndarray:
-    """Returns a grid [out blocks, in blocks] at some rows, broadcast to [rows, in]."""
+    """Broadcasts a grid [out blocks, in blocks] to some rows of the matrix,
+    [rows, in]."""
     if block[0]:
         numbers = np.arange(*rows.indices(matrix[0]))
         values = values[numbers // block[0]]
@@ -165,7 +168,7 @@ def _spread(
 
 
 def decode(stored: str, elements: np.ndarray) -> np.ndarray:
-    """Returns the numbers [n, in] float64 of stored elements [n, packed], without
+    """Decodes stored elements [n, packed] to numbers [n, in] float64, without
     scales."""
     match stored:
         case "U8":
@@ -180,8 +183,9 @@ def decode(stored: str, elements: np.ndarray) -> np.ndarray:
 def rounded(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Rounds float64 to the nearest float32 or bfloat16, ties to even.
 
-    ml_dtypes converts to bfloat16 through float32, which would round twice. Rounding to
-    odd in between leaves the second rounding as the only one that counts.
+    ml_dtypes converts to bfloat16 through float32, which would round twice. The
+    intermediate float32 is therefore rounded to odd, which makes the final result the
+    same as with a single rounding.
     """
     with np.errstate(over="ignore", under="ignore"):
         near = numbers.astype(np.float32)
@@ -189,5 +193,5 @@ def rounded(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return near
     bits = near.view(np.uint32)
     bits -= np.abs(near) > np.abs(numbers)  # toward zero
-    bits |= near != numbers  # what was cut off: the last bit stands for it
+    bits |= near != numbers  # to odd: the last bit records that bits were cut off
     return near.astype(ml_dtypes.bfloat16).astype(dtype, copy=False)

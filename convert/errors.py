@@ -1,9 +1,10 @@
-"""The one exception of everything that reads or writes checkpoints."""
+"""The exception that all code raises which reads or writes checkpoints."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; one line says what and where."""
+    """A checkpoint cannot be read or written. The message is one line that says what is
+    wrong and where."""
 
     def __init__(self, message: str) -> None:
-        line = " ".join(message.splitlines())  # names and reasons are others' text
+        line = " ".join(message.splitlines())  # names and reasons may have line breaks
         super().__init__(line if len(line) <= 900 else f"{line[:600]}...{line[-200:]}")

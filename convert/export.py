@@ -1,4 +1,4 @@
-"""Models as Hugging Face directories that transformers loads."""
+"""Writes models as Hugging Face directories that transformers can load."""
 
 import json
 from collections.abc import Mapping
@@ -37,26 +37,28 @@ def export_hf(
     shard_bytes: int = SHARD_BYTES,
     source: Path | None = None,
 ) -> None:
-    """Write a Hugging Face directory: config.json, safetensors, tokenizer.
+    """Writes a Hugging Face directory: config.json, safetensors and the tokenizer.
 
-    On a CPU the tensors are written from where the parameters are; a device's are
-    copied to the host's memory once.
+    Parameters on a CPU are written without a copy; those on another device are copied
+    to host memory once.
 
     Args:
-      params: nested dictionary of arrays, as `init_params` makes it. Tensors keep its
+      config: the architecture.
+      params: nested dictionary of arrays, as from `init_params`. Tensors keep their
         dtypes, float32 or bfloat16.
-      tokenizer: a `tokenizers.Tokenizer`, or None to leave it out.
-      dst: must not exist; killed at any moment, it is absent or whole.
+      tokenizer: a `tokenizers.Tokenizer`. If None, no tokenizer is written.
+      dst: path of the new directory, which must not exist. If the process is killed, it
+        does not exist or is complete.
       shard_bytes: a larger model is written in shards of at most this many bytes, with
-        an index; a larger tensor has a shard of its own.
-      source: the directory or GGUF file that the model was loaded from, if it is to be
-        kept what does not affect its numbers: chat template, generation config,
-        settings of the tokenizer, ids of special tokens, the longest text it was
-        trained on.
+        an index. A tensor that is larger gets its own shard.
+      source: the directory or GGUF file that the model was loaded from. If not None,
+        settings that do not affect the model's results are copied from it: chat
+        template, generation config, tokenizer settings, ids of special tokens, and the
+        context length of the training.
 
     Raises:
-      CheckpointError: the model has an option that no Hugging Face class has, or dst
-        cannot be written, or its disk has no room.
+      CheckpointError: no Hugging Face class has the model's layers and options, `dst`
+        cannot be written, or the disk is full.
     """
     dtype = dtype_named(format_of(params))
     fields = hf_config(config, dtype.name, _kept_fields(config, source))
@@ -76,9 +78,9 @@ def export_hf(
 
 
 def _kept_fields(config: ModelConfig, source: Path | None) -> dict[str, int]:
-    """Numbers in the config of the source that no computation needs.
+    """Returns numbers of the source's config that do not affect the model's results.
 
-    One of our own directories has it beside its own config, if it was converted.
+    A directory of our own format has the source's config if it was converted.
     """
     if source is None:
         return {}
@@ -98,9 +100,9 @@ def _kept_fields(config: ModelConfig, source: Path | None) -> dict[str, int]:
 
 
 def _set_stops(config: ModelConfig, file: Path) -> None:
-    """Writes the model's stop tokens into a generation config, if there is one.
+    """Writes the model's stop tokens into the generation config, if the file exists.
 
-    transformers stops at those of that file alone.
+    transformers uses only the stop tokens of that file.
     """
     if not file.exists():
         return
@@ -112,7 +114,8 @@ def _set_stops(config: ModelConfig, file: Path) -> None:
 
 
 def _tensors(config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
-    """Every tensor by its name in the file; views of the parameters where they can."""
+    """Returns the tensors by name in the file, as views of the parameters if
+    possible."""
     flat = {path: np.asarray(leaf) for path, leaf in by_path(params).items()}
     tensors: dict[str, np.ndarray] = {}
     for row in rows_of(NAMES[export_format(config)], config):
@@ -123,7 +126,7 @@ def _tensors(config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
 def _write_weights(
     directory: Path, tensors: dict[str, np.ndarray], shard_bytes: int
 ) -> None:
-    """model.safetensors, or numbered shards and the index that names them."""
+    """Writes model.safetensors, or numbered shards and their index."""
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.numpy import save_file
 
@@ -146,7 +149,7 @@ def _write_json(file: Path, values: dict[str, Any]) -> None:
 
 
 def tokenizer_json(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
-    """Returns a tokenizer_config.json: what tokenizer.json does not hold."""
+    """Returns tokenizer_config.json, with the settings that tokenizer.json lacks."""
     fields: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if config.stop_tokens:
         fields["eos_token"] = tokenizer.id_to_token(config.stop_tokens[0])

@@ -1,4 +1,4 @@
-"""Typed access to the fields of a config file; every error names file and field."""
+"""Typed access to the fields of a config file. Every error names the file and field."""
 
 import math
 import reprlib
@@ -11,17 +11,19 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import TensorInfo, read_json
 from stree_jax.models.config_json import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, MAX_TAPS
 
-MAX_EXPERTS = 4096  # of a layer
+MAX_EXPERTS = 4096  # experts of a layer
 REQUIRED = object()
 
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """A JSON object read from `file`, and what is in the checkpoint beside it.
+    """A JSON object from a config file, with the checkpoint's tensors.
 
     Attributes:
-      within: its place in the file.
-      tensors: of the checkpoint, by name; they tell which biases there are.
+      file: the file.
+      values: the object.
+      within: prefix of the object's fields in the file, such as "rope_scaling.".
+      tensors: the checkpoint's tensors by name. They show which biases exist.
     """
 
     file: Path
@@ -36,19 +38,20 @@ class ConfigFields:
         return cls(file, read_json(file), tensors=tensors or {})
 
     def beside(self, name: str) -> "ConfigFields":
-        """Those of another file of the checkpoint."""
+        """Reads the fields of another file of the same checkpoint."""
         return self.read(self.file.with_name(name), self.tensors)
 
     def has_tensor(self, ending: str, part: str = "") -> bool:
-        """True if a tensor's name ends so.
-
-        Args:
-          part: of the model, such as "layers.3.", if only its tensors count.
-        """
+        """True if a tensor's name has this ending; see `tensor_named`."""
         return self.tensor_named(ending, part) is not None
 
     def tensor_named(self, ending: str, part: str = "") -> str | None:
-        """Returns the first tensor whose name ends so, or None."""
+        """Returns the first tensor whose name has this ending, or None.
+
+        Args:
+          ending: ending of the name.
+          part: if not empty, only names that contain it count, such as "layers.3.".
+        """
         names = (n for n in self.tensors if n.endswith(ending) and part in n)
         return next(names, None)
 
@@ -65,7 +68,11 @@ class ConfigFields:
         return self.error(name, f"want {wanted}, got {reprlib.repr(value)}")
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
-        """The value; null counts as absent."""
+        """Returns the value. null counts as absent.
+
+        Raises:
+          CheckpointError: the field is absent, and `default` is `REQUIRED`.
+        """
         value = self.values.get(name)
         if value is not None:
             return value
@@ -76,7 +83,8 @@ class ConfigFields:
     def size(
         self, name: str, default: Any = REQUIRED, low: int = 1, top: int | None = None
     ) -> int:
-        """An integer in low..top; None: as many as the name lets one expect."""
+        """Returns an integer in low..top. If `top` is None, the limit depends on the
+        field's name."""
         value = self.get(name, default)
         if top is None:
             top = MAX_LAYERS if "layer" in name else MAX_SIZE
@@ -104,7 +112,7 @@ class ConfigFields:
             return math.inf
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wants(name, "a number", value)
-        if not abs(value) <= MAX_NUMBER and value != math.inf:  # or NaN
+        if not abs(value) <= MAX_NUMBER and value != math.inf:  # True for NaN, too
             raise self.wants(name, "a number", value)
         return float(value)
 
@@ -121,7 +129,7 @@ class ConfigFields:
         return value
 
     def multipliers(self, name: str, count: int) -> list[float]:
-        """A list of `count` scales; absent means all are 1."""
+        """Returns a list of `count` scales. If absent, all are 1."""
         value = self.get(name, [1.0] * count)
         if not isinstance(value, list | tuple) or len(value) != count:
             raise self.wants(name, f"a list of {count} numbers", value)
@@ -131,7 +139,7 @@ class ConfigFields:
         return numbers
 
     def limits(self, name: str, default: Any = REQUIRED) -> tuple[float, float]:
-        """A (low, high) pair."""
+        """Returns a pair (low, high) with 0 <= low <= high."""
         value = self.get(name, default)
         if not isinstance(value, list | tuple) or len(value) != 2:
             raise self.wants(name, "[low, high]", value)
@@ -150,9 +158,13 @@ class ConfigFields:
         return value
 
     def only(self, known: str) -> None:
-        """Refuses fields other than these, whose names are separated by spaces."""
+        """Raises CheckpointError for unknown fields.
+
+        Args:
+          known: names of the known fields, separated by spaces.
+        """
         for name in self.values.keys() - set(known.split()):
-            raise self.error(name, "is not a field that is read here")
+            raise self.error(name, "unknown field")
 
     def object(self, name: str) -> "ConfigFields":
         value = self.get(name, {})
@@ -161,7 +173,7 @@ class ConfigFields:
         return replace(self, values=value, within=f"{self.within}{name}.")
 
     def chosen_layers(self, name: str, count: int) -> list[int]:
-        """Numbers of layers, of which there are `count`; absent means none."""
+        """Returns a list of layer numbers in 0..count-1. If absent, it is empty."""
         value = self.get(name, [])
         if not isinstance(value, list) or not all(
             isinstance(i, int) and not isinstance(i, bool) for i in value
@@ -179,7 +191,7 @@ class ConfigFields:
         return whole // parts
 
     def token_ids(self, name: str, default: Any = ()) -> tuple[int, ...]:
-        """One id or a list of them."""
+        """Returns one id or a list of ids, without negative ones."""
         value = self.get(name, default)
         ids = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):

@@ -1,4 +1,4 @@
-"""Reading whole files: regular ones, and no more of them than they can hold."""
+"""Reads whole files, with limits on their size. Only regular files are accepted."""
 
 import os
 import stat
@@ -6,18 +6,20 @@ from pathlib import Path
 
 from stree_jax.convert.errors import CheckpointError
 
-MOST_TEXT = 2**26  # bytes of a prompt, a template or a config: beyond any real one
-MOST_TOKENIZER = 2**28  # the largest published tokenizer.json has 2**25
-POINTER = b"version https://git-lfs"  # what Git LFS has in place of a large file
+MOST_TEXT = 2**26  # bytes; limit for prompts, templates and configs
+MAX_TOKENIZER_BYTES = 2**28  # the largest published tokenizer.json has 2**25
+POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer file
 
 
 def check_readable(path: Path, most: int) -> None:
-    """Refuses what is there and is not a regular file of at most so many bytes: a pipe
-    or a terminal may never end, a device such as /dev/zero never does.
+    """Checks that a path is a regular file of at most `most` bytes.
+
+    Reading anything else may never end: a pipe, a terminal, or a device such as
+    /dev/zero.
 
     Raises:
-      CheckpointError: one line that names the file.
-      OSError: it is not there.
+      CheckpointError: it is not a regular file, or too large.
+      OSError: it does not exist.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -30,24 +32,26 @@ def read_file(path: Path, most: int = MOST_TEXT, pipe: bool = False) -> bytes:
     """Reads a whole file.
 
     Args:
-      most: bytes that it may have.
-      pipe: whether it may be a pipe that something writes to, as bash's `<(command)`
-        is one. A pipe without a writer is refused instead of waited for.
+      path: the file.
+      most: largest allowed size in bytes.
+      pipe: True to also accept a pipe that something writes to, such as bash's
+        `<(command)`. A pipe without a writer is an error.
 
     Raises:
-      CheckpointError: one line saying that it is too large or not a regular file.
+      CheckpointError: the file is too large, or not a regular file.
       OSError: it cannot be opened or read.
     """
     is_pipe = pipe and stat.S_ISFIFO(path.stat().st_mode)
     if not is_pipe:
         check_readable(path, most)
-    # Non-blocking: another file may have taken its place, and opening a pipe waits.
+    # Non-blocking: the file may have been replaced by a pipe, whose opening would
+    # block.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
         if not is_pipe and not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise CheckpointError(f"{path}: not a regular file")
         os.set_blocking(opened.fileno(), True)
         body = opened.read(most + 1)
-    if len(body) > most:  # files of /proc have no size
+    if len(body) > most:  # files in /proc report size 0
         raise CheckpointError(f"{path}: more than {most} bytes")
     if is_pipe and not body:
         raise CheckpointError(
@@ -57,12 +61,12 @@ def read_file(path: Path, most: int = MOST_TEXT, pipe: bool = False) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST_TEXT, pipe: bool = False) -> str:
-    """Reads a file of UTF-8 text, in which line ends become newlines; see `read_file`.
+    """Reads a file of UTF-8 text; see `read_file`.
 
-    The byte order mark that some editors write is left out.
+    Line ends become newlines. A byte order mark, which some editors write, is removed.
 
     Raises:
-      CheckpointError: also if it is not UTF-8.
+      CheckpointError: the file is too large, not a regular file, or not UTF-8.
     """
     try:
         text = read_file(path, most, pipe).decode("utf-8-sig")
@@ -74,24 +78,21 @@ def read_text(path: Path, most: int = MOST_TEXT, pipe: bool = False) -> str:
 
 
 def check_fetched(path: Path) -> None:
-    """Refuses a file that `git clone` has left on the server.
-
-    Raises:
-      CheckpointError: one line that says how to fetch it.
-    """
+    """Raises CheckpointError if a file is only a Git LFS pointer, as `git clone` leaves
+    it without Git LFS. The message says how to download the file."""
     try:
-        check_readable(path, MOST_TOKENIZER)
+        check_readable(path, MAX_TOKENIZER_BYTES)
         with path.open("rb") as opened:
             if opened.read(len(POINTER)) != POINTER:
                 return
     except (OSError, CheckpointError):
-        return  # reading the file reports the error
+        return  # the caller reports the error when it reads the file
     raise CheckpointError(
-        f"{path}: only the place of a file that Git LFS keeps; fetch it with git lfs "
+        f"{path}: only a Git LFS pointer, not the file itself; fetch it with git lfs "
         "pull, or the whole model with hf download"
     )
 
 
 def universal(text: str) -> str:
-    """Makes every line end a newline, as Python's text files do."""
+    """Converts all line ends to newlines, as Python's text files do."""
     return text.replace("\r\n", "\n").replace("\r", "\n")

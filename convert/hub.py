@@ -1,8 +1,8 @@
-"""Models by their name on the Hugging Face hub: choosing files and fetching them.
+"""Downloads models from the Hugging Face hub, by their name.
 
-A repository often holds the same weights several times (safetensors, pickles, ONNX,
-several GGUF quantizations) and the state of an optimizer beside them. The files to
-fetch are chosen from the repository's list of files: those that `load` opens.
+A repository often has the same weights several times (safetensors, pickles, ONNX,
+several GGUF quantizations), and the state of an optimizer. From the repository's list
+of files this module chooses those that `load` opens.
 """
 
 import glob
@@ -35,7 +35,7 @@ from stree_jax.convert.tokenizer import tokenizer_files_among
 
 CONFIG_FILES = (
     *("config.json", mambainllama.FILE, MODELOPT_FILE, SOURCE_CONFIG),
-    ADAPTER,  # which is refused
+    ADAPTER,  # downloaded so that `load` reports it as an error
 )
 NAME = re.compile(
     r"(?P<repo>[\w-][\w.-]*/[\w.-]+)"
@@ -45,28 +45,28 @@ NAME = re.compile(
     re.ASCII,
 )
 WEIGHTS = (".safetensors", ".gguf", *PICKLED)
-MOST_LISTED = 24  # files in a message
-HEADER_PIECES = (2**20, 2**23, MAX_HEADER)  # bytes of a GGUF file to try, in turn
-FIRST_PIECE = 2**17  # bytes of a safetensors file: its whole header, as a rule
+MAX_LISTED = 24  # files listed in a message
+HEADER_PIECES = (2**20, 2**23, MAX_HEADER)  # bytes of a GGUF file to fetch, in turn
+FIRST_PIECE = 2**17  # bytes of a safetensors file that usually include its whole header
 CONNECTIONS = 8
-LAST_PIECE = 2**18  # bytes of a file of torch: its list of records, as a rule
-RECORD = 2**10  # bytes before a record's content, its name among them, at most
-NUMBERS = re.compile(r"[^/]*/data/\d+")  # records of a file of torch to leave out
+LAST_PIECE = 2**18  # bytes at the end of a torch file, usually its list of records
+RECORD = 2**10  # most bytes before a record's content, including its name
+NUMBERS = re.compile(r"[^/]*/data/\d+")  # records of a torch file that are not fetched
 SAMPLED = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens|embeddings?)\.weight")
-SAMPLE = 2**13  # numbers of a tensor that are fetched at one place
+SAMPLE = 2**13  # numbers of a tensor that are fetched at each of two places
 
-Wanted = Sequence[Sequence[str]]  # of each group, the first file that is there
+Wanted = Sequence[Sequence[str]]  # groups of files; the first existing one of each
 
 
 @dataclass(frozen=True)
 class HubName:
-    """OWNER/NAME on the hub, and what of it is meant.
+    """A model on the hub.
 
     Attributes:
-      repo: OWNER/NAME.
-      file: path of one file in the repository, if it is named.
-      quant: part of a GGUF file's name, such as Q4_K_M, if it is given.
-      revision: branch, tag or commit; if None, the main branch.
+      repo: OWNER/NAME of the repository.
+      file: path of a file in the repository, or None.
+      quant: quantization in a GGUF file's name, such as Q4_K_M, or None.
+      revision: branch, tag or commit. If None, the main branch.
     """
 
     repo: str
@@ -83,20 +83,22 @@ class HubName:
 
 
 def hub_name(name: str) -> HubName | None:
-    """Parse OWNER/NAME, OWNER/NAME/FILE.gguf and OWNER/NAME:Q4_K_M, each with @REVISION
-    or without. Returns None for anything else, such as a path."""
+    """Parses OWNER/NAME, OWNER/NAME/FILE.gguf or OWNER/NAME:Q4_K_M, each optionally
+    with @REVISION. Returns None for anything else, such as a path."""
     found = NAME.fullmatch(name)
-    if found is None or found["repo"].endswith(WEIGHTS):  # a file that is not there
+    if found is None or found["repo"].endswith(WEIGHTS):  # the path of a missing file
         return None
     return HubName(**found.groupdict())
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository's files, on the hub or, where it cannot be reached, in the cache.
+    """The files of a repository, on the hub or, if the hub cannot be reached, in the
+    local cache.
 
     Attributes:
-      sizes: of each file by name, in bytes; None where that is unknown.
+      name: the model's name on the hub.
+      sizes: size of each file in bytes, by name. None if it is unknown.
       cached: the snapshot in the cache, if the hub cannot be reached.
       problem: why the hub cannot be reached.
     """
@@ -107,7 +109,7 @@ class Repository:
     problem: str = ""
 
     def get(self, files: Collection[str]) -> Path:
-        """Fetch files of the list, and return the folder that they are in."""
+        """Downloads files of the repository and returns their folder."""
         if self.cached is not None:
             return self.cached
         from huggingface_hub import snapshot_download
@@ -122,11 +124,11 @@ class Repository:
 
 
 def repository(name: HubName) -> Repository:
-    """List a repository's files.
+    """Lists a repository's files.
 
     Raises:
-      CheckpointError: the hub has no such repository or revision, or it cannot be
-        reached and the cache has none either.
+      CheckpointError: the hub has no such repository or revision, or the hub cannot be
+        reached and the cache does not have it.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -138,7 +140,7 @@ def repository(name: HubName) -> Repository:
         return Repository(name, {s.rfilename: s.size for s in model.siblings or ()})
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise refusal(name, error) from error
-    except Exception as error:  # of the HTTP libraries under huggingface_hub
+    except Exception as error:  # any error of the HTTP libraries of huggingface_hub
         unreachable = error
     try:
         found = snapshot_download(
@@ -154,24 +156,25 @@ def repository(name: HubName) -> Repository:
 
 @contextmanager
 def one_line(name: HubName) -> Iterator[None]:
-    """Turns any error of a download into a CheckpointError of one line."""
+    """Converts any error of a download to a CheckpointError with a message of one
+    line."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # of the HTTP libraries under huggingface_hub
+    except Exception as error:  # any error of the HTTP libraries of huggingface_hub
         raise refusal(name, error) from error
 
 
 def refusal(name: HubName, error: Exception) -> CheckpointError:
     what = "directory" if name.file is None else "file"
     return CheckpointError(
-        f"{name}: no such {what}, and not to be had from the hub ({reason(error)})"
+        f"{name}: no such {what}, and not available from the hub ({reason(error)})"
     )
 
 
 def reason(error: Exception) -> str:
-    """Say in one line what failed and, where that is known, what to do."""
+    """Returns what failed, and what to do if that is known, in one line."""
     from huggingface_hub import errors
 
     match error:
@@ -190,23 +193,25 @@ def reason(error: Exception) -> str:
 
 
 def fetch(name: HubName, wanted: Wanted = ()) -> Path:
-    """Fetch what `load` opens of a repository.
+    """Downloads the files of a repository that `load` opens.
 
     Args:
-      wanted: files to fetch in place of a model's: of each group, the first one that
-        the repository has.
+      name: the model's name on the hub.
+      wanted: groups of files to download instead of a model. Of each group, the first
+        file that the repository has is downloaded.
 
-    Returns: a directory, or a GGUF file.
+    Returns:
+      A directory, or a GGUF file.
 
     Raises:
-      CheckpointError: one line saying what is wrong.
+      CheckpointError: the files cannot be downloaded. The message is one line.
     """
     found = repository(name)
     if wanted:
         firsts = [next((f for f in group if f in found.sizes), "") for group in wanted]
         if not any(firsts):
             names = ", ".join(sum(map(list, wanted), []))
-            raise CheckpointError(f"{name}: the repository has nothing of {names}")
+            raise CheckpointError(f"{name}: the repository has none of {names}")
         return found.get([file for file in firsts if file])
     if name.file is not None:
         return found.get(shards_of(found, name.file)) / name.file
@@ -214,19 +219,21 @@ def fetch(name: HubName, wanted: Wanted = ()) -> Path:
 
 
 def fetch_headers(name: HubName, folder: Path) -> Path:
-    """Fetch a repository's config, tokenizer and the headers of its weights. Weights
-    that are all in the cache already are used as they are.
+    """Downloads a repository's config, tokenizer and the headers of its weights.
 
-    A file of torch that is no ZIP archive (as torch before 1.6 wrote them) has its list
-    of tensors among their numbers, and is fetched whole.
+    Weights that are all in the cache already are used directly. A torch file that is
+    not a ZIP archive (written by torch before 1.6) is downloaded whole, because its
+    list of tensors is mixed with their numbers.
 
     Args:
-      folder: an empty folder. The weights' files in it have the headers and the size of
-        those on the hub, and zeros in place of numbers, which take no room on the disk.
-        Only a few numbers of the embedding and the head are there, which tell whether
-        the two are equal.
+      name: the model's name on the hub.
+      folder: an empty folder. Files of weights are written to it with their header and
+        size, and zeros instead of numbers, which need no space on the disk. Of the
+        embedding and the head a few numbers are included, which show whether the two
+        are equal.
 
-    Returns: a directory or GGUF file that can be described, and not loaded.
+    Returns:
+      A directory or GGUF file that can be described, but not loaded.
     """
     found = repository(name)
     if found.cached is not None:
@@ -234,11 +241,11 @@ def fetch_headers(name: HubName, folder: Path) -> Path:
 
     def get(files: Collection[str]) -> Path:
         if any(file.startswith(f"{PARAMS}/") for file in files):
-            return folder  # the config says all about a directory of our own format
+            return folder  # for our own format the config is enough
         weights = [file for file in files if file.endswith(WEIGHTS)]
         small = [file for file in files if file not in weights]
         kept = {file: _cached(name, file) for file in weights}
-        if None in kept.values():  # zeros are not to be compared with numbers
+        if None in kept.values():  # do not mix files of zeros with complete ones
             kept = dict.fromkeys(weights)
         if small:
             snapshot = found.get(small)
@@ -258,8 +265,11 @@ def fetch_headers(name: HubName, folder: Path) -> Path:
 
 
 def chosen(found: Repository, get: Callable[[Collection[str]], Path]) -> Path:
-    """Choose the files of a model, and fetch them with `get`: the config and tokenizer
-    first, and weights only if the config's architecture is supported."""
+    """Chooses the files of a model and downloads them with `get`.
+
+    Downloads the config and the tokenizer first, and the weights only if the
+    architecture is supported.
+    """
     names, name = found.sizes.keys(), found.name
     small = [file for file in CONFIG_FILES if file in names]
     small += tokenizer_files_among(names)
@@ -276,7 +286,7 @@ def chosen(found: Repository, get: Callable[[Collection[str]], Path]) -> Path:
         return get(ours)
     detect(files.fields())
     if weights is None:
-        raise CheckpointError(f"{name}: no weights; params/ is of another format")
+        raise CheckpointError(f"{name}: no weights; params/ is in another format")
     if not weights.endswith(INDEX):
         return get([weights])
     index = read_json(get([weights]) / weights).get("weight_map")
@@ -291,7 +301,7 @@ def chosen(found: Repository, get: Callable[[Collection[str]], Path]) -> Path:
 
 
 def the_gguf(found: Repository) -> str:
-    """Returns the one GGUF file, or the first of its shards, that the name means."""
+    """Returns the GGUF file, or its first shard, that the name refers to."""
     name = found.name
     models = first_shards(
         file
@@ -313,7 +323,7 @@ def the_gguf(found: Repository) -> str:
         fitting = [file for file in models if end.fullmatch(file)]
     if len(fitting) == 1:
         return fitting[0]
-    listed = ", ".join((fitting or models)[:MOST_LISTED])
+    listed = ", ".join((fitting or models)[:MAX_LISTED])
     example = (fitting or models)[0]
     what = (
         "several GGUF files"
@@ -326,11 +336,12 @@ def the_gguf(found: Repository) -> str:
 
 
 def shards_of(found: Repository, file: str) -> list[str]:
-    """Returns the names of all shards of a GGUF file, or of another file itself."""
+    """Returns the names of all shards of a GGUF file; for other files, their own
+    name."""
     if file not in found.sizes:
         where = "" if found.cached is None else f" in the cache ({found.problem})"
         there = first_shards(f for f in found.sizes if f.endswith(Path(file).suffix))
-        also = f"; it has {', '.join(there[:MOST_LISTED])}" if there else ""
+        also = f"; it has {', '.join(there[:MAX_LISTED])}" if there else ""
         raise CheckpointError(f"{found.name.repo}: no file {file}{where}{also}")
     shard = SHARD.fullmatch(file)
     if shard is None:
@@ -341,7 +352,7 @@ def shards_of(found: Repository, file: str) -> list[str]:
 
 
 def _cached(name: HubName, file: str) -> Path | None:
-    """Returns a file in the cache, or None; nothing is fetched."""
+    """Returns a file in the local cache, or None. Downloads nothing."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(name.repo, file, revision=name.revision)
@@ -349,7 +360,7 @@ def _cached(name: HubName, file: str) -> Path | None:
 
 
 def _write_header(found: Repository, file: str, folder: Path) -> None:
-    """Write a file of weights that has its header and its size, but no numbers."""
+    """Writes a file of weights with its header and size, but without numbers."""
     target, size = folder / file, found.sizes[file] or 0
     target.parent.mkdir(parents=True, exist_ok=True)
     if file.endswith(PICKLED):
@@ -368,11 +379,12 @@ def _write_header(found: Repository, file: str, folder: Path) -> None:
         if end >= size:
             return
         try:
-            # Behind a header that is cut there are zeros, which no tensor can be.
+            # If the header is incomplete, zeros follow, and parsing them raises an
+            # error.
             read_one(target)
             return
         except CheckpointError:
-            continue  # the last error is reported when the file is described
+            continue  # describing the file reports the last error
 
 
 def _write_sparse(target: Path, begin: bytes, size: int) -> None:
@@ -382,11 +394,13 @@ def _write_sparse(target: Path, begin: bytes, size: int) -> None:
 
 
 def _write_samples(found: Repository, file: str, target: Path, header: bytes) -> None:
-    """Write some numbers of the embedding and the head to a file that has its header,
-    at the same places of both: from the first on, and from the middle on."""
+    """Writes some numbers of the embedding and the head to a file with a header.
+
+    They are from the same two places of both tensors: the beginning and the middle.
+    """
     try:
         tensors = json.loads(header[8:])
-        asked = [
+        samples = [
             (len(header) + begin, end - begin, math.prod(tensors[name]["shape"]))
             for name in tensors
             if SAMPLED.fullmatch(name)
@@ -395,8 +409,8 @@ def _write_samples(found: Repository, file: str, target: Path, header: bytes) ->
     except (ValueError, TypeError, LookupError, RecursionError):
         return  # describing the file reports the error
     with target.open("r+b") as opened:
-        for start, size, count in asked:
-            width = size // max(count, 1)  # bytes of a number
+        for start, size, count in samples:
+            width = size // max(count, 1)  # bytes per number
             for first in (0, count // 2):
                 begin = start + first * width
                 end = begin + min(SAMPLE, count - first) * width
@@ -406,7 +420,8 @@ def _write_samples(found: Repository, file: str, target: Path, header: bytes) ->
 
 
 def _write_records(found: Repository, file: str, target: Path) -> None:
-    """Write a file of torch, a ZIP archive, without its tensors' numbers."""
+    """Writes a torch file, which is a ZIP archive, without the numbers of its
+    tensors."""
     size = found.sizes[file] or 0
 
     def write(begin: int, end: int) -> None:
@@ -424,7 +439,7 @@ def _write_records(found: Repository, file: str, target: Path) -> None:
             records = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError):
         records = []
-    if not records:  # no archive, or its list is longer than that piece
+    if not records:  # not an archive, or its list is longer than `LAST_PIECE`
         target.unlink()
         target.symlink_to((found.get([file]) / file).absolute())
         return
@@ -435,14 +450,14 @@ def _write_records(found: Repository, file: str, target: Path) -> None:
 
 
 def _range(name: HubName, file: str, start: int, end: int) -> bytes:
-    """Fetch bytes start:end of a file on the hub."""
+    """Downloads bytes start:end of a file on the hub."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session
 
     url = hf_hub_url(name.repo, file, revision=name.revision)
     session: Any = get_session()
-    asked = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}"}
-    asked["Accept-Encoding"] = "identity"
-    answer = session.get(url, headers=asked)
-    answer.raise_for_status()
-    return answer.content[: end - start]
+    headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}"}
+    headers["Accept-Encoding"] = "identity"
+    response = session.get(url, headers=headers)
+    response.raise_for_status()
+    return response.content[: end - start]

@@ -1,13 +1,14 @@
-"""What a checkpoint says and nothing here follows, though transformers does."""
+"""Warnings about settings of a checkpoint that transformers applies and this library
+does not."""
 
 import reprlib
 from collections.abc import Iterator
 
 from stree_jax.convert.fields import ConfigFields
 
-# Fields of generation_config.json that change which token transformers' `generate`
-# takes even without sampling, and the values that change nothing. Temperature and the
-# like are not among them: here, too, a caller has to ask for sampling.
+# Fields of generation_config.json that change the tokens of transformers' `generate`
+# even without sampling, with the values that have no effect. Settings of sampling, such
+# as the temperature, are not included: here, sampling is an argument of the call.
 GENERATION_NEUTRAL = {
     "repetition_penalty": (1, None),
     "encoder_repetition_penalty": (1, None),
@@ -31,22 +32,23 @@ GENERATION_NEUTRAL = {
 
 
 def generation_notes(fields: ConfigFields) -> Iterator[str]:
-    """Yields warnings about fields of generation_config.json that are not followed."""
+    """Yields warnings about fields of generation_config.json that are not applied."""
     for name, neutral in GENERATION_NEUTRAL.items():
         value = fields.values.get(name)
         if value in neutral:
             continue
-        way_on = ""
+        hint = ""
         if name == "repetition_penalty":
-            way_on = f"; Sampling(temperature=0, {name}={value!r:.20}) follows it"
+            hint = f"; Sampling(temperature=0, {name}={value!r:.20}) applies it"
         yield (
             f"{fields.file}: {name} {reprlib.repr(value)} is not applied here, though "
-            f"generate of transformers does so by default{way_on}"
+            f"generate of transformers does so by default{hint}"
         )
 
 
 def config_notes(fields: ConfigFields, format: str) -> Iterator[str]:
-    """Yields a warning for each field of config.json that transformers misreads."""
+    """Yields a warning for each field of config.json that transformers
+    misinterprets."""
     name = "rescale_prenorm_residual"
     if format.startswith("mamba2") and fields.get(name, False) is True:
         yield (

@@ -1,7 +1,7 @@
-"""The tokenizer of a SentencePiece model, `tokenizer.model`, without its library.
+"""Reads the tokenizer of a SentencePiece model, `tokenizer.model`, without its library.
 
-Only BPE models without text normalization are read: those of Llama, Mistral and their
-descendants. They become what a GGUF file of the same vocabulary becomes.
+Only BPE models without text normalization are supported: those of Llama, Mistral and
+their descendants. The result is the same as from a GGUF file of the same vocabulary.
 
 Source: sentencepiece's `sentencepiece_model.proto`.
 """
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 FILE = "tokenizer.model"
 BPE = 2  # trainer_spec.model_type
-MAX_BYTES = 2**26  # of the file; the largest published ones have 2**23
-VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5  # wire types
+MAX_BYTES = 2**26  # size of a file; the largest published ones have 2**23 bytes
+VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5  # wire types of protocol buffers
 Value = int | bytes
 
 
 def is_piece_model(file: Path) -> bool:
-    """True if the file begins as a SentencePiece model does: with a first piece.
+    """True if the file begins like a SentencePiece model, with a first piece.
 
-    Other files of that name hold lines of text, as of Llama 3.
+    Some files of that name are text, for example those of Llama 3.
     """
     try:
         with file.open("rb") as opened:
@@ -44,11 +44,13 @@ def is_piece_model(file: Path) -> bool:
 def read_piece_model(
     file: Path, settings: ConfigFields, special: SpecialTokens
 ) -> "Tokenizer | None":
-    """Returns the tokenizer of a SentencePiece model, or None if it is of another kind.
+    """Reads the tokenizer of a SentencePiece model. Returns None if the model is of an
+    unsupported kind.
 
     Args:
+      file: the model.
       settings: fields of tokenizer_config.json.
-      special: the tokens that other files name; they are added.
+      special: special tokens from other files, which are added to the tokenizer.
 
     Raises:
       CheckpointError: the file is damaged.
@@ -77,10 +79,11 @@ def read_piece_model(
 
 
 def _vocabulary(file: Path) -> dict[str, Any] | None:
-    """Returns the model in the words of a GGUF file's keys, or None if it cannot be.
+    """Returns the model as the metadata of a GGUF file's vocabulary, or None if it is
+    of an unsupported kind.
 
     Raises:
-      ValueError, IndexError, struct.error: the file is not a model.
+      ValueError, IndexError, struct.error: the file is not a SentencePiece model.
     """
     pieces: list[dict[int, Value]] = []
     trainer: dict[int, Value] = {}
@@ -104,7 +107,9 @@ def _vocabulary(file: Path) -> dict[str, Any] | None:
     }
     for name, number, default in (("unknown", 40, 0), ("bos", 41, 1), ("eos", 42, 2)):
         value = trainer.get(number, default)
-        if isinstance(value, int) and value < len(pieces):  # -1 is a large number here
+        if isinstance(value, int) and value < len(
+            pieces
+        ):  # -1 is read as a large number
             values[f"{name}_token_id"] = value
         elif name == "bos":
             values["add_bos_token"] = False
@@ -122,7 +127,7 @@ def _float(value: Value) -> float:
 
 
 def _message(data: bytes) -> Iterator[tuple[int, Value]]:
-    """Yields the fields of a protocol buffer message: numbers and values.
+    """Yields the fields of a protocol buffer message, as pairs (number, value).
 
     Raises:
       ValueError, IndexError: the bytes are not a message.
@@ -142,13 +147,13 @@ def _message(data: bytes) -> Iterator[tuple[int, Value]]:
         else:
             raise ValueError(f"wire type {kind}")
         if at + length > len(data):
-            raise ValueError("it ends before its last field does")
+            raise ValueError("the last field is incomplete")
         yield number, data[at : at + length]
         at += length
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns a number of up to ten bytes, and where the next field begins."""
+    """Reads a number of up to ten bytes. Returns it and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         byte = data[at]

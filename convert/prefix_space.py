@@ -1,7 +1,7 @@
-"""The `add_prefix_space` of tokenizer_config.json, which tokenizer.json may contradict.
+"""Applies the setting `add_prefix_space` of tokenizer_config.json to a tokenizer.
 
-transformers' classes for GPT-2, GPT-NeoX, Qwen2 and Llama follow this setting, whatever
-tokenizer.json says. Its other classes ignore it.
+transformers' classes for GPT-2, GPT-NeoX, Qwen2 and Llama follow this setting, even if
+tokenizer.json contradicts it. Its other classes ignore the setting.
 """
 
 import json
@@ -26,7 +26,8 @@ def with_prefix_space(
     """Returns the tokenizer with the `add_prefix_space` of the settings.
 
     Args:
-      files: the tokenizer's.
+      tokenizer: the tokenizer from tokenizer.json.
+      files: the checkpoint.
       settings: fields of tokenizer_config.json.
     """
     name = tokenizer_class(files)
@@ -51,11 +52,12 @@ def with_prefix_space(
 
 
 def _without_prefix(values: Part) -> None:
-    """Edits a tokenizer.json of pieces so that it adds no space and takes none away."""
+    """Edits the tokenizer.json of a SentencePiece tokenizer so that encoding adds no
+    space and decoding removes none."""
     if not any(
         part["type"] == "Fuse" for part in _parts(values["decoder"], "decoders")
     ):
-        return  # not of pieces
+        return  # not a SentencePiece tokenizer
     for part in _parts(values["pre_tokenizer"], "pretokenizers"):
         if part["type"] == "Metaspace":
             part["prepend_scheme"] = "never"
@@ -71,7 +73,8 @@ def _without_prefix(values: Part) -> None:
 
 
 def _parts(part: Part | None, name: str) -> list[Part]:
-    """Returns a part of a tokenizer, or the parts of a sequence of them."""
+    """Returns the components of a part of a tokenizer: those of a sequence, or
+    itself."""
     if part is None:
         return []
     return part[name] if part["type"] == "Sequence" else [part]

@@ -1,7 +1,7 @@
-"""Finds which tensors of a checkpoint are quantized, and how, from its config files.
+"""Finds from the config files which tensors of a checkpoint are quantized, and how.
 
-A source with quantized weights becomes one that lists the matrices themselves, so that
-other code reads it as any other source. `dequantize.py` says what a scheme means.
+The result is a `Source` that lists the dequantized matrices, so that other code can
+read it like any other source. `dequantize.py` defines the quantization schemes.
 
 Sources of names and shapes: NVIDIA Model Optimizer (`convert_hf_config.py`), vLLM
 (`modelopt.py`), compressed-tensors (`quant_config.py`, `quant_args.py`) and
@@ -27,12 +27,12 @@ from stree_jax.convert.source import (
 )
 
 CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
-OLD_CONFIG = "compression_config"  # compressed-tensors' name for it before 2025
+OLD_CONFIG = "compression_config"  # the field's name in compressed-tensors before 2025
 FP8 = Scheme("fp8", "F8_E4M3")
 INT8 = Scheme("int8", "I8")
 NVFP4 = Scheme("nvfp4", "U8", (1, 16), global_scale="weight_scale_2")
 CHANNEL = (1, 0)  # a scale for each row
-INVERSE = "weight_scale_inv"  # a factor all the same, the inverse of the writer's
+INVERSE = "weight_scale_inv"  # a factor, too: the inverse of the quantizer's scale
 MODELOPT = {
     "FP8": FP8,
     "FP8_PER_CHANNEL_PER_TOKEN": replace(FP8, block=CHANNEL),
@@ -41,7 +41,7 @@ MODELOPT = {
     "W4A16_NVFP4": NVFP4,
 }
 MIXED = "MIXED_PRECISION"
-# By compressed-tensors' format and (type, bits) of the weights.
+# Schemes of compressed-tensors, by format, type and bits of the weights.
 NVFP4_PACKED = replace(
     NVFP4, weight="weight_packed", global_scale="weight_global_scale", reciprocal=True
 )
@@ -56,7 +56,8 @@ COMPRESSED = {
     ("nvfp4-pack-quantized", "float", 4): NVFP4_PACKED,
 }
 FORMATS = tuple(dict.fromkeys(format for format, _, _ in COMPRESSED))
-# Scales of activations and caches, which here stay in the model's dtype.
+# Scales of activations and KV caches, which are ignored: both stay in the model's
+# dtype.
 ACTIVATIONS = frozenset(
     "input_scale input_global_scale input_zero_point output_scale output_zero_point "
     "activation_scale q_scale k_scale v_scale k_zero_point v_zero_point".split()
@@ -66,10 +67,12 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules by name, and by pattern of the whole name.
+    """A set of modules, by names and by patterns of the whole name.
 
     Attributes:
-      below: if True, a name also stands for all modules below it, and for modules whose
+      names: names of modules.
+      patterns: regular expressions for names.
+      below: True if a name also stands for all modules below it, and for modules whose
         names end in it.
     """
 
@@ -90,11 +93,12 @@ class Modules:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The schemes of the modules' weights, from a config file.
+    """The quantization schemes of all modules, from a config file.
 
     Attributes:
-      named: schemes of modules and of all modules below them.
-      patterned: schemes of modules whose names match a pattern; `named` goes first.
+      file: the config file.
+      named: schemes by module; they also apply to the modules below it.
+      patterned: schemes by pattern of the module's name. `named` takes precedence.
       default: scheme of all other quantized modules. If None, there are no others.
       ignored: modules that are not quantized.
     """
@@ -109,7 +113,7 @@ class Recipe:
         return bool(self.named or self.patterned or self.default)
 
     def scheme(self, module: str) -> Scheme | None:
-        """Returns the scheme of a quantized module, or None if the file has none."""
+        """Returns the scheme of a quantized module, or None if there is no scheme."""
         for name in (module, *_above(module)):
             if name in self.named:
                 return self.named[name]
@@ -118,20 +122,25 @@ class Recipe:
 
 
 def _above(module: str) -> Iterator[str]:
-    """Yields the names of the modules that contain a module, the nearest first."""
+    """Yields the names of the modules that contain a module, innermost first."""
     while "." in module:
         module = module.rpartition(".")[0]
         yield module
 
 
 def logical(source: Source, files: CheckpointFiles) -> Source:
-    """Returns the checkpoint with a float tensor for each quantized one.
+    """Returns the source with a float tensor in place of each quantized one.
 
-    It is unchanged if no config file names quantization. Reads headers only.
+    If no config file mentions quantization, the source is unchanged. Only headers are
+    read.
+
+    Args:
+      source: the tensors as stored.
+      files: the checkpoint.
 
     Raises:
-      CheckpointError: the method is unknown, or a quantized tensor does not fit its
-        config or its shape; the message names the tensor and its file.
+      CheckpointError: the quantization method is unknown, or a quantized tensor does
+        not fit the config or its shape.
     """
     recipe = _recipe(source, files)
     if recipe is None:
@@ -151,7 +160,9 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
         if quantized.setdefault(f"{module}.weight", found) is not found:
             raise CheckpointError(f"{info.file}: {name}: {module} has two weights")
     if recipe.has_schemes() and not quantized:
-        raise CheckpointError(f"{recipe.file}: says quantized, but no tensor is")
+        raise CheckpointError(
+            f"{recipe.file}: declares quantized weights, but no tensor is quantized"
+        )
     used = {name for q in quantized.values() for name, _ in q.parts.values()}
     tensors = {
         name: info
@@ -160,7 +171,7 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
     }
     if both := tensors.keys() & quantized.keys():
         name = min(both)
-        raise CheckpointError(f"{tensors[name].file}: {name}: is there twice")
+        raise CheckpointError(f"{tensors[name].file}: {name}: occurs twice")
     for name, q in quantized.items():
         info = q.parts["weight"][1]
         tensors[name] = TensorInfo(info.file, q.scheme.matrix(info.shape), "bfloat16")
@@ -169,7 +180,7 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
 
 def scheme_names(source: Source) -> str | None:
     """Returns the schemes of a source's weights, such as "nvfp4", "fp8+nvfp4" or
-    "q4_k"; None if all are plain floats."""
+    "q4_k". None if all weights are plain floats."""
     names = {source.scheme(name) for name in source.tensors} - {None}
     return "+".join(sorted(filter(None, names))) or None
 
@@ -177,7 +188,8 @@ def scheme_names(source: Source) -> str | None:
 def _quantized(
     recipe: Recipe, stored: Mapping[str, TensorInfo], module: str, name: str
 ) -> PackedInfo:
-    """Returns a quantized tensor with its scales; checks names, dtypes and shapes."""
+    """Finds the stored tensors of a quantized matrix, and checks their names, dtypes
+    and shapes."""
     info, scheme = stored[name], recipe.scheme(module)
     where = f"{info.file}: {name}"
     if recipe.ignored.has(module):
@@ -220,7 +232,7 @@ def _check_part(
     name: str,
     info: TensorInfo,
 ) -> None:
-    """Checks that dtype and shape of a scale, zero point or shape fit its matrix."""
+    """Checks the dtype and shape of a matrix's scale, zero point or shape tensor."""
     dtypes: tuple[str, ...] = FLOATS
     if part == "scale" and scheme.global_scale:
         dtypes = ("F8_E4M3",)
@@ -244,13 +256,13 @@ def _check_part(
 
 
 def _recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
-    """Reads the schemes from config.json, or from Model Optimizer's own file; None if
-    neither names any."""
+    """Reads the schemes from config.json or from Model Optimizer's own file. Returns
+    None if neither mentions quantization."""
     config = files.fields(tensors=source.tensors)
     name = CONFIG if config.get(CONFIG, None) is not None else OLD_CONFIG
     if config.get(name, None) is None:
-        there = files.has(MODELOPT_FILE)
-        return _modelopt(files.fields(MODELOPT_FILE)) if there else None
+        has_file = files.has(MODELOPT_FILE)
+        return _modelopt(files.fields(MODELOPT_FILE)) if has_file else None
     fields = config.object(name)
     method = fields.get("quant_method")
     match method:
@@ -282,7 +294,7 @@ def _strings(fields: ConfigFields, *names: str) -> list[str]:
 
 
 def _modules(fields: ConfigFields, *names: str) -> Modules:
-    """Returns the modules of a field whose names may contain * and ?."""
+    """Returns the modules listed in a field, where names may contain * and ?."""
     values = _strings(fields, *names)
     wild = {value for value in values if any(c in value for c in "*?[")}
     patterns = tuple(re.compile(fnmatch.translate(value)) for value in sorted(wild))
@@ -290,11 +302,12 @@ def _modules(fields: ConfigFields, *names: str) -> Modules:
 
 
 def _modelopt(fields: ConfigFields) -> Recipe:
-    """Reads Model Optimizer's fields: one algorithm for all, or one for each module."""
+    """Reads Model Optimizer's fields: one algorithm for all modules, or one for
+    each."""
     if "quantization" in fields.values:
         fields = fields.object("quantization")
     ignored = _modules(fields, "exclude_modules", "ignore")
-    if fields.get("quant_algo", None) is None:  # a quantized cache is left out
+    if fields.get("quant_algo", None) is None:  # only the KV cache is quantized
         return Recipe(fields.file, ignored=ignored)
     if fields.get("quant_algo") != MIXED:
         scheme = _algorithm(fields)
@@ -305,7 +318,7 @@ def _modelopt(fields: ConfigFields) -> Recipe:
 
 
 def _algorithm(fields: ConfigFields) -> Scheme:
-    """Returns the scheme of `quant_algo`, in any case, and `group_size`."""
+    """Returns the scheme of `quant_algo` (case-insensitive) and `group_size`."""
     word = fields.get("quant_algo")
     known = word.upper() if isinstance(word, str) else word
     if known not in tuple(MODELOPT):
@@ -322,16 +335,16 @@ def _algorithm(fields: ConfigFields) -> Scheme:
 
 
 def _fine_grained(fields: ConfigFields) -> Recipe:
-    """Reads the fields of FP8 in blocks, like DeepSeek's, or with a scale a tensor."""
+    """Reads the fields of FP8 with scales per block (as in DeepSeek) or per tensor."""
     fields.choice("fmt", "e4m3", ("e4m3",))
     fields.choice("scale_fmt", "float", ("float",))
     fields.choice("expert_dtype", "fp8", ("fp8",))
     ignored = _modules(fields, "modules_to_not_convert", "ignored_layers")
-    scheme = FP8  # as AutoFP8 wrote it
+    scheme = FP8  # as written by AutoFP8
     if fields.get("weight_block_size", None) is not None:
         block = _block(fields, "weight_block_size")
         scheme = replace(FP8, block=block, scale=INVERSE)
-    elif fields.has_tensor(f".{INVERSE}"):  # as transformers does
+    elif fields.has_tensor(f".{INVERSE}"):  # as written by transformers
         scheme = replace(FP8, scale=INVERSE)
     return Recipe(fields.file, default=scheme, ignored=ignored)
 
@@ -346,8 +359,8 @@ def _block(fields: ConfigFields, name: str) -> tuple[int, int]:
 
 
 def _compressed(fields: ConfigFields) -> Recipe:
-    """Reads compressed-tensors' groups of modules: by name, pattern ("re:...") or
-    class."""
+    """Reads compressed-tensors' groups of modules, which are given by name, pattern
+    ("re:...") or class."""
     if fields.get("transform_config", None):
         raise fields.error("transform_config", "transformed weights are not supported")
     sparsity = fields.object("sparsity_config")
@@ -368,7 +381,7 @@ def _compressed(fields: ConfigFields) -> Recipe:
                 named[target] = scheme
             elif default not in (None, scheme):
                 raise group.error("targets", f"{target}: is in another group, too")
-            else:  # a class, such as Linear: all other quantized modules
+            else:  # a class, such as Linear, means all other quantized modules
                 default = scheme
     ignored = _strings(fields, "ignore")
     plain = frozenset(name for name in ignored if not name.startswith("re:"))
@@ -385,8 +398,8 @@ def _pattern(fields: ConfigFields, name: str, target: str) -> re.Pattern[str]:
 
 
 def _weights(group: ConfigFields, fields: ConfigFields) -> Scheme:
-    """Returns the scheme of a group, from its weights and its own or the common
-    format."""
+    """Returns the scheme of a group, from its weights and its format, or else the
+    common format."""
     weights = group.object("weights")
     own = group.get("format", None) is not None
     format = (group if own else fields).choice("format", "", FORMATS)
@@ -405,8 +418,8 @@ def _weights(group: ConfigFields, fields: ConfigFields) -> Scheme:
 
 
 def _shared(weights: ConfigFields, scheme: Scheme) -> tuple[int, int]:
-    """Returns the rows and columns that share a scale, by the strategy of a group."""
-    size = weights.get("group_size", None)  # -1: all of a row
+    """Returns the rows and columns that share a scale, from a group's strategy."""
+    size = weights.get("group_size", None)  # -1 means a whole row
     if size not in (None, -1):
         size = weights.size("group_size")
     guess = "tensor" if size is None else "channel" if size == -1 else "group"

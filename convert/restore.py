@@ -1,8 +1,9 @@
-"""Reads the arrays of our own directory with orbax onto a device or a mesh.
+"""Reads the arrays of a directory in our own format with orbax, onto a device or a
+mesh.
 
-A part of a parameter is seldom one run of places: a part of `in_proj` has some of z, x,
-B, C and dt each. Orbax reads runs, so such a parameter is cut along another axis as it
-is read, and then exchanged between the devices.
+A device's part of a parameter is often not contiguous: a part of `in_proj` has some
+rows of each of z, x, B, C and dt. Orbax reads contiguous parts. Such a parameter is
+therefore read divided along another axis, and then exchanged between the devices.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,18 +43,19 @@ def restored(
     mesh: Mesh | None = None,
     cut: Cut = WHOLE,
 ) -> Any:
-    """Reads the parameters of a folder that the model has, and no others.
+    """Reads the parameters of a model from an orbax folder.
 
-    On a mesh, and in a format that is not plain, they are read in portions as large as
-    the largest parameter: so much (on a mesh a device's share of it) is held beside the
-    finished ones.
+    On a mesh, or in a format that is not plain, parameters are read in portions of at
+    most the size of the largest parameter. Extra memory of that size (on a mesh, of a
+    device's share of it) is needed while reading.
 
     Args:
-      folder: of orbax.
-      kept: what it says of its parameters.
-      format: to keep them in.
-      mesh: to put them on. If None, they are on the default device.
-      cut: how they are cut over it, from `placement.cut_for`.
+      folder: the orbax folder. It may have more parameters, which are not read.
+      config: the architecture.
+      kept: orbax's metadata of the stored parameters, by path.
+      format: format in which to keep the weights.
+      mesh: mesh to place the parameters on. If None, they are on the default device.
+      cut: how the devices of the mesh divide the model, from `placement.cut_for`.
     """
     if mesh is None and format.plain:
         wanted = jax.tree.map(_on_device, abstract_params(config, format))
@@ -69,7 +71,7 @@ def restored(
     flat: dict[ParamPath, Any] = {}
     for portion in _portions(wanted):
         read = by_path(_restore_some(folder, nest(portion)))
-        while read:  # one by one, and gone when it is in its place
+        while read:  # one by one, so that each is freed once it is converted
             path, leaf = read.popitem()
             done = _as_kept(leaf, *places[path], format, mesh)
             flat[path] = jax.block_until_ready(done)
@@ -78,7 +80,7 @@ def restored(
 
 
 def _restore_some(folder: Path, wanted: Any) -> Any:
-    """Reads the parameters of a folder that `wanted` has, and no others."""
+    """Reads those parameters of a folder that are in `wanted`."""
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -88,7 +90,7 @@ def _restore_some(folder: Path, wanted: Any) -> Any:
 
 
 def _portions(wanted: Mapping[ParamPath, Any]) -> Iterator[dict[ParamPath, Any]]:
-    """Yields all parameters, at a time no more bytes than the largest has."""
+    """Yields all parameters in portions of at most the bytes of the largest one."""
     most = max(size_of(leaf) for leaf in wanted.values())
     portion: dict[ParamPath, Any] = {}
     for path, leaf in wanted.items():
@@ -108,12 +110,16 @@ def _on_device(leaf: Any) -> jax.ShapeDtypeStruct:
 def _as_read(
     leaf: Any, param: Param, parts: int, format: Format, mesh: Mesh | None
 ) -> jax.ShapeDtypeStruct:
-    """Returns how orbax is to read a parameter of a folder: in its own dtype if the
-    format is not plain.
+    """Returns the array (shape, dtype, sharding) as which orbax reads a parameter.
+
+    If the format is not plain, it is read in its stored dtype.
 
     Args:
-      param: its entry in its layer's table.
-      parts: over how many devices it is cut.
+      leaf: orbax's metadata of the parameter.
+      param: the parameter's entry in the table.
+      parts: number of devices that divide it.
+      format: format in which to keep the weights.
+      mesh: the mesh, or None.
     """
     if mesh is None:
         return _on_device(leaf)
@@ -123,7 +129,7 @@ def _as_read(
 
 
 def _spec_as_read(param: Param, parts: int, shape: tuple[int, ...]) -> P:
-    """Returns along which axis a parameter is cut as it is read."""
+    """Returns the partition spec with which a parameter is read."""
     if not _changes_order(param, parts):
         return spec_of(param, parts, len(shape))
     other = _other_axis(param, parts, shape)
@@ -131,19 +137,20 @@ def _spec_as_read(param: Param, parts: int, shape: tuple[int, ...]) -> P:
 
 
 def _other_axis(param: Param, parts: int, shape: tuple[int, ...]) -> int | None:
-    """Returns an axis other than the parts' that divides, or None."""
+    """Returns an axis that divides by `parts` and is not the parameter's own divided
+    axis, or None."""
     axes = (axis for axis, size in enumerate(shape) if size % parts == 0)
     return next((axis for axis in axes if param and axis != param.axis), None)
 
 
 def _order(param: Param, parts: int) -> np.ndarray:
-    """Returns the places along the axis that all parts have, part after part."""
+    """Returns the indices along the divided axis, part after part."""
     each = (part_indices(param, i, parts) for i in range(parts))
     return np.concatenate([np.r_[places] for places in each])
 
 
 def _changes_order(param: Param, parts: int) -> bool:
-    """True if parts have other places than their share of the axis."""
+    """True if the parts are not contiguous along the divided axis."""
     if parts == 1:
         return False
     order = _order(param, parts)
@@ -157,16 +164,19 @@ def _as_kept(
     format: Format,
     mesh: Mesh | None,
 ) -> Any:
-    """Returns a parameter as the model keeps it, from the array that orbax read."""
+    """Converts the array that orbax read to the parameter in the model's format and
+    sharding."""
     if mesh is None:
         return stored(param, leaf, format)
     if format.plain and not _changes_order(param, parts):
-        return leaf  # it is where it belongs
-    param = param._replace(init=NORMAL)  # not part of the program
+        return leaf  # already in its place
+    param = param._replace(
+        init=NORMAL
+    )  # for the jit cache: the initialiser is not used
     done = _moved(leaf, param, parts, format, mesh)
 
     def as_sharded(x: jax.Array) -> jax.Array:
-        """Gives an array this very sharding, not an equal one of another spec."""
+        """Returns the array with exactly this spec, not an equivalent one."""
         sharding = NamedSharding(mesh, spec_of(param, parts, x.ndim))
         here = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, here)
@@ -178,7 +188,8 @@ def _as_kept(
 def _moved(
     leaf: jax.Array, param: Param, parts: int, format: Format, mesh: Mesh
 ) -> Any:
-    """Returns a parameter on a mesh, each part of it where it belongs."""
+    """Exchanges the parts of a parameter between the devices of a mesh, and converts it
+    to the model's format."""
     read = _spec_as_read(param, parts, leaf.shape)
     other, columns = _other_axis(param, parts, leaf.shape), leaf.shape[-1]
 

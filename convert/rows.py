@@ -1,4 +1,4 @@
-"""Which source tensors make which parameter: one row per parameter, both ways."""
+"""Maps source tensors to parameters and back: one row per parameter."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,25 +17,27 @@ from stree_jax.models import (
 from stree_jax.models.params import Path
 from stree_jax.models.state import token_mixers
 
-Index = tuple[slice, ...]  # places of a tensor, axis by axis; (): all of it
+Index = tuple[slice, ...]  # a slice of each axis of a tensor; () means the whole tensor
 How = Literal["copy", "concat", "swap", "conv", "stack", "halves", "shape", "decay"]
-ENDINGS = (("weight", ""), ("bias", "_bias"))  # of a module's tensors; of parameters
+ENDINGS = (("weight", ""), ("bias", "_bias"))  # endings of tensors, and of parameters
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter and the source tensors it is made of.
+    """A parameter and its source tensors.
 
     Attributes:
-      path: of the parameter.
-      sources: names of the tensors.
-      how: "copy"; "concat" along axis 0; "stack" along a new axis 0; "swap" the halves
-        of axis 0; "conv" drops the middle axis of [C, 1, K]; "halves" along axis 1;
-        "shape" if the source has another; "decay" if it has that, and -exp(parameter).
-      sizes: rows of each source, for "concat" and "halves"; for "shape" and "decay"
-        the source's shape.
-      heads: for "concat", of each source whose rows the source orders by pairs of
-        channels that rotate together (`by_pairs`); 0: it is in our order.
+      path: path of the parameter.
+      sources: names of the source tensors.
+      how: conversion of the sources to the parameter. "copy"; "concat" along axis 0;
+        "halves": concatenate along axis 1; "stack" along a new axis 0; "swap" the
+        halves of axis 0; "conv": drop the middle axis of [C, 1, K]; "shape": flatten;
+        "decay": flatten, and take log(-source).
+      sizes: for "concat" and "halves", the size of each source along the axis; for
+        "shape" and "decay", the source's shape.
+      heads: for "concat", number of heads of each source whose rows are ordered in
+        pairs of channels that rotate together (`by_pairs`); 0 if a source is in our
+        order. If empty, all are.
     """
 
     path: Path
@@ -46,7 +48,7 @@ class Row:
 
 
 def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Shapes of a row's source tensors, from the parameter's shape."""
+    """Returns the shapes of a row's source tensors, given the parameter's shape."""
     match row.how:
         case "concat":
             return [(size, *shape[1:]) for size in row.sizes]
@@ -67,30 +69,30 @@ def _swap(w: np.ndarray) -> np.ndarray:
 
 
 def by_pairs(w: np.ndarray, heads: int) -> np.ndarray:
-    """Rows so that channels i and i + hd / 2 of a head are neighbours: the order of
-    those whose rotary embedding turns neighbours."""
+    """Reorders rows so that channels i and i + hd / 2 of a head are neighbours, as for
+    rotary embeddings that rotate neighbouring channels."""
     halves = w.reshape(heads, 2, -1, *w.shape[1:])
     return halves.swapaxes(1, 2).reshape(w.shape)
 
 
 def by_halves(w: np.ndarray, heads: int) -> np.ndarray:
-    """The inverse of `by_pairs`."""
+    """Reorders rows back: the inverse of `by_pairs`."""
     pairs = w.reshape(heads, -1, 2, *w.shape[1:])
     return pairs.swapaxes(1, 2).reshape(w.shape)
 
 
 def _log(name: str, a: np.ndarray) -> np.ndarray:
-    """A_log of A, which decays a state."""
+    """Computes A_log = log(-A); A must be negative, so that the state decays."""
     if not (a < 0).all():
         raise CheckpointError(f"{name}: want negative numbers, got {a.max()}")
     return np.log(-a)
 
 
 def join(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
-    """A row's parameter from its source tensors.
+    """Computes a row's parameter from its source tensors.
 
     Raises:
-      CheckpointError: a state would not decay.
+      CheckpointError: A is not negative ("decay").
     """
     match row.how:
         case "concat":
@@ -113,26 +115,33 @@ def join(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
 
 
 class Piece(NamedTuple):
-    """A row of some places of its parameter, and where in its sources they are."""
+    """A row for a slice of its parameter.
+
+    Attributes:
+      row: the row, with only the sources of the slice.
+      indices: the slice of each source.
+    """
 
     row: Row
     indices: tuple[Index, ...]
 
 
 def can_be_cut(row: Row) -> bool:
-    """True if a slice of the parameter is one of the sources, in the same order."""
+    """True if a slice of the parameter consists of slices of the sources, in the same
+    order."""
     return row.how not in ("halves", "shape", "decay") and not any(row.heads)
 
 
 def pieces(
     row: Row, shape: tuple[int, ...], axis: int, places: tuple[slice, ...]
 ) -> Iterator[Piece]:
-    """Yields the pieces that make one device's share of a parameter, in order.
+    """Yields the pieces of one device's part of a parameter, in order.
 
     Args:
-      row: one that `can_be_cut`, if there are places.
+      row: the row. `can_be_cut` must be True if `places` is not empty.
       shape: shape of the parameter.
-      axis, places: the share has these slices of this axis. If (), it has all of it.
+      axis: the axis that devices divide.
+      places: the part's slices along the axis. If empty, it is the whole parameter.
     """
     if not places:
         yield Piece(row, ((),) * len(row.sources))
@@ -147,7 +156,7 @@ def _piece(row: Row, shape: tuple[int, ...], axis: int, place: slice) -> Piece:
     match row.how, axis:
         case "concat", 0:
             found = [(j, (s,)) for j, s in _overlaps(row.sizes, place)]
-        case "swap", 0:  # what is first is second in the source
+        case "swap", 0:  # the first half is the second half of the source
             row = replace(row, how="concat", sources=row.sources * 2, sizes=(half,) * 2)
             found = [
                 (j, (slice(s.start + half * (1 - j), s.stop + half * (1 - j)),))
@@ -165,7 +174,8 @@ def _piece(row: Row, shape: tuple[int, ...], axis: int, place: slice) -> Piece:
 
 
 def _overlaps(sizes: tuple[int, ...], place: slice) -> Iterator[tuple[int, slice]]:
-    """Which of the tensors that stand one behind another have a place, and where."""
+    """Yields the tensors that a slice of their concatenation overlaps, each as (index,
+    slice of the tensor)."""
     begin = 0
     for j, size in enumerate(sizes):
         start, stop = max(place.start - begin, 0), min(place.stop - begin, size)
@@ -175,13 +185,13 @@ def _overlaps(sizes: tuple[int, ...], place: slice) -> Iterator[tuple[int, slice
 
 
 def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
-    """A row's source tensors from its parameter, the inverse of `join`."""
+    """Computes a row's source tensors from its parameter: the inverse of `join`."""
     match row.how:
         case "concat":
             each = np.split(param, np.cumsum(row.sizes)[:-1])
             heads = row.heads or (0,) * len(each)
-            turned = zip(each, heads, strict=True)
-            parts = [by_pairs(w, n) if n else w for w, n in turned]
+            with_heads = zip(each, heads, strict=True)
+            parts = [by_pairs(w, n) if n else w for w, n in with_heads]
         case "halves":
             parts = np.split(param, np.cumsum(row.sizes)[:-1], axis=1)
         case "shape":
@@ -202,7 +212,14 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
 def module_rows(
     ours: Path, theirs: str, modules: Mapping[str, str], how: How = "copy"
 ) -> Iterator[Row]:
-    """Weights and biases of linear modules, by the names of our parameters."""
+    """Yields the rows of weights and biases of linear modules.
+
+    Args:
+      ours: path of the parameters.
+      theirs: prefix of the tensors' names.
+      modules: names of the modules, by our names of the parameters.
+      how: see `Row`.
+    """
     for ending, name in ENDINGS:
         for param, module in modules.items():
             yield Row((*ours, param + name), (f"{theirs}.{module}.{ending}",), how)
@@ -222,7 +239,7 @@ def mamba_rows(ours: Path, theirs: str, c: MambaConfig) -> Iterator[Row]:
 
 
 def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
-    """q, k, v and o projections apart."""
+    """Yields the rows of attention with separate tensors for q, k, v and o."""
     kv = c.num_kv_heads * c.head_dim
     sizes = (c.num_heads * c.head_dim, kv, kv)
     for ending, name in ENDINGS:
@@ -234,7 +251,7 @@ def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
-    """Gate and up projections apart."""
+    """Yields the rows of an MLP with separate tensors for gate and up."""
     for ending, name in ENDINGS:
         both = tuple(f"{theirs}.{w}_proj.{ending}" for w in ("gate", "up"))
         yield Row((*ours, f"gate_up{name}"), both, "concat", (c.d_hidden,) * 2)
@@ -243,11 +260,12 @@ def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Part:
-    """How a format names the tensors of one mixer.
+    """A format's names of the tensors of one mixer.
 
     Attributes:
-      module: its name within a layer; "" if `rows` continues the layer's prefix.
-      rows: its rows, from our path, the name of the module and the mixer's config.
+      module: name of the mixer's module within a layer. If empty, `rows` gets the
+        layer's prefix.
+      rows: function (our path, module's name, mixer's config) that yields the rows.
     """
 
     module: str
@@ -256,17 +274,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Names:
-    """How a format names the parts of a model; `{i}` is its layer number.
+    """A format's names of the parts of a model.
 
     Attributes:
-      layer: prefix of a layer; the names below continue it.
-      mixer_norm, mlp_norm: block norms, of layers with and without a token mixer.
-      head: of the logits, where it is not the embedding.
-      parts: the mixers by our names.
-      shared_rows: rows of the transformer blocks that layers share.
-      mtp_rows: rows of the layers that predict further tokens.
-      one_each: True if an MLP is a layer with a number of its own, not part of its
-        mixer's.
+      embedding: name of the embedding.
+      norm: name of the final norm.
+      layer: prefix of a layer, with `{i}` for its number. The names of its parts
+        follow.
+      mixer_norm, mlp_norm: names of the block norms of layers with and without a token
+        mixer.
+      head: name of the head, if it is not tied to the embedding.
+      parts: names of the mixers' tensors, by our names of the mixers.
+      shared_rows: yields the rows of shared transformer blocks.
+      mtp_rows: yields the rows of the MTP layers.
+      numbers_every_layer: True if an MLP is a layer with its own number. If False, it
+        has the number of the mixer before it.
     """
 
     embedding: str
@@ -278,16 +300,16 @@ class Names:
     head: str = "lm_head"
     shared_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     mtp_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
-    one_each: bool = False
+    numbers_every_layer: bool = False
 
     def with_parts(self, **parts: Part) -> "Names":
-        """Returns the names with other parts, or more of them."""
+        """Returns the names with parts replaced or added."""
         return replace(self, parts={**self.parts, **parts})
 
 
 def bare(names: Names) -> Names:
-    """Names without the first part, as transformers saves a model without its head
-    ("embed_tokens" for "model.embed_tokens")."""
+    """Returns the names without their first component, such as "embed_tokens" for
+    "model.embed_tokens". transformers saves models without a head in this way."""
     embedding, norm, layer = (
         name.partition(".")[2] for name in (names.embedding, names.norm, names.layer)
     )
@@ -295,7 +317,7 @@ def bare(names: Names) -> Names:
 
 
 def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
-    """Rows of all parameters that options may switch on."""
+    """Yields the rows of all parameters that the model has with any options."""
     yield Row(("embedding",), (f"{names.embedding}.weight",))
     yield Row(("lm_head",), (f"{names.head}.weight",))
     yield from norm_rows(("norm",), names.norm)
@@ -305,8 +327,8 @@ def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
         yield from names.mtp_rows(names, config)
     number = -1
     for j, block in enumerate(config.layers):
-        # An MLP without a number of its own belongs to its mixer's layer.
-        number += names.one_each or bool(token_mixers(config, block))
+        # An MLP without its own number belongs to the layer of the mixer before it.
+        number += names.numbers_every_layer or bool(token_mixers(config, block))
         prefix = names.layer.format(i=number)
         yield from layer_rows(names, config, (f"layers_{j}",), prefix, block)
 
@@ -314,7 +336,8 @@ def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
 def layer_rows(
     names: Names, config: ModelConfig, ours: Path, prefix: str, block: Block
 ) -> Iterator[Row]:
-    """Yields the rows of one residual layer, whose names begin with `prefix`."""
+    """Yields the rows of one residual layer, whose tensors' names begin with
+    `prefix`."""
     if block.shared:
         yield Row((*ours, "linear"), (f"{prefix}linear.weight",))
         prefix += "mamba_decoder."

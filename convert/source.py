@@ -1,4 +1,4 @@
-"""Reads the tensors of a PyTorch or safetensors checkpoint, one at a time."""
+"""Reads the tensors of a PyTorch, safetensors or GGUF checkpoint, one at a time."""
 
 import json
 import math
@@ -27,30 +27,34 @@ DTYPES = {
     "F64": "float64",
 }
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-INDEX = ".index.json"  # behind such a name: which shard has which tensor
+INDEX = ".index.json"  # ending of the file that maps tensors to shards
 PICKLED = (".bin", ".pt")
 F8 = "F8_E4M3"
-# Bytes of a number; 2 for others.
+# Bytes per number of each dtype; all others have 2.
 BYTES = {F8: 1, "I8": 1, "U8": 1, "float32": 4, "I32": 4, "I64": 8, "float64": 8}
-PIECE = 2**24  # numbers of a tensor that are read at once
-ALIGNMENT = 64  # bytes, of arrays that XLA:CPU does not copy
+PIECE = 2**24  # numbers of a tensor that are read at a time
+ALIGNMENT = 64  # bytes; XLA:CPU uses arrays with this alignment without a copy
 ADAPTER = "adapter_config.json"
 MAX_NAME = 255  # characters of a file's name
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.(?:safetensors|bin)$")
-# What to say of params.json, and of tensors that are named as in consolidated.*.
+# Message for params.json, and for tensors with the names of consolidated.*.
 OWN_FORMAT = (
-    "Mistral's own format and Meta's are not read; want config.json and "
+    "the formats of Mistral and Meta are not supported; want config.json and "
     "model.safetensors (or its shards and index) as transformers has them"
 )
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """File, shape and dtype of a tensor, without its numbers.
+    """File, shape and dtype of a tensor that has not been read.
 
     Attributes:
-      start: where its bytes begin in the file, if safetensors has no array for them.
-      kind: how a GGUF file stores its numbers.
+      file: the file.
+      shape: shape of the tensor.
+      dtype: name of the dtype.
+      start: offset of the first byte in the file, for GGUF files and for dtypes that
+        safetensors cannot return as NumPy arrays.
+      kind: storage type in a GGUF file. None for other files.
     """
 
     file: Path
@@ -61,7 +65,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Size in the file in bytes."""
         count = math.prod(self.shape)
         if self.kind is not None:
             return self.kind.nbytes(count)
@@ -70,7 +74,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class PackedInfo:
-    """The tensors that one matrix is stored in: names and infos."""
+    """The stored tensors of one quantized matrix.
+
+    Attributes:
+      scheme: the quantization scheme.
+      parts: name and info of each tensor.
+    """
 
     scheme: Scheme
     parts: Mapping[Part, tuple[str, TensorInfo]]
@@ -78,59 +87,62 @@ class PackedInfo:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint directory or GGUF file: every tensor's info, by name.
+    """The tensors of a checkpoint directory or GGUF file.
 
     Attributes:
-      directory: of the checkpoint, or the file.
-      said_by: for messages, the file that the shapes come from.
-      tensors: those of the model. A quantized matrix is one of them, without its
-        scales; its shape is [out, in], its dtype that of `read` by default.
-      opened: the `.bin` file that was read last and its tensors (memory-mapped), one at
-        most: the pages that were read count as memory while it is open.
+      directory: the checkpoint's directory, or the GGUF file.
+      tensors: the model's tensors by name. A quantized matrix is one tensor, without
+        its scales: its shape is [out, in] and its dtype is the default of `read`.
+      opened: the `.bin` file that was read last, with its memory-mapped tensors. At
+        most one file is open, because the pages that were read count as memory.
       quantized: how the quantized tensors are stored, by their names in `tensors`.
+      shapes_from: name of the file that determines the shapes, for messages.
     """
 
     directory: Path
     tensors: Mapping[str, TensorInfo]
     opened: dict[Path, dict[str, Any]] = field(default_factory=dict)
     quantized: Mapping[str, PackedInfo] = field(default_factory=dict)
-    said_by: str = "config.json"
+    shapes_from: str = "config.json"
 
     def scheme(self, name: str) -> str | None:
-        """Returns how a tensor's numbers are stored in few bits, such as "nvfp4" or
-        "q4_k"; None if they are plain floats."""
+        """Returns a tensor's quantization scheme, such as "nvfp4" or "q4_k". None if it
+        consists of plain floats."""
         if name in self.quantized:
             return self.quantized[name].scheme.name
         kind = self.tensors[name].kind
         return None if kind is None or kind.plain else kind.name.lower()
 
     def is_quantized(self, name: str) -> bool:
-        """True if a tensor's numbers are stored in few bits, with scales."""
+        """True if a tensor is quantized."""
         return self.scheme(name) is not None
 
     def is_plain(self, name: str) -> bool:
-        """True if some of a tensor's numbers can be read alone."""
+        """True if a slice of a tensor can be read without the rest."""
         return self.tensors[name].kind is None and name not in self.quantized
 
     def nbytes(self, name: str) -> int:
-        """Returns the bytes of a tensor in its file, scales included."""
+        """Returns the size of a tensor in its file in bytes, including scales."""
         if name in self.quantized:
             return sum(info.nbytes for _, info in self.quantized[name].parts.values())
         return self.tensors[name].nbytes
 
     def is_mapped(self, name: str) -> bool:
-        """True if the arrays that `read` returns may be pages of a file."""
+        """True if `read` may return memory-mapped pages of a file."""
         return self.tensors[name].file.suffix in PICKLED
 
     def read(self, name: str, dtype: Any = np.float32, index: Index = ()) -> np.ndarray:
-        """Reads a tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes).
+        """Reads a tensor as a NumPy array in its own dtype (bfloat16 is from
+        ml_dtypes).
 
         Args:
-          dtype: float32 or bfloat16, in place of a quantized tensor's own.
-          index: the places that are wanted; of a tensor that is not plain all are read.
+          name: name of the tensor.
+          dtype: float32 or bfloat16, the dtype for a quantized tensor.
+          index: slices of the axes to return. A tensor for which `is_plain` is False is
+            read whole first.
 
         Raises:
-          CheckpointError: it cannot be read, or a scale is invalid.
+          CheckpointError: the tensor cannot be read, or a scale is invalid.
         """
         info = self.tensors[name]
         if info.kind is not None:
@@ -144,12 +156,15 @@ class Source:
         return dequantize(self.quantized[name].scheme, arrays, np.dtype(dtype))[index]
 
     def packed(self, name: str) -> Packed:
-        """Reads a matrix that is stored in few bits as it is; `scheme` is not None.
+        """Reads a quantized matrix without dequantizing it.
 
-        A GGUF file's blocks are one array "blocks", [m, bytes of a row].
+        The blocks of a GGUF file are one array "blocks" [m, bytes per row].
+
+        Args:
+          name: name of a tensor whose `scheme` is not None.
 
         Raises:
-          CheckpointError: it cannot be read, or a scale is invalid.
+          CheckpointError: the tensor cannot be read, or a scale is invalid.
         """
         info, scheme = self.tensors[name], self.scheme(name)
         assert scheme is not None, f"{name} is not packed"
@@ -162,7 +177,7 @@ class Source:
         return Packed(scheme, info.shape, arrays)
 
     def _arrays(self, stored: PackedInfo) -> dict[Part, np.ndarray]:
-        """Reads the stored numbers and the scales of a matrix."""
+        """Reads the stored tensors of a quantized matrix, and checks its scales."""
         arrays = {part: self._stored(*where) for part, where in stored.parts.items()}
         if (found := problem(stored.scheme, arrays)) is not None:
             part, what = found
@@ -171,8 +186,8 @@ class Source:
         return arrays
 
     def _stored(self, name: str, info: TensorInfo, index: Index = ()) -> np.ndarray:
-        """Reads a tensor, or some of it, as it is in its file."""
-        if info.dtype == F8:  # safetensors makes no NumPy arrays of it
+        """Reads a tensor or a slice of it as it is in its file."""
+        if info.dtype == F8:  # safetensors cannot return it as a NumPy array
             return _read_bytes(name, info).view(ml_dtypes.float8_e4m3fn)
         if info.file.suffix in PICKLED:
             if info.file not in self.opened:
@@ -188,8 +203,11 @@ class Source:
 
 
 def _read_slices(name: str, info: TensorInfo, index: Index) -> np.ndarray:
-    """Reads some of a tensor from a safetensors file, piece after piece: the pages that
-    were read count as memory while the file is open."""
+    """Reads a slice of a tensor from a safetensors file, in pieces.
+
+    The file is reopened for each piece, because the pages that were read count as
+    memory while it is open.
+    """
     from safetensors import safe_open
 
     def read(index: Index) -> np.ndarray:
@@ -213,15 +231,15 @@ def _read_slices(name: str, info: TensorInfo, index: Index) -> np.ndarray:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Makes an array that is aligned as XLA:CPU needs it, so that it is not copied."""
+    """Allocates an array with `ALIGNMENT`, which XLA:CPU can use without a copy."""
     count = math.prod(shape) * dtype.itemsize
-    room = np.empty(count + ALIGNMENT, np.uint8)
-    begin = -room.ctypes.data % ALIGNMENT
-    return room[begin : begin + count].view(dtype).reshape(shape)
+    buffer = np.empty(count + ALIGNMENT, np.uint8)
+    begin = -buffer.ctypes.data % ALIGNMENT
+    return buffer[begin : begin + count].view(dtype).reshape(shape)
 
 
 def at_once(shape: tuple[int, ...], rows: slice = slice(None)) -> Iterator[slice]:
-    """Yields rows of a tensor, as many at a time as are read at once."""
+    """Yields slices of a tensor's rows, of about `PIECE` numbers each."""
     start, stop, _ = rows.indices(shape[0] if shape else 0)
     step = max(PIECE // max(math.prod(shape[1:]), 1), 1)
     for i in range(start, stop, step):
@@ -229,27 +247,35 @@ def at_once(shape: tuple[int, ...], rows: slice = slice(None)) -> Iterator[slice
 
 
 def _read_bytes(name: str, info: TensorInfo) -> np.ndarray:
-    """Reads the bytes of a tensor with one byte a number, in its shape."""
+    """Reads a tensor of one byte per number, as uint8 in its shape."""
     count = math.prod(info.shape)
     try:
         read = np.fromfile(info.file, np.uint8, count, offset=info.start)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{info.file}: {name}: {error}") from error
     if read.size != count:
-        raise CheckpointError(f"{info.file}: {name}: the file ends before it does")
+        raise CheckpointError(f"{info.file}: {name}: the file is truncated")
     return read.reshape(info.shape)
 
 
 def is_file(path: Path) -> bool:
-    """True if there is such a file. Refuses other things, such as a pipe, which would
-    never end."""
+    """True if the path is a regular file, False if it does not exist.
+
+    Raises:
+      CheckpointError: it is something else, such as a pipe, whose reading may never
+        end.
+    """
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path}: not a regular file")
     return path.is_file()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; anything else is an error that names the file."""
+    """Reads a JSON object from a file.
+
+    Raises:
+      CheckpointError: the file is missing, unreadable, or not a JSON object.
+    """
     try:
         value = json.loads(read_text(path))
     except CheckpointError:
@@ -264,12 +290,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, Any]]:
-    """Returns the files that hold the weights: one, or shards and their index's map."""
+    """Returns the files with the weights, and their index's map of tensors to shards
+    (empty for a single file)."""
     found = weights_among(file_names(directory))
     if found is None:
         names = " or ".join(WEIGHT_FILES)
-        there = [name for name in file_names(directory) if _SHARD.search(name)]
-        also = f" ({there[0]} is a shard, without the index)" if there else ""
+        shards = [name for name in file_names(directory) if _SHARD.search(name)]
+        also = f" ({shards[0]} is a shard, without the index)" if shards else ""
         raise CheckpointError(
             f"{directory}: no weights; want {names}, or their index{also}"
         )
@@ -287,8 +314,11 @@ def file_names(directory: Path) -> list[str]:
 
 
 def weights_among(names: Collection[str]) -> str | None:
-    """Chooses what is read of the files in a directory: whole weights, an index of
-    shards, or the only safetensors file. Returns None if there is nothing of these."""
+    """Chooses which of a directory's files to read the weights from.
+
+    That is a file of all weights, an index of shards, or the only safetensors file.
+    Returns None if there is none of these.
+    """
     for name in WEIGHT_FILES:
         for choice in (name, f"{name}{INDEX}"):
             if choice in names:
@@ -306,7 +336,7 @@ def _shards(index: Path) -> tuple[list[Path], dict[str, Any]]:
         odd = Path(name).name != name or len(name) > MAX_NAME
         if odd or not name.endswith((".safetensors", ".bin")):
             raise CheckpointError(
-                f"{index}: weight_map: {name!r} is not a weight file beside the index"
+                f"{index}: weight_map: {name!r} is not a weight file next to the index"
             )
         if not (index.parent / name).is_file():
             raise CheckpointError(f"{index}: weight_map: shard {name!r} is missing")
@@ -315,49 +345,51 @@ def _shards(index: Path) -> tuple[list[Path], dict[str, Any]]:
 
 
 def open_source(directory: Path) -> Source:
-    """Lists the tensors of a checkpoint directory; reads headers only."""
+    """Lists the tensors of a checkpoint directory. Reads only headers.
+
+    Raises:
+      CheckpointError: it is not a checkpoint, or incomplete or damaged.
+    """
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: {_without_config(directory)}")
     if is_file(directory / ADAPTER):
         raise CheckpointError(
-            f"{directory / ADAPTER}: an adapter of PEFT beside the weights, which is "
-            "not applied; merge it (merge_and_unload) and save that, or, to load the "
-            "weights without it, move the file away"
+            f"{directory / ADAPTER}: a PEFT adapter next to the weights is not "
+            "applied; merge it (merge_and_unload) and save the result, or move the "
+            "file away to load the weights without it"
         )
     files, weight_map = weight_files(directory)
     source = open_files(directory, files)
-    if nowhere := weight_map.keys() - source.tensors.keys():
+    if missing := weight_map.keys() - source.tensors.keys():
         raise CheckpointError(
-            f"{directory}: the index names {min(nowhere)}, but no shard has it"
+            f"{directory}: the index lists {min(missing)}, but no shard has it"
         )
     return source
 
 
 def _without_config(directory: Path) -> str:
-    """Says what a directory without config.json is, as far as its files tell."""
+    """Returns a message for a directory without config.json, based on its files."""
     if (directory / "params.json").is_file():
         return f"params.json, but no config.json; {OWN_FORMAT}"
     if (directory / ADAPTER).is_file():
         return (
-            "an adapter of PEFT, not a model; merge it into its base model "
-            "(merge_and_unload) and save that"
+            "a PEFT adapter, not a model; merge it into its base model "
+            "(merge_and_unload) and save the result"
         )
-    patterns = ("*/config.json", "snapshots/*/config.json")  # the latter in a cache
+    patterns = ("*/config.json", "snapshots/*/config.json")  # the latter in hub caches
     below = [file for pattern in patterns for file in directory.glob(pattern)]
     if models := [file.parent for file in sorted(below)]:
         return f"no config.json; name a directory that has one, such as {models[0]}"
     if weights_among(file_names(directory)):
-        return (
-            "weights, but no config.json, which says what they are; put it beside them"
-        )
+        return "weights, but no config.json; put the model's config.json next to them"
     return (
-        "no config.json; not a checkpoint (want a directory of transformers, mamba_ssm "
-        "or `stree-jax convert`, or a GGUF file)"
+        "no config.json; not a checkpoint (want a directory from transformers, "
+        "mamba_ssm or `stree-jax convert`, or a GGUF file)"
     )
 
 
 def open_files(directory: Path, files: Sequence[Path]) -> Source:
-    """Lists the tensors of weight files; reads headers only."""
+    """Lists the tensors of weight files. Reads only headers."""
     tensors: dict[str, TensorInfo] = {}
     opened: dict[Path, dict[str, Any]] = {}
     for file in files:
@@ -368,7 +400,7 @@ def open_files(directory: Path, files: Sequence[Path]) -> Source:
         else:
             found = _safetensors_header(file)
         if repeated := tensors.keys() & found.keys():
-            raise CheckpointError(f"{file}: {min(repeated)} is in another shard too")
+            raise CheckpointError(f"{file}: {min(repeated)} is also in another shard")
         tensors |= found
     return Source(directory, tensors, opened)
 
@@ -397,7 +429,8 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _starts(file: Path) -> dict[str, int]:
-    """Returns where each tensor begins, from a header that safetensors has checked."""
+    """Returns the offset of each tensor, from a header that safetensors has
+    validated."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
@@ -416,13 +449,14 @@ def _load_bin(file: Path) -> dict[str, Any]:
     try:
         zipped = zipfile.is_zipfile(file)  # torch before 1.6 wrote plain pickles
         options: dict[str, Any] = {"map_location": "cpu", "mmap": zipped}
-        with warnings.catch_warnings(action="ignore"):  # of odd pickles
+        with warnings.catch_warnings(action="ignore"):  # warnings about unusual pickles
             loaded = torch.load(file, weights_only=True, **options)
     except Exception as error:  # a damaged pickle can raise anything
         check_fetched(file)
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        if reason.startswith("Weights only load failed"):  # and advice to run its code
-            reason = "more than tensors is in it, or it is damaged"
+        # torch's own message advises to run the code in the pickle.
+        if reason.startswith("Weights only load failed"):
+            reason = "it contains more than tensors, or it is damaged"
         raise CheckpointError(f"{file}: refused by torch.load ({reason})") from error
     if not isinstance(loaded, dict) or not all(
         isinstance(name, str) and isinstance(t, torch.Tensor)
@@ -433,7 +467,11 @@ def _load_bin(file: Path) -> dict[str, Any]:
 
 
 def _torch_info(file: Path, name: str, tensor: Any) -> TensorInfo:
-    """Refuses a tensor that is not a plain array or claims more than its file holds."""
+    """Returns a torch tensor's info.
+
+    Raises:
+      CheckpointError: it is not a plain array, or larger than its file.
+    """
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")

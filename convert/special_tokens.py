@@ -1,8 +1,8 @@
-"""The special and added tokens that a directory names beside its tokenizer.json.
+"""Reads special and added tokens from the files next to tokenizer.json.
 
-transformers reads them from tokenizer_config.json and, where that file has no
-`added_tokens_decoder`, from special_tokens_map.json and added_tokens.json; it then adds
-to the tokenizer those that tokenizer.json does not list. This module does the same.
+transformers reads them from tokenizer_config.json and, if that file has no
+`added_tokens_decoder`, also from special_tokens_map.json and added_tokens.json. It adds
+those that tokenizer.json does not list to the tokenizer. This module does the same.
 
 Source: `_from_pretrained` in transformers' tokenization_utils_base.py and
 `TokenizersBackend.__init__` in tokenization_utils_tokenizers.py (5.23).
@@ -28,7 +28,7 @@ EXTRA = ("extra_special_tokens", "additional_special_tokens")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _END = "<|endoftext|>"
 _ENDS = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
-# What transformers' tokenizer classes call these tokens if no file names them.
+# Defaults of transformers' tokenizer classes for special tokens.
 CLASS_ROLES = {
     "GPT2Tokenizer": _ENDS,
     "GPTNeoXTokenizer": _ENDS | {"pad_token": "<|padding|>"},
@@ -44,12 +44,13 @@ FAMILY_CLASSES = {
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Tokens that the files beside tokenizer.json name.
+    """Tokens from the files next to tokenizer.json.
 
     Attributes:
-      named: the text of each role, such as "eos_token".
-      listed: tokens that files give an id, in the order of their ids.
-      further: named and extra special tokens, which may be missing from `listed`.
+      named: text of the token for each role, such as "eos_token".
+      listed: tokens with an id in the files, ordered by id.
+      further: special tokens with a role, and extra ones; they may be missing from
+        `listed`.
     """
 
     named: dict[str, str]
@@ -58,9 +59,10 @@ class SpecialTokens:
 
 
 def tokenizer_class(files: CheckpointFiles) -> str:
-    """Returns the name of transformers' class without "Fast", or an empty text.
+    """Returns the name of transformers' tokenizer class, without "Fast".
 
-    Without a tokenizer.json it may follow from the family of the model.
+    Without a tokenizer.json, the model's family may determine the class. Returns an
+    empty string if the class is unknown.
     """
     name = files.fields_if_any(SETTINGS).values.get("tokenizer_class")
     if isinstance(name, str):
@@ -71,15 +73,15 @@ def tokenizer_class(files: CheckpointFiles) -> str:
 
 
 def read_special_tokens(files: CheckpointFiles) -> SpecialTokens:
-    """Reads the tokens that a directory names beside its tokenizer.json.
+    """Reads the special and added tokens of a directory.
 
     Raises:
       CheckpointError: a file or an entry is malformed.
     """
     settings = files.fields_if_any(SETTINGS)
     older = [files.fields(SPECIAL_MAP)] if files.has(SPECIAL_MAP) else []
-    # The older file goes first, unless the newer one has a list of tokens: then it only
-    # names roles that the newer one leaves out.
+    # special_tokens_map.json takes precedence, unless tokenizer_config.json has a list
+    # of tokens: then it only adds roles that tokenizer_config.json lacks.
     newer = DECODER in settings.values
     sources = [settings] if newer else [*older, settings]
     roles = _class_roles(files, settings) | _roles(sources)
@@ -97,7 +99,7 @@ def read_special_tokens(files: CheckpointFiles) -> SpecialTokens:
 
 
 def add_special_tokens(tokenizer: "Tokenizer", tokens: SpecialTokens) -> None:
-    """Adds to the tokenizer what it lacks of these tokens, as transformers does."""
+    """Adds those tokens to the tokenizer that it lacks, as transformers does."""
     known = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
     known |= {token.content for token in tokens.listed}
     new = {t.content: t for t in tokens.further if t.content and t.content not in known}
@@ -108,18 +110,18 @@ def add_special_tokens(tokenizer: "Tokenizer", tokens: SpecialTokens) -> None:
 def _class_roles(
     files: CheckpointFiles, settings: ConfigFields
 ) -> dict[str, "AddedToken"]:
-    """Returns the tokens of a class for the roles that the settings leave out."""
+    """Returns the class's default tokens for roles that are missing in the settings."""
     texts = CLASS_ROLES.get(tokenizer_class(files), {})
     left_out = {n: text for n, text in texts.items() if n not in settings.values}
     return {name: _token(settings, name, text) for name, text in left_out.items()}
 
 
 def _roles(sources: list[ConfigFields]) -> dict[str, "AddedToken"]:
-    """Returns tokens by role; of several sources, the first that has a role wins."""
+    """Returns tokens by role. If several sources have a role, the first one counts."""
     found: dict[str, AddedToken] = {}
     for source in reversed(sources):
         own = {n: v for n, v in source.values.items() if n in NAMES and v is not None}
-        for name, value in source.values.items():  # roles of this model alone
+        for name, value in source.values.items():  # roles that only this model has
             if name.endswith("_token") and isinstance(value, str):
                 own[name] = value
         for extra in EXTRA:
@@ -134,7 +136,9 @@ def _extra(sources: list[ConfigFields]) -> list["AddedToken"]:
     for source in sources:
         for name in EXTRA:
             value = source.values.get(name)
-            if value is None or isinstance(value, dict):  # an object's have roles
+            if value is None or isinstance(
+                value, dict
+            ):  # tokens in an object have roles
                 continue
             if not isinstance(value, list):
                 raise source.wants(name, "a list of tokens", value)
@@ -144,7 +148,7 @@ def _extra(sources: list[ConfigFields]) -> list["AddedToken"]:
 
 
 def _decoder(settings: ConfigFields) -> list["AddedToken"]:
-    """Returns the tokens of `added_tokens_decoder`, which gives them by id."""
+    """Returns the tokens of `added_tokens_decoder`, an object with ids as keys."""
     values = settings.object(DECODER).values
     try:
         ids = sorted(values, key=int)
@@ -154,7 +158,7 @@ def _decoder(settings: ConfigFields) -> list["AddedToken"]:
 
 
 def _added_file(files: CheckpointFiles, special: set[str]) -> list["AddedToken"]:
-    """Returns the tokens of added_tokens.json, which gives ids by token."""
+    """Returns the tokens of added_tokens.json, an object with tokens as keys."""
     from tokenizers import AddedToken
 
     fields = files.fields_if_any(ADDED)
@@ -170,7 +174,7 @@ def _added_file(files: CheckpointFiles, special: set[str]) -> list["AddedToken"]
 def _token(
     fields: ConfigFields, name: str, value: Any, special: bool = True
 ) -> "AddedToken":
-    """Returns a token that is written as its text, or as an object with "content"."""
+    """Parses a token that is given as its text, or as an object with "content"."""
     from tokenizers import AddedToken
 
     text = value.get("content") if isinstance(value, dict) else value
@@ -186,5 +190,5 @@ def _token(
 
 
 def _is_utf8(text: str) -> bool:
-    """True unless the text has lone surrogates, which JSON can spell."""
+    """True unless the text has lone surrogates, which JSON can represent."""
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)

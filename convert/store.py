@@ -1,4 +1,5 @@
-"""Our own checkpoint directory: config.json, params/ (orbax), tokenizer files."""
+"""Reads and writes directories in our own format: config.json, params/ (orbax) and the
+tokenizer's files."""
 
 import hashlib
 import json
@@ -41,24 +42,24 @@ from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.sharding.shards import WHOLE, Cut
 
 FORMAT, VERSION = "stree-jax", 2
-READABLE = (1, VERSION)  # 1 has one config for each kind of mixer
+READABLE = (1, VERSION)  # version 1 has one config per kind of mixer
 PARAMS = "params"  # folder of the weights
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
-PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that means itself to tensorstore
-WRITE_BYTES = 2**27
-CHUNK_BYTES = 2**26  # a part of a parameter is read by chunks
-SPACE_MARGIN = 2**26  # beside 1.01 times the bytes of the parameters
-SOURCE_CONFIG = "source_config.json"  # of the converted checkpoint; for export alone
-HASHED = "tokenizer.json"  # beside params/; other files may be edited
-REMOVALS = 40  # attempts, 0.05 s apart
-THREADS = 8  # that hash; a core does 2 GB/s where it has SHA instructions
+PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that tensorstore does not interpret
+WRITE_BYTES = 2**27  # bytes that orbax writes at the same time, at least
+CHUNK_BYTES = 2**26  # chunk size of parameters; a part of one is read in whole chunks
+SPACE_MARGIN = 2**26  # bytes on the disk in addition to 1.01 times the parameters
+SOURCE_CONFIG = "source_config.json"  # config of the converted checkpoint, for exports
+HASHED = "tokenizer.json"  # file with a checksum besides params/; others may be edited
+REMOVALS = 40  # attempts to remove a directory, 0.05 s apart
+THREADS = 8  # threads that hash; a core with SHA instructions hashes about 2 GB/s
 
 
 def dtype_named(dtype: Any) -> np.dtype:
-    """Returns the dtype of weights on a disk, from a name, a dtype or a format.
+    """Returns the dtype for weights on a disk, from a name, a dtype or a format.
 
     Raises:
-      CheckpointError: the format is unknown, or not a plain one.
+      CheckpointError: the format is unknown, or not plain.
     """
     return weights_named(dtype, on_disk=True).dtype
 
@@ -66,8 +67,12 @@ def dtype_named(dtype: Any) -> np.dtype:
 def weights_named(dtype: Any, on_disk: bool = False) -> Format:
     """Returns the format of weights, from a name, a dtype or a format.
 
+    Args:
+      dtype: the name, dtype or format.
+      on_disk: True if the weights will be written to a disk.
+
     Raises:
-      CheckpointError: it is unknown; or it is for a disk, and not a plain one.
+      CheckpointError: the format is unknown, or cannot be written to a disk.
     """
     names = [name for name, format in FORMATS.items() if format.plain or not on_disk]
     wanted = " or ".join(", ".join(names).rsplit(", ", 1))
@@ -80,24 +85,27 @@ def weights_named(dtype: Any, on_disk: bool = False) -> Format:
         raise CheckpointError(f"dtype: want {wanted}, got {shown(dtype)}")
     if on_disk and not found.plain:
         raise CheckpointError(
-            f"dtype: {found} is made when a model is loaded, and not written; "
-            f"want {wanted}"
+            f"dtype: models cannot be saved in {found}, only loaded; want {wanted}"
         )
     return found
 
 
 @contextmanager
 def atomic_directory(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
-    """Makes a temporary sibling of dst that becomes dst if the block does not raise.
+    """Creates a temporary directory that is renamed to `dst` if the block succeeds.
 
-    If the process is killed at any moment, dst is absent or whole, and the next process
-    that writes it removes the remains.
+    If the process is killed, `dst` does not exist or is complete, and the next process
+    that writes to the same path removes the leftovers.
 
     Args:
-      warn: called with one line if there were remains.
+      dst: path of the new directory.
+      warn: called with one line if leftovers were removed.
+
+    Yields:
+      The temporary directory, a sibling of `dst`.
 
     Raises:
-      CheckpointError: dst exists, or its parent does not.
+      CheckpointError: `dst` exists, its parent does not exist, or it cannot be written.
     """
     dst = dst.absolute()
     try:
@@ -116,7 +124,7 @@ def atomic_directory(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
         os.rename(temporary, dst)
     except CheckpointError:
         raise
-    except Exception as error:  # each writer has a kind of its own for a full disk
+    except Exception as error:  # each writer raises its own exception for a full disk
         if (problem := os_problem(error)) is None:
             raise
         raise CheckpointError(f"{dst}: cannot be written ({problem})") from error
@@ -127,7 +135,7 @@ def atomic_directory(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
 
 
 def _remove(directory: Path) -> None:
-    """Removes a directory in which threads of a failed write may still make files."""
+    """Removes a directory in which threads of a failed write may still create files."""
     for _ in range(REMOVALS):
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists():
@@ -136,10 +144,11 @@ def _remove(directory: Path) -> None:
 
 
 def os_problem(error: Exception) -> str | None:
-    """Returns what the operating system refused, such as a write to a full disk, or
-    None if the error is of another kind.
+    """Returns the operating system's message for an error, such as a full disk, or None
+    if the error is of another kind.
 
-    safetensors and tokenizers say "(os error 28)", tensorstore [os_error_code='28'].
+    safetensors and tokenizers report "(os error 28)", tensorstore
+    "[os_error_code='28']".
     """
     if isinstance(error, OSError):
         return error.strerror or str(error)
@@ -149,40 +158,41 @@ def os_problem(error: Exception) -> str | None:
 
 @contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Keeps tracebacks of orbax's and tensorstore's threads out of the output: what
-    they say is raised as well, and worded in one line."""
+    """Suppresses tracebacks of orbax's and tensorstore's threads. Their errors are also
+    raised, and reported in one line."""
 
     def drop(record: logging.LogRecord) -> bool:
         return False
 
-    def after_the_end(found: "sys.UnraisableHookArgs") -> None:
+    def ignore_closed_loop(found: "sys.UnraisableHookArgs") -> None:
         if str(found.exc_value) != "Event loop is closed":
             before(found)
 
     log, before = logging.getLogger("absl"), sys.unraisablehook
     log.addFilter(drop)
-    sys.unraisablehook = after_the_end
+    sys.unraisablehook = ignore_closed_loop
     try:
         yield
-        # After an error the hook stays: other writes end later, and find no event loop.
+        # After an error the hook stays: other writes end later, without an event loop.
         sys.unraisablehook = before
     finally:
         log.removeFilter(drop)
 
 
 def _temporary(dst: Path, warn: Warn) -> tuple[Path, int | None]:
-    """Makes a sibling of dst and locks it; removes those of processes that ended.
+    """Creates a temporary sibling of `dst` and locks it. Removes those of processes
+    that have ended.
 
-    The kernel holds the lock: it goes when its process ends in any way.
+    The operating system releases the lock when the process ends, for any reason.
     """
     prefix = f".{dst.name[:50]}.tmp-"  # a name has at most 255 bytes
     for left in sorted(dst.parent.iterdir()):
         if re.fullmatch(re.escape(prefix) + r"\w{8}", left.name):
-            with suppress(OSError):  # cannot be locked, so that it may be in use
+            with suppress(OSError):  # locks are unsupported, so it may be in use
                 if (lock := _lock(left)) is not None:
                     shutil.rmtree(left, ignore_errors=True)
                     os.close(lock)
-                    warn(f"{left}: removed; who wrote it was killed before the end")
+                    warn(f"{left}: removed (left by a process that was killed)")
     while True:
         temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=dst.parent))
         try:
@@ -193,10 +203,11 @@ def _temporary(dst: Path, warn: Warn) -> tuple[Path, int | None]:
 
 
 def _lock(directory: Path) -> int | None:
-    """Returns a descriptor that locks the directory, or None if another process does.
+    """Locks a directory and returns the file descriptor that holds the lock. Returns
+    None if another process holds it.
 
     Raises:
-      OSError: it cannot be locked.
+      OSError: the file system does not support locks.
     """
     import fcntl
 
@@ -204,7 +215,7 @@ def _lock(directory: Path) -> int | None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.stat(directory), os.fstat(lock)):
-            return lock  # and it is still there
+            return lock  # locked, and still the same directory
     except (BlockingIOError, FileNotFoundError):
         pass
     except OSError:
@@ -216,10 +227,12 @@ def _lock(directory: Path) -> int | None:
 
 @contextmanager
 def _plain(directory: Path) -> Iterator[Path]:
-    """Yields a path of the directory that the array store does not read as a pattern.
+    """Yields a path of the directory without characters that tensorstore interprets.
+
+    If necessary, that is a symbolic link in a temporary directory.
 
     Raises:
-      CheckpointError: the path of temporary files has such characters, too.
+      CheckpointError: the path of the temporary directory has such characters, too.
     """
     if PLAIN.fullmatch(str(directory)):
         yield directory
@@ -227,8 +240,9 @@ def _plain(directory: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="stree-jax-") as folder:
         if not PLAIN.fullmatch(folder):
             raise CheckpointError(
-                f"{directory}: the array store cannot use a path with such characters; "
-                f"choose another place, or set TMPDIR to a plainer one than {folder}"
+                f"{directory}: tensorstore cannot use a path with these characters; "
+                f"choose another path, or set TMPDIR to a path with plain characters, "
+                f"unlike {folder}"
             )
         link = Path(folder, "checkpoint")
         link.symlink_to(directory, target_is_directory=True)
@@ -236,17 +250,17 @@ def _plain(directory: Path) -> Iterator[Path]:
 
 
 def check_space(dst: Path, config: ModelConfig, dtype: np.dtype) -> None:
-    """Checks, before anything is written, that the disk of dst has room for a model.
+    """Checks that the disk of `dst` has enough free space for a model.
 
     Raises:
-      CheckpointError: the disk has too little room.
+      CheckpointError: there is too little free space.
     """
     need = int(1.01 * weight_bytes(config, dtype)) + SPACE_MARGIN
     free = shutil.disk_usage(dst.absolute().parent).free
     if free < need:
         raise CheckpointError(
-            f"{dst}: needs {need / 1e9:.2f} GB on the disk, "
-            f"where {free / 1e9:.2f} GB are free"
+            f"{dst}: needs {need / 1e9:.2f} GB of disk space, "
+            f"but only {free / 1e9:.2f} GB are free"
         )
 
 
@@ -260,12 +274,12 @@ def config_to_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
 
 
 def is_ours(files: CheckpointFiles) -> bool:
-    """True if a checkpoint is a directory of our own format."""
+    """True if a checkpoint is a directory in our own format."""
     return files.config_file.is_file() and files.json().get("format") == FORMAT
 
 
 def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, np.dtype]:
-    """Returns the architecture and dtype of one of our directories.
+    """Reads the architecture and dtype of a directory in our own format.
 
     Raises:
       CheckpointError: a field is unknown, missing or invalid.
@@ -279,7 +293,7 @@ def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, np.dtype]:
         )
     try:
         config = config_json.from_json(values.get("model"))
-        param_shapes(config)  # raises for sizes that fit no parameter
+        param_shapes(config)  # raises for sizes that do not fit each other
         dtype = dtype_named(values.get("dtype"))
     except (ArithmeticError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -292,7 +306,7 @@ def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, np.dtype]:
 def _ends_by_later_tokenizer(
     config: ModelConfig, files: CheckpointFiles
 ) -> tuple[int, ...]:
-    """Returns the ends named by a tokenizer that was put beside a converted model."""
+    """Returns the end tokens of a tokenizer that was added after the conversion."""
     if not has_tokenizer(files):
         return ()
     end = end_token(files)
@@ -301,27 +315,29 @@ def _ends_by_later_tokenizer(
 
 
 def check_config(files: CheckpointFiles) -> None:
-    """Checks that the fields of a valid config.json are those that it was written with.
+    """Checks the checksum of config.json, if it has one.
 
-    With a flipped digit of a size or scale it may still be valid, for another model.
+    With a damaged digit in a size or scale the file could still be valid, for another
+    model. To edit the file by hand, remove the checksum.
 
     Raises:
-      CheckpointError: they are not. Who edits the file by hand removes the checksum.
+      CheckpointError: the checksum does not match.
     """
     values, file = files.json(), files.config_file
     try:
         whole = values.get("checksum", _checksum(values)) == _checksum(values)
-    except RecursionError:  # lists in lists, where no field has them
+    except RecursionError:  # deeply nested lists, which no field has
         whole = False
     if not whole:
         raise CheckpointError(
-            f"{file}: damaged: its checksum is not that of its fields; copy or convert "
-            'it again, or remove "checksum" if the change is yours'
+            f"{file}: damaged: its checksum does not match its fields; copy or convert "
+            'it again, or remove "checksum" if you edited the file'
         )
 
 
 def _checksum(values: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of all other fields, whatever their order and spaces."""
+    """Returns the SHA-256 of all fields but the checksum, independent of their order
+    and formatting."""
     rest = {name: value for name, value in values.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -331,15 +347,18 @@ def write_directory(
 ) -> None:
     """Writes params/, and then config.json with the checksums of all files.
 
-    Opens the directory again, so that it can be loaded if there is no error.
+    Opens the directory again afterwards, to check that it can be loaded.
 
     Args:
-      directory: exists, and is empty but for the tokenizer's files.
+      directory: an existing directory, empty except for the tokenizer's files.
+      config: the architecture.
+      dtype: dtype of the weights.
+      params: the parameters.
     """
     import orbax.checkpoint as ocp
 
     folder = directory.absolute() / "params"
-    # Compressed copies of this many bytes at once; each parameter has to be below it.
+    # Bytes that orbax compresses at the same time; must exceed the largest parameter.
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
     at_once = (max(largest, WRITE_BYTES) + 2**20) / 1e9
     try:
@@ -356,7 +375,7 @@ def write_directory(
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds
         if os_problem(error) is not None:
-            raise  # `atomic_directory` makes a message of it
+            raise  # `atomic_directory` converts it to a CheckpointError
         raise CheckpointError(f"{folder}: cannot be written ({error!r})") from error
     values = config_to_json(config, dtype)
     found, beside = _files(folder), directory / HASHED
@@ -370,14 +389,14 @@ def write_directory(
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns every regular file below a folder, by relative path."""
+    """Returns all regular files below a folder, by relative path."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {file.relative_to(folder).as_posix(): file for file in files}
 
 
 def _entries(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Returns the entries of files in config.json: bytes, and SHA-256 as `sha256sum`
-    prints it."""
+    """Returns the entries of files for config.json: size in bytes, and SHA-256 as
+    printed by `sha256sum`."""
 
     def entry(file: Path) -> dict[str, Any]:
         try:
@@ -392,40 +411,44 @@ def _entries(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _check_files(checkpoint: CheckpointFiles, hashed: bool = True) -> None:
-    """Checks that each file of params/ and the tokenizer are those that were written.
+    """Checks that the files of params/ and the tokenizer have not changed.
 
-    Sizes go first, because they cost nothing. Orbax would read most flipped bytes as
-    weights, and print tracebacks about others.
+    Sizes are checked first, because that costs nothing. Orbax would read most damaged
+    bytes as weights and print tracebacks about others.
+
+    Args:
+      checkpoint: the directory.
+      hashed: True to also check the checksums.
     """
     directory, config = checkpoint.path, checkpoint.config_file
     folder = directory / "params"
     values, found = checkpoint.json(), _files(folder)
     wanted = values.get("files")
     if not isinstance(wanted, dict) or not wanted:
-        raise CheckpointError(f"{config}: files: want those of params by name")
+        raise CheckpointError(f"{config}: files: want the files of params/ by name")
     files = [(folder / name, entry, found.get(name)) for name, entry in wanted.items()]
     if "tokenizer" in values:
         beside = directory / HASHED
-        there = beside if beside.is_file() else None
-        files.append((beside, values["tokenizer"], there))
-    for file, entry, there in files:
+        existing = beside if beside.is_file() else None
+        files.append((beside, values["tokenizer"], existing))
+    for file, entry, existing in files:
         size = _size(config, file, entry)
-        got = there.stat().st_size if there else "no file"
+        got = existing.stat().st_size if existing else "no file"
         if got != size:
             raise CheckpointError(f"{file}: want {size} bytes, got {got}")
     entries = _entries(file for file, _, _ in files if hashed)
     for (file, entry, _), now in zip(files, entries, strict=hashed):
         if now != entry:
             raise CheckpointError(
-                f"{file}: damaged: its checksum is not the one in config.json; "
+                f"{file}: damaged: its checksum does not match config.json; "
                 "copy or convert it again"
             )
 
 
 def _size(config: Path, file: Path, entry: Any) -> int:
-    """Returns the bytes in an entry of config.json, which `_entries` made."""
+    """Returns the size in an entry of config.json, as made by `_entries`."""
     known = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
-    if not known or type(entry["bytes"]) is not int:  # True is not one either
+    if not known or type(entry["bytes"]) is not int:  # nor a bool
         raise CheckpointError(f"{config}: entry of {file.name}: want bytes and sha256")
     return entry["bytes"]
 
@@ -438,19 +461,20 @@ def read_params(
     mesh: Mesh | None = None,
     cut: Cut = WHOLE,
 ) -> Any:
-    """Reads the parameters of one of our directories.
+    """Reads the parameters of a directory in our own format.
 
-    Every process checks all files, and reads what its devices need.
+    Every process checks all files and reads the parts that its devices need.
 
     Args:
-      config: of the directory.
-      dtype: to keep them in, or a weight format. If None, everything but their numbers
-        is checked, and nothing is read.
-      mtp: if True, reads those of MTP layers, too.
+      files: the checkpoint.
+      config: the directory's architecture.
+      dtype: dtype or weight format of the result. If None, sizes and shapes are checked
+        and nothing is read.
+      mtp: True to also read the parameters of MTP layers.
       mesh, cut: see `restore.restored`.
 
     Raises:
-      CheckpointError: a file, also the tokenizer's, is not the one that was written.
+      CheckpointError: a file of params/ or the tokenizer is damaged or missing.
     """
     directory = files.path.absolute()
     folder = directory / "params"
@@ -467,7 +491,7 @@ def read_params(
             ocp.StandardCheckpointer() as checkpointer,
         ):
             kept = checkpointer.metadata(plain / "params").item_metadata.tree
-            _check_shapes(folder, shapes, kept)  # says more than a checksum
+            _check_shapes(folder, shapes, kept)  # first: its errors are more specific
             check_config(files)
             if dtype is None:
                 return None

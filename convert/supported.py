@@ -1,6 +1,5 @@
-"""The checkpoint formats that can be read, for error messages and for the table in
-docs/reference/supported-models.md.
-"""
+"""The supported checkpoint formats, for messages and for the table in
+docs/reference/supported-models.md."""
 
 from typing import NamedTuple
 
@@ -9,10 +8,10 @@ class Family(NamedTuple):
     """A checkpoint format.
 
     Attributes:
-      name: its `model_type`, or the file or field that marks the format.
-      models: the models that have this format.
-      compared: what its logits are tested against.
-      exported: whether `stree-jax export` writes it, in the words of the table.
+      name: its `model_type`, or the file or field by which it is recognised.
+      models: models in this format.
+      compared: implementation that its logits are tested against.
+      exported: description of whether `stree-jax export` writes it.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The tokenizer of a tekken.json, the form in which Mistral publishes newer models.
+"""Reads the tokenizer of a tekken.json, the format of Mistral's newer models.
 
-Its tokens are byte strings in the order of their ranks, as in tiktoken's files: two
-tokens merge if together they are a token, and the lowest rank goes first.
+Its tokens are byte strings ordered by rank, as in tiktoken's files. Two tokens merge if
+together they form a token; the merge to the lowest rank comes first.
 
 Source: `MistralConverter` in transformers' integrations/mistral/tokenizer.py (5.23).
 """
@@ -23,10 +23,11 @@ MAX_TOKEN_BYTES = 1024  # the largest published one has 128
 
 
 def read_tekken(file: Path, special: SpecialTokens) -> "Tokenizer | None":
-    """Returns the tokenizer of a tekken.json, or None if it lists no special tokens.
+    """Reads the tokenizer of a tekken.json. Returns None if it lists no special tokens.
 
     Args:
-      special: the tokens that other files name; they are added.
+      file: the tekken.json.
+      special: special tokens from other files, which are added to the tokenizer.
 
     Raises:
       CheckpointError: the file is malformed.
@@ -38,8 +39,9 @@ def read_tekken(file: Path, special: SpecialTokens) -> "Tokenizer | None":
     config = fields.object("config")
     pattern = config.get("pattern")
     if not isinstance(pattern, str):
-        raise config.wants("pattern", "a text", pattern)
-    if fields.get("special_tokens", None) is None:  # the oldest files: in a library
+        raise config.wants("pattern", "a string", pattern)
+    # The special tokens of the oldest files are only in Mistral's library.
+    if fields.get("special_tokens", None) is None:
         return None
     names = _special_names(fields)
     count = config.size("default_num_special_tokens", len(names), low=len(names))
@@ -66,13 +68,13 @@ def read_tekken(file: Path, special: SpecialTokens) -> "Tokenizer | None":
 
 
 def _special_names(fields: ConfigFields) -> list[str]:
-    """Returns the texts of the special tokens, whose ranks have no gaps."""
+    """Returns the texts of the special tokens, whose ranks must have no gaps."""
     entries = _objects(fields, "special_tokens")
     names = {str(entry.get("rank")): entry.get("token_str") for entry in entries}
     texts = [names.get(str(rank)) for rank in range(len(entries))]
     found = [t for t in texts if isinstance(t, str) and t.isprintable()]
     if len(found) != len(entries):
-        raise fields.error("special_tokens", "want a text for each rank from 0 on")
+        raise fields.error("special_tokens", "want a string for each rank from 0 on")
     return found
 
 
@@ -101,7 +103,7 @@ def _objects(fields: ConfigFields, name: str) -> list[dict[str, Any]]:
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yields every way to make a token of two, in the order of the tokens' ranks."""
+    """Yields all pairs of tokens that form a token, in the order of its rank."""
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [(a, b) for a, b in pairs if a in ranks and b in ranks]
@@ -109,12 +111,12 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _spelled(token: bytes) -> str:
-    """Returns the bytes as the letters that byte-level BPE has for them."""
+    """Converts bytes to the letters that stand for them in byte-level BPE."""
     return "".join(map(LETTERS.__getitem__, token))
 
 
 def _letters() -> list[str]:
-    """Returns a letter for each byte: its own if printable, else one from 256 on."""
+    """Returns the letter of each byte: its own if printable, else one from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     rest = iter(range(256, 512))
     return [chr(byte if byte in printable else next(rest)) for byte in range(256)]

@@ -23,10 +23,10 @@ from stree_jax.convert.rows import (
 )
 from stree_jax.convert.source import PIECE, Source, TensorInfo, at_once
 from stree_jax.models import ModelConfig, param_shapes
-from stree_jax.models.config import given
+from stree_jax.models.config import required
 from stree_jax.models.weights.weight import Packed
 
-HEAD = "lm_head.weight"  # in every family that has one beside the embedding
+HEAD = "lm_head.weight"  # name of the head in all families
 FLOATS = ("float32", "float16", "bfloat16")
 UNTIED = (
     '; if the embedding is the head, set "tie_word_embeddings" to true in config.json'
@@ -38,7 +38,7 @@ _SHARED_TENSOR = re.compile(
 
 
 def rows_of(names: Names, config: ModelConfig) -> list[Row]:
-    """Returns the table of a checkpoint with these names: a row for every parameter."""
+    """Returns a row for every parameter of a model, with the checkpoint's names."""
     shapes = param_shapes(config)
     rows = [row for row in candidates(names, config) if row.path in shapes]
     assert {row.path for row in rows} == shapes.keys(), "a parameter without a row"
@@ -46,11 +46,16 @@ def rows_of(names: Names, config: ModelConfig) -> list[Row]:
 
 
 def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
-    """Checks that every tensor is present with its shape and a float dtype, and that
-    there are no others.
+    """Checks that all expected tensors are present, with their shapes and float dtypes,
+    and that there are no others.
 
     Args:
-      config: from `settle_names`, so that a tied head is a copy.
+      source: the tensors.
+      rows: the rows of all parameters.
+      config: the config from `settle_names`, with which a tied head is a copy.
+
+    Raises:
+      CheckpointError: a tensor is missing or unexpected, or has another shape or dtype.
     """
     shapes, where = param_shapes(config), source.directory
     expected: dict[str, tuple[int, ...]] = {}
@@ -68,20 +73,20 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
         if info.shape != shape:
             raise CheckpointError(
                 f"{info.file}: {name}: want shape {list(shape)} "
-                f"by {source.said_by}, got {list(info.shape)}"
+                f"by {source.shapes_from}, got {list(info.shape)}"
             )
         _check_dtype(name, info)
     copies = {HEAD} if config.tie_embeddings else set[str]()
     copies |= _shared_copies(source, config).keys()
     for name in sorted(present.keys() - expected.keys() - copies):
         unused = name.endswith("rotary_emb.inv_freq")
-        unused |= name.startswith("mtp.") and not config.mtp  # and nobody asked for it
-        # A block that is not shared still has the adapters of layers it does not serve.
+        unused |= name.startswith("mtp.") and not config.mtp  # MTP layers not requested
+        # An unshared block may still have the adapters of layers that do not use it.
         adapter = config.shared is not None and "_adapter_list." in name
         if not unused and not adapter:
             raise CheckpointError(
-                f"{present[name].file}: unexpected tensor {name}; {source.said_by} "
-                "describes a model without it: correct that, or save the weights "
+                f"{present[name].file}: unexpected tensor {name}; {source.shapes_from} "
+                "describes a model without it: correct that file, or save the weights "
                 "without this tensor"
             )
 
@@ -89,18 +94,21 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
 def settle_names(
     source: Source, names: Names, config: ModelConfig, warn: Warn | None
 ) -> tuple[Names, ModelConfig]:
-    """Fits names and ties to the tensors of a file, as transformers does.
+    """Adapts names and weight ties to the tensors of a file, as transformers does.
 
-    A model that was saved without its head lacks the first part of all names. A file
-    may hold both tensors of a tied pair: if they are equal, one is a copy; if they
-    differ, they were trained apart, and the model keeps both. If it has the head of a
-    tied pair alone, that is the embedding.
+    In a model that was saved without its head, all names lack their first component. If
+    a file has both tensors of a tied pair and they are equal, one is ignored as a copy;
+    if they differ, the model is untied and keeps both. If a file has only the head of a
+    tied pair, it is used as the embedding.
 
     Args:
-      warn: called with one line for each kind of tie that is given up.
+      source: the tensors.
+      names: the family's names.
+      config: the architecture by the config file.
+      warn: called with one line for each kind of tie that is removed.
 
     Returns:
-      The names of the tensors, and the architecture that the tensors have.
+      The names of the tensors, and the architecture of the weights.
     """
     if f"{bare(names).embedding}.weight" in source.tensors:
         names = bare(names)
@@ -114,7 +122,8 @@ def settle_names(
     for name, original in _shared_copies(source, config).items():
         if not _are_equal(source, name, original):
             count = sum(block.shared for block in config.layers)
-            config = replace(config, shared=replace(given(config.shared), blocks=count))
+            shared = replace(required(config.shared), blocks=count)
+            config = replace(config, shared=shared)
             _warn_of_ties(source, name, original, warn)
             break
     return names, config
@@ -124,12 +133,12 @@ def _warn_of_ties(source: Source, name: str, other: str, warn: Warn | None) -> N
     if warn is not None:
         warn(
             f"{source.directory}: the config ties {name} to {other}, but the file has "
-            "both with different numbers; they are kept apart"
+            "both with different values; the model keeps both"
         )
 
 
 def _are_equal(source: Source, name: str, other: str) -> bool:
-    """True if two tensors hold the same numbers, or NaN at the same places."""
+    """True if two tensors have equal values; NaN equals NaN."""
     infos = source.tensors[name], source.tensors[other]
     if infos[0].shape != infos[1].shape or any(i.dtype not in FLOATS for i in infos):
         return False
@@ -146,8 +155,10 @@ def _are_equal(source: Source, name: str, other: str) -> bool:
 
 
 def _shared_copies(source: Source, config: ModelConfig) -> dict[str, str]:
-    """Returns the tensors that the file holds again for layers that share a block, each
-    with the name of the first."""
+    """Returns the repeated tensors of shared blocks, with the name of the original.
+
+    A file may have a shared block's tensors again for every layer that uses the block.
+    """
     copies: dict[str, str] = {}
     if config.shared is None:
         return copies
@@ -182,9 +193,12 @@ def read_param(
     """Reads a row's parameter in a float dtype.
 
     Args:
-      shape: of all of it.
-      axis, places: for a part that can be read alone, its places along this axis. If
-        empty, all of it is read.
+      source: the tensors.
+      row: the row.
+      shape: shape of the whole parameter.
+      dtype: dtype of the result.
+      axis: the axis that devices divide.
+      places: slices of the axis to read. If empty, the whole parameter is read.
     """
     read = [
         _read_piece(source, piece, dtype) for piece in pieces(row, shape, axis, places)
@@ -196,10 +210,10 @@ def _read_piece(source: Source, piece: Piece, kept: Any) -> np.ndarray:
     row = piece.row
     each = zip(row.sources, piece.indices, strict=True)
     read = (source.read(name, kept, index) for name, index in each)
-    # Of one dtype, as NumPy joins no bfloat16 with float16.
+    # NumPy cannot concatenate bfloat16 with float16.
     tensors = [tensor.astype(kept, copy=False) for tensor in read]
     try:
-        # What is mapped is copied, as its file may change or go.
+        # Memory-mapped pages are copied, because the file may change or be removed.
         return join(row, tensors).astype(kept, copy=source.is_mapped(row.sources[0]))
     except CheckpointError as error:
         file = source.tensors[row.sources[0]].file
@@ -207,27 +221,32 @@ def _read_piece(source: Source, piece: Piece, kept: Any) -> np.ndarray:
 
 
 def parts_are_read(source: Source, row: Row) -> bool:
-    """True if a part of a row's parameter can be read without the rest."""
+    """True if a device's part of a row's parameter can be read without the rest."""
     return can_be_cut(row) and all(map(source.is_plain, row.sources))
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """True if there is neither NaN nor infinity. Looks at some numbers at a time, since
-    the answers need memory, too."""
+    """True if an array has no NaN and no infinity.
+
+    Checks `PIECE` numbers at a time, to save memory.
+    """
     flat = array.reshape(-1)
     some = (flat[i : i + PIECE] for i in range(0, flat.size, PIECE))
     return all(np.isfinite(piece).all() for piece in some)
 
 
-def odd_tensor(
+def nonfinite_tensor(
     source: Source,
     row: Row,
     shape: tuple[int, ...],
     axis: int = 0,
     places: tuple[slice, ...] = (),
 ) -> str:
-    """Returns the first tensor that `read_param` reads that is not finite; if it is the
-    cast that overflows, the first of all."""
+    """Returns the name of the first of the row's tensors that has NaN or infinity.
+
+    If all are finite (the conversion to the dtype overflowed), returns the first name.
+    Arguments are as in `read_param`.
+    """
     each = (
         named
         for piece in pieces(row, shape, axis, places)
@@ -238,7 +257,7 @@ def odd_tensor(
 
 
 def dtype_in_file(source: Source, row: Row) -> str:
-    """Returns "bfloat16" if all of a row's tensors hold that, else "float32"."""
+    """Returns "bfloat16" if all of a row's tensors are bfloat16, else "float32"."""
     plain = not any(map(source.is_quantized, row.sources))
     found = {source.tensors[name].dtype for name in row.sources}
     return "bfloat16" if plain and found == {"bfloat16"} else "float32"
@@ -247,13 +266,16 @@ def dtype_in_file(source: Source, row: Row) -> str:
 def packed_blocks(
     source: Source, row: Row, keeps: Callable[[str], bool]
 ) -> list[Packed] | None:
-    """Reads a row's matrix as it is packed in the file: blocks to stack by rows.
+    """Reads a row's quantized matrices without dequantizing them.
 
     Args:
+      source: the tensors.
+      row: the row.
       keeps: see `Format.keeps`.
 
     Returns:
-      None if some block is not packed or not to be kept, or rows change their order.
+      The matrices, to be stacked by rows. None if one of them is not quantized or its
+      scheme is not supported by `keeps`, or if rows change their order.
     """
     if row.how not in ("copy", "concat") or any(row.heads):
         return None

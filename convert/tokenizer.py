@@ -1,4 +1,5 @@
-"""The tokenizer of a checkpoint: files of a directory, or part of a GGUF file."""
+"""Reads the tokenizer of a checkpoint, from files of a directory or from a GGUF
+file."""
 
 import json
 import shutil
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.files import MOST_TOKENIZER, read_text
+from stree_jax.convert.files import MAX_TOKENIZER_BYTES, read_text
 from stree_jax.convert.gguf.vocabulary import read_vocabulary, settings
 from stree_jax.convert.piece_model import FILE as PIECES
 from stree_jax.convert.piece_model import is_piece_model, read_piece_model
@@ -45,7 +46,7 @@ TOKENIZER_FILES = (
     VOCAB,
     MERGES,
 )
-# Files that hold a tokenizer in a form that this library does not read.
+# Files with a tokenizer in a format that this library may not be able to read.
 OTHER_FORMS = (
     PIECES,
     TEKKEN,
@@ -61,12 +62,14 @@ OTHER_FORMS = (
 def read_tokenizer(
     files: CheckpointFiles, warn: Callable[[str], object] | None = None
 ) -> "Tokenizer | None":
-    """Returns the tokenizer, or None if there is none that can be read.
+    """Reads the tokenizer of a checkpoint. Returns None if there is none that can be
+    read.
 
-    It encodes whole texts: truncation, padding and dropout that were saved with it are
-    off. The special tokens that the files beside it name are added to it.
+    The tokenizer encodes whole texts: saved truncation, padding and dropout are
+    switched off. Special tokens from the files next to it are added.
 
     Args:
+      files: the checkpoint.
       warn: called with one line if there is a tokenizer that cannot be read.
 
     Raises:
@@ -95,10 +98,10 @@ def read_tokenizer(
 
 
 def read_tokenizer_file(file: Path) -> "Tokenizer":
-    """Returns the tokenizer of one tokenizer.json, which encodes whole texts.
+    """Reads a tokenizer.json. The tokenizer encodes whole texts, see `read_tokenizer`.
 
     Raises:
-      CheckpointError: the file is not one.
+      CheckpointError: the file is not a tokenizer.
     """
     return for_whole_texts(_as_saved(file))
 
@@ -107,7 +110,7 @@ def _as_saved(file: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_str(read_text(file, MOST_TOKENIZER))
+        return Tokenizer.from_str(read_text(file, MAX_TOKENIZER_BYTES))
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # the Rust library raises plain Exception
@@ -115,20 +118,20 @@ def _as_saved(file: Path) -> "Tokenizer":
 
 
 def has_tokenizer(files: CheckpointFiles) -> bool:
-    """True if `read_tokenizer` returns one; a tokenizer.json is not opened for that."""
+    """True if `read_tokenizer` returns a tokenizer. Does not open a tokenizer.json."""
     whole = not files.is_gguf and (files.path / TOKENIZER).is_file()
     return whole or read_tokenizer(files) is not None
 
 
 def end_token(files: CheckpointFiles) -> int | None:
-    """Returns the id of the `eos_token` that a directory's tokenizer names, if any.
+    """Returns the id of the tokenizer's `eos_token`, or None.
 
-    The id may be beyond the model's vocabulary.
+    The id may be outside the model's vocabulary.
     """
     names = token_names(files)
     if (text := names.get("eos_token")) is None or not has_tokenizer(files):
         return None
-    if files.has(TOKENIZER):  # much faster to parse as JSON than as a tokenizer
+    if files.has(TOKENIZER):  # parsing JSON is much faster than building a tokenizer
         added = read_json(files.path / TOKENIZER).get("added_tokens")
         for entry in added if isinstance(added, list) else []:
             if isinstance(entry, dict) and entry.get("content") == text:
@@ -147,25 +150,26 @@ def end_of_text(files: CheckpointFiles) -> tuple[int, ...]:
 def token_names(files: CheckpointFiles) -> dict[str, str]:
     """Returns the texts of the special tokens by role, such as "eos_token"."""
     if files.is_gguf:
-        said = settings(files.header)
-        return {name: said[name] for name in NAMES if name in said}
+        found = settings(files.header)
+        return {name: found[name] for name in NAMES if name in found}
     return read_special_tokens(files).named
 
 
 def _warn_of_other_forms(directory: Path, warn: Callable[[str], object]) -> None:
-    """Says that there is a tokenizer in another form, and how to convert it."""
+    """Warns that there is a tokenizer in another format, and how to convert it."""
     found = [name for name in OTHER_FORMS if (directory / name).is_file()]
     if found:
         load = f"AutoTokenizer.from_pretrained({str(directory)!r})"
         warn(
-            f"{directory}: it has {' and '.join(found)} but no {TOKENIZER}, so texts "
-            "cannot be read, only token ids; write one with transformers: "
+            f"{directory}: has {' and '.join(found)} but no {TOKENIZER}, so the model "
+            "takes only token ids, not text; create one with transformers: "
             f"{load}.save_pretrained({str(directory)!r})"
         )
 
 
 def tokenizer_files_among(names: Collection[str]) -> list[str]:
-    """Chooses the files of a repository that make up its tokenizer and its chats.
+    """Chooses the files of a repository that belong to its tokenizer and chat
+    templates.
 
     Args:
       names: paths of all files, relative to the repository.
@@ -179,10 +183,10 @@ def tokenizer_files_among(names: Collection[str]) -> list[str]:
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """Returns the files of the tokenizer and of chats that are there.
+    """Returns the existing files of a directory's tokenizer and chat templates.
 
     Raises:
-      CheckpointError: one is not a regular file, such as a pipe.
+      CheckpointError: one of them is not a regular file.
     """
     files = [directory / n for n in TOKENIZER_FILES if is_file(directory / n)]
     templates = sorted((directory / TEMPLATES).glob("*.jinja"))
@@ -190,24 +194,25 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def tokenizer_settings(files: CheckpointFiles) -> ConfigFields:
-    """Returns tokenizer_config.json, or the same fields of a GGUF file; maybe empty."""
+    """Returns the fields of tokenizer_config.json, or the same fields from a GGUF file.
+    Empty if there are none."""
     if files.is_gguf:
         return ConfigFields(files.path, settings(files.header))
     return files.fields_if_any(SETTINGS)
 
 
 def copy_tokenizer(src: CheckpointFiles, dst: Path) -> None:
-    """Copies the files of a tokenizer; of a GGUF file, writes files that say the same.
+    """Copies the files of a tokenizer, or writes equivalent files for a GGUF file.
 
-    A tokenizer.json with truncation, padding or dropout is written without them; one is
-    made of other files if there is none.
+    tokenizer.json is written without truncation, padding and dropout. If there is none,
+    it is created from the other files.
     """
     if src.is_gguf:
         if (tokenizer := read_tokenizer(src)) is not None:
             tokenizer.save(str(dst / TOKENIZER))
-        said = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        said |= tokenizer_settings(src).values
-        (dst / SETTINGS).write_text(json.dumps(said, indent=2) + "\n")
+        fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        fields |= tokenizer_settings(src).values
+        (dst / SETTINGS).write_text(json.dumps(fields, indent=2) + "\n")
         return
     for file in tokenizer_files(src.path):
         copy = dst / file.relative_to(src.path)
@@ -223,10 +228,14 @@ def copy_tokenizer(src: CheckpointFiles, dst: Path) -> None:
 
 @contextmanager
 def encoding(name: str) -> Iterator[None]:
-    """Names the text if a tokenizer cannot encode it, as one without an unknown token.
+    """Converts errors of a tokenizer that cannot encode a text, for example because it
+    has no unknown token.
+
+    Args:
+      name: description of the text, for the message.
 
     Raises:
-      ValueError: in place of the plain Exception of the Rust library.
+      ValueError: instead of the plain Exception of the Rust library.
     """
     try:
         yield
@@ -239,21 +248,22 @@ def encoding(name: str) -> Iterator[None]:
 def check_text_ids(
     name: str, tokenizer: "Tokenizer", ids: Iterable[int], num_tokens: int
 ) -> None:
-    """Checks the ids that a tokenizer made of a text against the model's vocabulary.
+    """Checks that the ids of an encoded text are in the model's vocabulary.
 
     Args:
-      name: what the text is, for the message.
+      name: description of the text, for the message.
+      tokenizer: the tokenizer.
+      ids: the ids.
       num_tokens: size of the model's vocabulary.
 
     Raises:
-      ValueError: an id is not in the vocabulary, as of a token added to the tokenizer
-        alone.
+      ValueError: an id is not in the vocabulary, for example that of a token that was
+        added only to the tokenizer.
     """
     beyond = next((i for i in ids if i >= num_tokens), None)
     if beyond is not None:
         raise ValueError(
-            f"{name}: the tokenizer makes {tokenizer.id_to_token(beyond)!r} (id "
-            f"{beyond}) of it, but the model has only the ids 0..{num_tokens - 1}; "
-            "leave that token out, or give the model the tokenizer that it was "
-            "trained with"
+            f"{name}: contains the token {tokenizer.id_to_token(beyond)!r} (id "
+            f"{beyond}), but the model has only the ids 0..{num_tokens - 1}; "
+            "leave that token out, or use the tokenizer that the model was trained with"
         )

@@ -1,8 +1,9 @@
-"""Tokenizers of directories without a tokenizer.json: vocab.json and merges.txt.
+"""Reads tokenizers from vocab.json and merges.txt, for directories without a
+tokenizer.json.
 
-Old repositories of byte-level BPE have these two files alone. What cuts a text into
-words then follows from the tokenizer's class: tokenizer_config.json names it, or the
-family has only one.
+Old repositories with byte-level BPE have only these two files. The tokenizer's class
+then determines the pre-tokenizer; it is in tokenizer_config.json, or follows from the
+model's family.
 
 Source: transformers' classes of these names (5.23).
 """
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
-# By class: the expression that finds words, or None for GPT-2's; and whether characters
-# are composed before.
+# By class: the expression that finds words (None for GPT-2's), and True for NFC
+# normalization.
 CLASSES: dict[str, tuple[str | None, bool]] = {
     "GPT2Tokenizer": (None, False),
     "GPTNeoXTokenizer": (None, True),
@@ -33,7 +34,8 @@ CLASSES: dict[str, tuple[str | None, bool]] = {
 
 
 def class_of(files: CheckpointFiles) -> str | None:
-    """Returns one of `CLASSES` if the directory has the files of such a tokenizer."""
+    """Returns the tokenizer's class, one of `CLASSES`. None if the directory lacks
+    vocab.json or merges.txt, or if the class is unknown."""
     if not (files.has(VOCAB) and files.has(MERGES)):
         return None
     name = tokenizer_class(files)
@@ -43,12 +45,13 @@ def class_of(files: CheckpointFiles) -> str | None:
 def read_vocab_files(
     files: CheckpointFiles, name: str, settings: ConfigFields, special: SpecialTokens
 ) -> "Tokenizer":
-    """Returns the tokenizer of vocab.json and merges.txt.
+    """Reads the tokenizer from vocab.json and merges.txt.
 
     Args:
-      name: its class, of `class_of`.
+      files: the checkpoint.
+      name: the tokenizer's class, from `class_of`.
       settings: fields of tokenizer_config.json.
-      special: the tokens that other files name; they are added.
+      special: special tokens from other files, which are added to the tokenizer.
 
     Raises:
       CheckpointError: a file is malformed.
@@ -82,7 +85,8 @@ def read_vocab_files(
 def _add_around(
     tokenizer: "Tokenizer", settings: ConfigFields, special: SpecialTokens
 ) -> None:
-    """Adds the tokens that begin and end a text, by `add_bos_token` and the like."""
+    """Adds the tokens that begin and end a text, by `add_bos_token` and
+    `add_eos_token`."""
     from tokenizers.processors import TemplateProcessing
 
     texts = {}

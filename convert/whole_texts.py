@@ -1,7 +1,7 @@
-"""Tokenizers that encode a text as it is: whole, unpadded, and always in the same way.
+"""Switches off truncation, padding and dropout of tokenizers.
 
 A tokenizer.json that was saved during training keeps the truncation, padding and
-dropout of that training, and `tokenizers` applies them to every text from then on.
+dropout of the training, and the `tokenizers` library applies them to every text.
 transformers and vLLM do not.
 """
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def for_whole_texts(tokenizer: "Tokenizer") -> "Tokenizer":
     """Returns the tokenizer without truncation, padding and dropout.
 
-    That is the object itself if it has none of them, and otherwise a copy: the caller
-    may need its own settings elsewhere.
+    Returns the object itself if it has none of these, and otherwise a copy, because the
+    caller may need its own settings elsewhere.
     """
     if _encodes_whole_texts(tokenizer):
         return tokenizer
@@ -28,7 +28,7 @@ def for_whole_texts(tokenizer: "Tokenizer") -> "Tokenizer":
 
 
 def set_for_whole_texts(tokenizer: "Tokenizer") -> None:
-    """Turns off truncation, padding and dropout of the tokenizer itself."""
+    """Switches off truncation, padding and dropout of the tokenizer in place."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):

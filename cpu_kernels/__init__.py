@@ -1,8 +1,8 @@
-"""Kernels for CPUs, compiled when the package is installed; absent without harm.
+"""Compiled CPU kernels, built when the package is installed. They are optional.
 
-`cpu_kernel` decorates a definition in JAX with the kernel that computes the same; the
-other modules say what the larger kernels support. `src/` holds the C++.
-`docs/explanation/cpu-kernels.md` says what runs when, and how to switch it off.
+`cpu_kernel` decorates a definition in JAX with the kernel that computes the same. The
+other modules describe which arguments the larger kernels support. `src/` holds the C++;
+`docs/explanation/cpu-kernels.md` explains when a kernel runs and how to disable it.
 """
 
 from stree_jax.cpu_kernels.kernel import CpuKernel as CpuKernel
@@ -11,7 +11,7 @@ from stree_jax.cpu_kernels.kernel import cpu_kernel as cpu_kernel
 from stree_jax.cpu_kernels.kernel import floats as floats
 from stree_jax.cpu_kernels.kernel import ints as ints
 from stree_jax.cpu_kernels.kernel import like as like
-from stree_jax.cpu_kernels.library import at_hand as at_hand
+from stree_jax.cpu_kernels.library import available as available
 from stree_jax.cpu_kernels.library import describe as describe
 from stree_jax.cpu_kernels.library import level as level
 from stree_jax.cpu_kernels.mixer import MixerMemory as MixerMemory
@@ -19,7 +19,7 @@ from stree_jax.cpu_kernels.mixer import MixerTree as MixerTree
 from stree_jax.cpu_kernels.mixer import MixerWeights as MixerWeights
 from stree_jax.cpu_kernels.mixer import mixer_outputs as mixer_outputs
 from stree_jax.cpu_kernels.mixer import mixer_unsupported as mixer_unsupported
-from stree_jax.cpu_kernels.product import MOST_ROOM as MOST_ROOM
-from stree_jax.cpu_kernels.product import MOST_ROWS as MOST_ROWS
+from stree_jax.cpu_kernels.product import MAX_PADDED_ROWS as MAX_PADDED_ROWS
+from stree_jax.cpu_kernels.product import MAX_ROWS as MAX_ROWS
 from stree_jax.cpu_kernels.product import int8_unsupported as int8_unsupported
 from stree_jax.cpu_kernels.product import product_unsupported as product_unsupported

@@ -1,4 +1,4 @@
-"""`python -m stree_jax.cpu_kernels`: which instructions the kernels may use here."""
+"""`python -m stree_jax.cpu_kernels` prints which CPU instructions the kernels use."""
 
 import sys
 
@@ -6,6 +6,6 @@ from stree_jax.cpu_kernels.library import describe
 
 try:
     print(f"CPU kernels: {describe()}")
-except ValueError as error:  # of STREE_JAX_CPU_KERNELS
+except ValueError as error:  # STREE_JAX_CPU_KERNELS has a bad value
     print(error, file=sys.stderr)
     sys.exit(2)

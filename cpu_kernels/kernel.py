@@ -1,9 +1,9 @@
 """A decorator that runs a compiled kernel in place of a function's definition.
 
-The function stays one operation of JAX until its program is lowered. Only then is it
-known for which platform the program is, for how many devices, and whether it will be
-exported. `lax.platform_dependent` knows the platform as well, but traces the functions
-of all platforms wherever one is called.
+The decorated function stays a single JAX primitive until its program is lowered. Only
+then are the program's platform, its number of devices, and whether it will be exported
+known. `lax.platform_dependent` also chooses by platform, but it traces the functions of
+all platforms at every call.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -25,27 +25,27 @@ from stree_jax.cpu_kernels.library import level
 Function = Callable[..., Any]
 P = ParamSpec("P")
 R = TypeVar("R")
-PLATFORMS = ("cpu", "cuda")  # that a function may be for; others run the default
-SWITCHED_OFF = "there are no compiled kernels, or they are switched off"
+PLATFORMS = ("cpu", "cuda")  # accepted by `by_platform`; others run the default
+SWITCHED_OFF = "the compiled kernels are missing or switched off"
 
 
 def floats(*shape: int) -> Any:
-    """Describes a float32 array, for `outputs` of a kernel."""
+    """Returns the description of a float32 array, for `outputs` of a kernel."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def ints(*shape: int) -> Any:
-    """Describes an int32 array, for `outputs` of a kernel."""
+    """Returns the description of an int32 array, for `outputs` of a kernel."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def like(arrays: Any) -> Any:
-    """Describes a pytree of arrays, for `outputs` of a kernel."""
+    """Returns the description of a pytree of arrays, for `outputs` of a kernel."""
     return jax.tree.map(lambda z: jax.ShapeDtypeStruct(z.shape, z.dtype), arrays)
 
 
 @dataclass(frozen=True)
-class Signature:
+class KernelSpec:
     """How a compiled kernel is called; the fields are the arguments of `cpu_kernel`."""
 
     target: str
@@ -69,80 +69,88 @@ def cpu_kernel(
 ) -> Callable[[Callable[P, R]], "CpuKernel[P, R]"]:
     """Decorates a definition in JAX with the compiled kernel that computes the same.
 
-    The kernel runs in a program for one CPU, and on each device inside a `shard_map`
-    over all axes of its mesh. Everything else runs the definition: other platforms,
-    exported programs, programs for several devices, arguments that the kernel does not
-    support. Derivatives are always the definition's.
+    The kernel runs in programs for one CPU, and on each device inside a `shard_map`
+    over all axes of its mesh. In all other cases the definition runs: on other
+    platforms, in exported programs, in programs for several devices, and for arguments
+    that the kernel does not support. Derivatives always come from the definition.
 
-    Positional arguments of the definition are pytrees of arrays, and keyword arguments
-    are static options, which are hashed. The functions below are called with the same
-    arguments, whose arrays may be tracers or `jax.ShapeDtypeStruct`. The kernel reads
-    the arguments' arrays one after another, and an empty int32 array for each None.
+    Positional arguments of the definition are pytrees of arrays; keyword arguments are
+    static, hashable options. The functions below are called with the same arguments;
+    their arrays may be tracers or `jax.ShapeDtypeStruct`s. The kernel receives the
+    arrays of all arguments in order, and an empty int32 array for each None.
 
     Args:
       target: name of the kernel in the library.
-      outputs: returns shapes and dtypes of the results: the definition's pytree.
-      unsupported: returns the reason why the kernel cannot take the arguments (or
-        True, if nobody asks), or a false value. `jax.vmap` asks it again about the
-        larger arrays.
-      shared: arguments, or fields of them ("tree.rows"), without an axis of rows. All
-        other arrays have rows as their first axis, to which `jax.vmap` adds more; the
-        definition runs where a shared array differs by row.
-      aliases: arguments whose arrays become those of a result of the same shape, in
-        place: the place of that result, or None for all results.
-      attributes: returns the kernel's attributes for the options: bool, int or float.
-      prepare: returns the arguments as the kernel reads them, if it is to read others.
+      outputs: returns the shapes and dtypes of the results, as the definition's pytree.
+      unsupported: returns why the kernel does not support the arguments (or just True),
+        or a false value if it does. Under `jax.vmap` it is called again with the
+        batched arrays.
+      shared: arguments, or fields of arguments ("tree.rows"), that have no axis of
+        rows. In all other arrays the first axis is rows, and `jax.vmap` adds rows to
+        it. If `jax.vmap` maps over a shared array, the definition runs.
+      aliases: arguments whose arrays are overwritten by a result of the same shape. The
+        value is the index of that result, or None for all results.
+      attributes: maps the options to the kernel's attributes: bool, int or float.
+      prepare: converts the arguments to those that the kernel receives. If None, they
+        are the same.
     """
-    places = tuple((aliases or {}).items())
-    how = Signature(
-        target, outputs, unsupported, tuple(shared), places, attributes, prepare
+    alias_items = tuple((aliases or {}).items())
+    spec = KernelSpec(
+        target, outputs, unsupported, tuple(shared), alias_items, attributes, prepare
     )
-    return lambda definition: CpuKernel(definition, how)
+    return lambda definition: CpuKernel(definition, spec)
 
 
 class CpuKernel(Generic[P, R]):
-    """A function that `cpu_kernel` decorated.
+    """A function decorated by `cpu_kernel`.
 
     Attributes:
-      definition: the function itself.
+      definition: the original function in JAX.
+      spec: how the kernel is called.
     """
 
-    def __init__(self, definition: Callable[P, R], how: Signature):
+    def __init__(self, definition: Callable[P, R], spec: KernelSpec):
         update_wrapper(self, definition)
-        self.definition, self.how = definition, how
+        self.definition, self.spec = definition, spec
 
     def unsupported(self, *args: P.args, **options: P.kwargs) -> str | None:
-        """Returns why the kernel cannot take these arguments, or None if it can."""
+        """Returns why the kernel does not support these arguments. None if it does."""
         if level() is None:
             return SWITCHED_OFF
-        reason = self.how.unsupported(*args, **options)
+        reason = self.spec.unsupported(*args, **options)
         return str(reason) if reason else None
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         allowed = level()
-        if allowed is None or self.how.unsupported(*args, **options):
+        if allowed is None or self.spec.unsupported(*args, **options):
             return self.definition(*args, **options)
         leaves, tree = jax.tree.flatten(args)
         named = tuple(sorted(options.items()))
-        return _chosen_later(*leaves, choice=_Call(self, tree, named, allowed))
+        return _bind_choice(*leaves, choice=_Call(self, tree, named, allowed))
 
     @cached_property
     def names(self) -> list[str]:
         return list(signature(self.definition).parameters)
 
-    def places(self, tree: Any, name: str) -> list[int]:
-        """Returns the places of an argument's arrays among those of all arguments."""
-        numbers = jax.tree.unflatten(tree, range(tree.num_leaves))
-        given = dict(zip(self.names, numbers, strict=False))
-        return jax.tree.leaves(attrgetter(name)(SimpleNamespace(**given)))
+    def leaf_indices(self, tree: Any, name: str) -> list[int]:
+        """Returns the indices of an argument's arrays among the arrays of all
+        arguments.
+
+        Args:
+          tree: tree structure of all arguments.
+          name: name of the argument, or of a field of it ("tree.rows").
+        """
+        indices = jax.tree.unflatten(tree, range(tree.num_leaves))
+        by_name = dict(zip(self.names, indices, strict=False))
+        return jax.tree.leaves(attrgetter(name)(SimpleNamespace(**by_name)))
 
 
 class Choice(Hashable, Protocol):
-    """A function of arrays with several implementations."""
+    """A function of arrays with several implementations, one of which runs."""
 
     @property
     def definition(self) -> Function:
-        """The implementation that derivatives are taken of."""
+        """The implementation that derivatives come from."""
         ...
 
     def shapes(self, *arrays: Any) -> Any:
@@ -150,19 +158,25 @@ class Choice(Hashable, Protocol):
         ...
 
     def chosen(self, platform: str, module: Any) -> Function:
-        """Returns the implementation for a platform in a program, a `ModuleContext`."""
+        """Returns the implementation to run.
+
+        Args:
+          platform: platform of the program.
+          module: the program's `ModuleContext` in JAX's lowering.
+        """
         ...
 
     def batched(
         self, arrays: Sequence[jax.Array], has_axis: Sequence[bool]
     ) -> Sequence[jax.Array]:
-        """Applies `jax.vmap` to the arrays that have a first axis more."""
+        """Runs the function under `jax.vmap`, over the first axis of the arrays for
+        which `has_axis` is True."""
         ...
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a kernel, as a function of its arguments' arrays."""
+    """A call of a `CpuKernel`, as a function of the arrays of its arguments."""
 
     kernel: CpuKernel[..., Any]
     tree: Any
@@ -173,54 +187,57 @@ class _Call:
         return self._applied(self.kernel.definition, leaves)
 
     def shapes(self, *arrays: Any) -> Any:
-        return self._applied(self.kernel.how.outputs, arrays)
+        return self._applied(self.kernel.spec.outputs, arrays)
 
     def _applied(self, function: Function, leaves: Sequence[Any]) -> Any:
         args = jax.tree.unflatten(self.tree, leaves)
         return function(*args, **dict(self.options))
 
     def chosen(self, platform: str, module: Any) -> Function:
-        # If a later jax keeps these elsewhere, the definition runs.
-        how = getattr(module, "lowering_parameters", None)
-        alone = platform == "cpu" and _on_one_device(module.axis_context)
-        runs_here = alone and not getattr(how, "for_export", True)
+        # If a later jax moves these parameters, the definition runs.
+        parameters = getattr(module, "lowering_parameters", None)
+        one_cpu = platform == "cpu" and _on_one_device(module.axis_context)
+        runs_here = one_cpu and not getattr(parameters, "for_export", True)
         return self.compiled if runs_here else self.definition
 
     def compiled(self, *leaves: jax.Array) -> Sequence[jax.Array]:
         """Calls the kernel in the library."""
-        how = self.kernel.how
+        spec = self.kernel.spec
         outs, out_tree = jax.tree.flatten(self.shapes(*leaves))
-        read = how.prepare or (lambda *args, **_: args)
+        prepare = spec.prepare or (lambda *args, **_: args)
         arrays, tree = jax.tree.flatten(
-            self._applied(read, leaves), is_leaf=lambda z: z is None
+            self._applied(prepare, leaves), is_leaf=lambda z: z is None
         )
         arrays = [jnp.zeros((0,), jnp.int32) if z is None else z for z in arrays]
         results = jax.tree.unflatten(out_tree, range(len(outs)))
         aliases: dict[int, int] = {}
-        for name, place in how.aliases:
-            become = jax.tree.leaves(results if place is None else results[place])
-            pairs = zip(self.kernel.places(tree, name), become, strict=True)
+        for name, index in spec.aliases:
+            inputs = self.kernel.leaf_indices(tree, name)
+            outputs = jax.tree.leaves(results if index is None else results[index])
+            pairs = zip(inputs, outputs, strict=True)
             aliases |= {i: o for i, o in pairs if arrays[i].shape == outs[o].shape}
-        attributes = how.attributes(**dict(self.options)) | {"level": self.level}
-        call = jax.ffi.ffi_call(how.target, outs, input_output_aliases=aliases)
+        attributes = spec.attributes(**dict(self.options)) | {"level": self.level}
+        call = jax.ffi.ffi_call(spec.target, outs, input_output_aliases=aliases)
         return call(*arrays, **{k: _scalar(v) for k, v in attributes.items()})
 
     def batched(
         self, arrays: Sequence[jax.Array], has_axis: Sequence[bool]
     ) -> Sequence[jax.Array]:
-        names = self.kernel.how.shared
-        shared = {i for name in names for i in self.kernel.places(self.tree, name)}
+        names = self.kernel.spec.shared
+        shared = {
+            i for name in names for i in self.kernel.leaf_indices(self.tree, name)
+        }
         size = next(z.shape[0] for z, has in zip(arrays, has_axis, strict=True) if has)
 
-        def merged(place: int, z: jax.Array) -> jax.Array:
-            if place in shared:
+        def merged(index: int, z: jax.Array) -> jax.Array:
+            if index in shared:
                 return z
-            z = z if has_axis[place] else jnp.broadcast_to(z[None], (size, *z.shape))
+            z = z if has_axis[index] else jnp.broadcast_to(z[None], (size, *z.shape))
             return z.reshape(z.shape[0] * z.shape[1], *z.shape[2:])
 
-        differs = any(has_axis[place] for place in shared)
-        rows = [] if differs else [merged(*pair) for pair in enumerate(arrays)]
-        if differs or self._applied(self.kernel.how.unsupported, rows):
+        maps_shared = any(has_axis[index] for index in shared)
+        rows = [] if maps_shared else [merged(*pair) for pair in enumerate(arrays)]
+        if maps_shared or self._applied(self.kernel.spec.unsupported, rows):
             axes = [0 if has else None for has in has_axis]
             return jax.vmap(self.definition, axes)(*arrays)
         outs = _choose.bind(*rows, choice=self)
@@ -228,14 +245,15 @@ class _Call:
 
 
 def _scalar(value: bool | int | float) -> np.generic:
-    """Returns an attribute as the kernels declare it: bool, int64 or float32."""
+    """Converts an attribute to the kernels' types: bool, int64 or float32."""
     if isinstance(value, bool):
         return np.bool_(value)
     return np.int64(value) if isinstance(value, int) else np.float32(value)
 
 
 def _on_one_device(context: Any) -> bool:
-    """True if arrays are one device's: a program for one, or inside `shard_map`."""
+    """True in a program for one device, and inside a `shard_map` over the whole
+    mesh."""
     if getattr(context, "num_devices", None) == 1:
         return True
     mesh = getattr(context, "mesh", None)
@@ -243,22 +261,23 @@ def _on_one_device(context: Any) -> bool:
 
 
 def by_platform(*args: Any, default: Function, **functions: Function) -> Any:
-    """Calls the function for the program's platform, as `lax.platform_dependent` does.
+    """Calls the function for the program's platform, like `lax.platform_dependent`.
 
     Args:
-      args: pytrees of arrays.
-      default: the function for other platforms, of which derivatives are taken.
-      functions: by platform, one of `PLATFORMS`. All return the same shapes.
+      *args: pytrees of arrays.
+      default: the function for all other platforms. Derivatives come from it.
+      **functions: functions by platform (one of `PLATFORMS`). All must return the same
+        shapes and dtypes.
     """
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, args))
-    named = ((name, _OfLeaves(f, tree)) for name, f in functions.items())
-    choice = _ByPlatform(_OfLeaves(default, tree), tuple(named))
-    return _chosen_later(*leaves, choice=choice)
+    named = ((name, _OnLeaves(f, tree)) for name, f in functions.items())
+    choice = _ByPlatform(_OnLeaves(default, tree), tuple(named))
+    return _bind_choice(*leaves, choice=choice)
 
 
 @dataclass(frozen=True)
-class _OfLeaves:
-    """A function of the leaves of its arguments."""
+class _OnLeaves:
+    """A function that takes the leaves of its arguments instead of the arguments."""
 
     function: Function
     tree: Any
@@ -269,13 +288,13 @@ class _OfLeaves:
 
 @dataclass(frozen=True)
 class _ByPlatform:
-    """A call of `by_platform`, as a function of its arguments' arrays."""
+    """A call of `by_platform`, as a function of the arrays of its arguments."""
 
     definition: Function
     functions: tuple[tuple[str, Function], ...]
 
     def shapes(self, *arrays: Any) -> Any:
-        # The function for CPUs is the quickest to trace.
+        # The function for CPUs is the fastest to trace.
         function = dict(self.functions).get("cpu", self.definition)
         return jax.eval_shape(function, *arrays)
 
@@ -286,13 +305,13 @@ class _ByPlatform:
         self, arrays: Sequence[jax.Array], has_axis: Sequence[bool]
     ) -> Sequence[jax.Array]:
         axes = tuple(0 if has else None for has in has_axis)
-        functions = ((name, _Mapped(f, axes)) for name, f in self.functions)
-        choice = _ByPlatform(_Mapped(self.definition, axes), tuple(functions))
+        functions = ((name, _Vmapped(f, axes)) for name, f in self.functions)
+        choice = _ByPlatform(_Vmapped(self.definition, axes), tuple(functions))
         return _choose.bind(*arrays, choice=choice)
 
 
 @dataclass(frozen=True)
-class _Mapped:
+class _Vmapped:
     function: Function
     axes: tuple[int | None, ...]
 
@@ -304,9 +323,12 @@ _choose = Primitive("choose")
 _choose.multiple_results = True
 
 
-def _chosen_later(*leaves: jax.Array, choice: Choice) -> Any:
-    """Calls a choice. Inside a `jax.shard_map` that checks what varies from device to
-    device its definition runs, as the operations of JAX are what is checked."""
+def _bind_choice(*leaves: jax.Array, choice: Choice) -> Any:
+    """Calls a choice, to be resolved when the program is lowered.
+
+    Inside a `jax.shard_map` with `check_vma`, the definition runs: JAX checks its
+    operations, and cannot check this primitive.
+    """
     if any(map(_varies, leaves)):
         return choice.definition(*leaves)
     outs = _choose.bind(*leaves, choice=choice)
@@ -325,7 +347,7 @@ def _program(choice: Choice) -> Callable[..., list[jax.Array]]:
 
 @_choose.def_impl
 def _run(*args: Any, choice: Choice) -> list[jax.Array]:
-    with jax.disable_jit(False):  # only a program has a platform
+    with jax.disable_jit(False):  # only a compiled program has a platform
         return _program(choice)(*args)
 
 
@@ -339,9 +361,9 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 @cache
-def _shapes_of(choice: Choice, *given: jax.ShapeDtypeStruct) -> tuple[list[Any], Any]:
-    """Returns the results' shapes, and the tree that they are leaves of."""
-    outs, tree = jax.tree.flatten(choice.shapes(*given))
+def _shapes_of(choice: Choice, *args: jax.ShapeDtypeStruct) -> tuple[list[Any], Any]:
+    """Returns the shapes of the results, and their tree structure."""
+    outs, tree = jax.tree.flatten(choice.shapes(*args))
     return [jax.core.ShapedArray(out.shape, out.dtype) for out in outs], tree
 
 

@@ -1,4 +1,4 @@
-"""The compiled kernels: whether they are here, and which instructions they may use."""
+"""Loads the compiled kernels and chooses the CPU instructions that they may use."""
 
 import ctypes
 import os
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 VARIABLE = "STREE_JAX_CPU_KERNELS"
-# As src/levels.cc counts them.
+# Levels of instructions, numbered as in src/levels.cc.
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 
 
@@ -17,9 +17,9 @@ class Library(NamedTuple):
     """The kernels of this installation.
 
     Attributes:
-      instructions: the most that the machine has of `LEVELS`, and besides it "bf16" and
-        "vnni"; None where there are no kernels.
-      absent: why there are none, None if there are.
+      instructions: the machine's highest level in `LEVELS`, followed by "bf16" and
+        "vnni" if it has these instructions. None if there are no kernels.
+      absent: why there are no kernels. None if there are.
     """
 
     instructions: tuple[str, ...] | None
@@ -28,7 +28,7 @@ class Library(NamedTuple):
 
 @cache
 def library() -> Library:
-    """Loads the kernels and registers all that they list with XLA, once."""
+    """Loads the kernels and registers them with XLA, once per process."""
     files = sorted(Path(__file__).parent.glob("_native*.so"))
     if not files:
         return Library(None, "not built: there was no C++ compiler")
@@ -38,7 +38,7 @@ def library() -> Library:
             capsule = jax.ffi.pycapsule(getattr(loaded, target))
             jax.ffi.register_ffi_target(target, capsule, platform="cpu")
     except (OSError, AttributeError, RuntimeError) as error:
-        # Made for another machine, or for a jaxlib with another interface.
+        # Built for another machine, or for a jaxlib with another interface.
         return Library(None, " ".join(str(error).split()))
     return Library(tuple(_text_of(loaded.stree_instructions).split()), None)
 
@@ -49,10 +49,13 @@ def _text_of(function: Any) -> str:
 
 
 def level() -> int | None:
-    """The instructions that kernels may use, of `LEVELS`; None where none are to run.
+    """Returns the highest level of `LEVELS` that kernels may use.
+
+    Returns None if the kernels are missing or switched off.
 
     Raises:
-      ValueError: STREE_JAX_CPU_KERNELS is no known name, or this machine lacks it.
+      ValueError: STREE_JAX_CPU_KERNELS is an unknown name, or a level that this machine
+        does not have.
     """
     name = os.environ.get(VARIABLE, "")
     if name == "off":
@@ -68,16 +71,17 @@ def level() -> int | None:
     return LEVELS[name or names[0]]
 
 
-def at_hand() -> bool:
-    """True if programs made here are likely to run the kernels.
+def available() -> bool:
+    """True if programs compiled in this process will most likely run the kernels.
 
-    An export, or a program for another device, may not. A wrong answer costs time only.
+    Exported programs and programs for another device may not. A wrong answer only costs
+    time.
     """
     return level() is not None and jax.default_backend() == "cpu"
 
 
 def describe() -> str:
-    """The kernels in a few words, for people."""
+    """Returns a short description of the kernels for users, such as "avx512 bf16"."""
     here = library()
     if here.instructions is None:
         return f"none ({here.absent})"

@@ -1,10 +1,13 @@
-"""A Mamba2 mixer between its projections in one kernel: `src/mixer_body.h`.
+"""Arguments of the Mamba2 mixer kernel (`src/mixer_body.h`).
 
-The kernel computes the equations of `models.mixers.mamba2`: step sizes, the convolution
-along tree paths, the replay of the last path, the scan of this tree, gate and norm.
-State and records become the new ones in place. Axes are those of `pallas_kernels.scan`;
-K is the taps and C the channels of the convolution, W the outputs of in_proj. A batch
-row, and a node with its ancestors, have the same bits whatever stands beside them.
+One kernel computes everything between a mixer's two projections, as defined by
+`models.mixers.mamba2.equations`: step sizes, the convolution along tree paths, the
+replay of the last path, the scan of this tree, gate and norm. The new state and records
+replace the old ones in place.
+
+Axes are those of `pallas_kernels.scan`; K is the taps and C the channels of the
+convolution, W the outputs of in_proj. The results of a node do not depend on other rows
+of the batch, nor on nodes that are not its ancestors, bit for bit.
 """
 
 from typing import Any, NamedTuple
@@ -14,17 +17,17 @@ import jax.numpy as jnp
 
 from stree_jax.cpu_kernels.kernel import floats
 
-MOST_NODES = 64
-MOST_TAPS = 16
+MAX_NODES = 64
+MAX_TAPS = 16
 
 
 class MixerWeights(NamedTuple):
-    """Weights of a mixer.
+    """Weights of a mixer, without its projections.
 
     Attributes:
       conv_weight: [C, K].
       conv_bias: [C] or None.
-      norm: [H * P] or None.
+      norm: [H * P], scale of the gated norm, or None.
       dt_bias, A_log: [H] float32.
       D: [H] or [H * P] float32.
     """
@@ -42,11 +45,11 @@ class MixerMemory(NamedTuple):
 
     Attributes:
       ssm: [B, H, P, N] float32.
-      conv: [B, K-1, C].
+      conv: [B, K-1, C], the last inputs of the convolution.
       x: [B, T, H, P].
       dt, a: [B, T, H] float32.
-      B: [B, T, G, N], inputs.
-      xBC: [B, T, C].
+      B: [B, T, G, N], input projection.
+      xBC: [B, T, C], inputs of the convolution.
     """
 
     ssm: jax.Array
@@ -59,12 +62,13 @@ class MixerMemory(NamedTuple):
 
 
 class MixerTree(NamedTuple):
-    """The last tree's path, and this tree.
+    """The accepted path in the last tree, and this tree.
 
     Attributes:
-      path: [B, M] int32, of the last tree.
-      length: [B] int32, of the path.
-      rows: [Tq] int32, the queried nodes of this tree. If None, all T are queried.
+      path: [B, M] int32, rows of the accepted tokens in the last tree.
+      length: [B] int32, number of valid entries of `path`.
+      rows: [Tq] int32, rows of the queried nodes in this tree. If None, all T are
+        queried.
       mask: [B, T, T] bool, see `models.nodes`.
       window: [B, T, K] int32, see `models.nodes`.
     """
@@ -85,22 +89,24 @@ def mixer_unsupported(
     config: Any,
     **options: Any,
 ) -> str | None:
-    """Returns why the kernel cannot take these, or None if it can.
+    """Returns why the kernel does not support these arguments. None if it does.
 
     Args:
+      weights, memory, tree: the arrays.
       config: a `models.MambaConfig`.
     """
     T, taps, heads = *tree.window.shape[1:], memory.x.shape[2]
-    if not 1 <= T <= MOST_NODES:
-        return f"wants 1 to {MOST_NODES} nodes, got {T}"
-    if taps > MOST_TAPS:
-        return f"wants at most {MOST_TAPS} taps, got {taps}"
+    if not 1 <= T <= MAX_NODES:
+        return f"wants 1 to {MAX_NODES} nodes, got {T}"
+    if taps > MAX_TAPS:
+        return f"wants at most {MAX_TAPS} taps, got {taps}"
     if 0 in memory.ssm.shape:
         return f"wants a state that is not empty, got {memory.ssm.shape}"
     if heads % memory.B.shape[2]:
-        return f"wants groups of as many heads, not {memory.B.shape[2]} of {heads}"
+        return f"wants equal groups of heads, got {memory.B.shape[2]} for {heads} heads"
     if heads % config.norm_groups:
-        return f"norms groups of whole heads, not {config.norm_groups} of {heads}"
+        groups = config.norm_groups
+        return f"wants norm groups of whole heads, got {groups} for {heads} heads"
     if memory.conv.dtype not in (jnp.float32, jnp.bfloat16):
         return f"wants records in float32 or bfloat16, got {memory.conv.dtype}"
     records = memory.conv, memory.x, memory.B, memory.xBC
@@ -108,7 +114,7 @@ def mixer_unsupported(
         return "wants records of one dtype"
     kinds = {z.dtype.name for z in weights[:3] if z is not None}
     if kinds not in ({"float32"}, {"bfloat16"}):
-        return f"wants weights in float32 or bfloat16, all in one, got {kinds}"
+        return f"wants all weights in float32 or all in bfloat16, got {kinds}"
     return None
 
 
@@ -121,10 +127,11 @@ def mixer_outputs(
     replays: bool,
     **options: Any,
 ) -> tuple[jax.ShapeDtypeStruct, MixerMemory]:
-    """Describes y [B, Tq, H * P] float32 and the new memory.
+    """Returns the shapes and dtypes of y [B, Tq, H * P] and of the new memory.
 
-    There are as many records as the larger tree has nodes. A state that is only read,
-    as no path is replayed, is not returned: its arrays are [B, 0].
+    The records have as many rows as the larger of the last tree and this one. If no
+    path is replayed, the state does not change and is not returned: its arrays are
+    [B, 0].
     """
     T = tree.mask.shape[1]
 

@@ -1,4 +1,4 @@
-"""Weights on pages of 2 MB: a step reads all of them, and misses fewer addresses."""
+"""Moves weights to 2 MB pages, which reduces TLB misses: a step reads all weights."""
 
 import ctypes
 import sys
@@ -9,23 +9,24 @@ from threading import Thread
 import jax
 
 PAGE = 2**21  # bytes
-COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1; older ones refuse it, and nothing changes
+COLLAPSE = 25  # MADV_COLLAPSE, from Linux 6.1 on; older kernels refuse it harmlessly
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def to_large_pages(arrays: Iterable[jax.Array]) -> Thread | None:
-    """Move what lies in a CPU's memory to large pages, beside whatever comes next.
+    """Starts a thread that moves arrays in CPU memory to large pages.
 
-    Numbers and addresses stay; the system copies page by page, about 1 GB a second, on
-    a core that tracing and compiling leave idle. Where it can't, nothing changes.
+    Values and addresses do not change. The operating system copies about 1 GB per
+    second, on a core that is idle while JAX traces and compiles. Where it cannot,
+    nothing changes.
 
     Returns:
-      the thread that does it; None: nothing is large enough, or this system has no
-      such pages or is told not to use them.
+      The thread. None if no array is large enough, or if the system has no large pages
+      or is configured not to use them.
     """
     if not sys.platform.startswith("linux") or not _allowed():
         return None
-    large = [array for array in arrays if array.nbytes >= PAGE and _here(array)]
+    large = [array for array in arrays if array.nbytes >= PAGE and _is_on_cpu(array)]
     if not large:
         return None
     thread = Thread(target=_collapse, args=(large,), daemon=True)
@@ -40,21 +41,24 @@ def _allowed() -> bool:
         return False
 
 
-def _here(array: jax.Array) -> bool:
+def _is_on_cpu(array: jax.Array) -> bool:
     return array.is_fully_addressable and {
         device.platform for device in array.devices()
     } == {"cpu"}
 
 
 def _collapse(arrays: list[jax.Array]) -> None:
-    """The whole pages of each; it is kept until it was looked at."""
+    """Moves the whole pages of each array to large pages.
+
+    Empties the list one by one, so that arrays stay alive only until their turn.
+    """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     while arrays:
         for shard in arrays.pop().addressable_shards:
             try:
                 first = shard.data.unsafe_buffer_pointer()
-            except RuntimeError:  # it was deleted meanwhile
+            except RuntimeError:  # the array has been deleted
                 continue
             begin = -(-first // PAGE) * PAGE
             end = (first + shard.data.nbytes) // PAGE * PAGE

@@ -1,9 +1,9 @@
 """Models: config, parameters, state and the hybrid stack as pure functions.
 
-Axes: B batch, T tokens of a call (tree nodes), Tq queried ones among them, S committed
-context (rows of a cache), M longest path, d width of the residual stream, V vocabulary;
-H SSM heads, P head size, N state size, G groups, K conv taps, C conv channels; Hq/Hk
-query/KV heads, hd their size; E experts.
+Axes: B batch; T tokens of a forward pass (tree nodes); Tq queried nodes, a subset of
+the T; S rows of a KV cache (capacity for committed tokens); M longest path; d width of
+the residual stream; V vocabulary; H SSM heads; P head size; N state size; G groups; K
+conv taps; C conv channels; Hq/Hk query/KV heads; hd attention head size; E experts.
 """
 
 from stree_jax.models.config import Block as Block

@@ -1,8 +1,7 @@
 """Architecture of a language model: frozen, hashable, no arrays.
 
 A model is an embedding, a tuple of residual layers and a head. Each layer is a `Block`,
-`h += sum of mixers(norm(h))`, that names the mixers it adds up; the model says what
-each name stands for. A Mamba2 model has blocks ("mamba",), a transformer has
+
 ("attention",) and ("mlp",) in turns, and Falcon-H1 adds up ("mamba", "attention").
 """
 
@@ -15,29 +14,32 @@ from flax.core import FrozenDict
 from stree_jax.models.mixers import mixer_of
 
 Value = TypeVar("Value")
-SHARED = "shared"  # of a block's text: it also reads a shared transformer block
-PLUS = "+"  # between the names of a block's text
+# A block in text form is "mamba+attention"; "mamba+shared" also reads a shared
+# transformer block.
+SHARED = "shared"
+PLUS = "+"
 
 
-def given(value: Value | None) -> Value:
-    """Returns a value that is known not to be None."""
+def required(value: Value | None) -> Value:
+    """Returns the value, which must not be None."""
     assert value is not None
     return value
 
 
 def named(**mixers: Any) -> dict[str, Any]:
-    """Returns the mixers of a model by name, without those that are None."""
+    """Returns the mixers that are not None, by name."""
     return {name: mixer for name, mixer in mixers.items() if mixer is not None}
 
 
 @dataclass(frozen=True)
 class Block:
-    """One residual layer, h + sum of mixers(norm(h)); its text is "mamba+attention".
+    """One residual layer, h + sum of mixers(norm(h)), written as "mamba+attention".
 
     Attributes:
-      mixers: names of the mixers whose outputs are added, all from the same norm.
-      shared: True if the mixers also read what one of the model's shared transformer
-        blocks makes of the residual stream and the embedding (Zamba2).
+      mixers: names of the mixers whose outputs are added; all read the same norm.
+      shared: True if the layer's input also includes the output of one of the model's
+        shared transformer blocks, which reads the residual stream and the embedding
+        (Zamba2).
     """
 
     mixers: tuple[str, ...]
@@ -45,7 +47,7 @@ class Block:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the block of such a text."""
+        """Parses a block from its text form, such as "mamba+attention"."""
         names = text.split(PLUS)
         shared = len(names) > 1 and names[-1] == SHARED
         return cls(tuple(names[:-1] if shared else names), shared)
@@ -55,16 +57,17 @@ class Block:
 
 
 def blocks(layers: Iterable[Block | str]) -> tuple[Block, ...]:
-    """Returns layers as blocks; some may be given by their text."""
+    """Returns the layers as `Block`s; parses those that are in text form."""
     return tuple(Block.parse(x) if isinstance(x, str) else x for x in layers)
 
 
 @dataclass(frozen=True)
 class SharedConfig:
-    """Transformer blocks that layers with `Block.shared` use in turn (Zamba2).
+    """Transformer blocks that the layers with `Block.shared` use in turn (Zamba2).
 
     Attributes:
-      blocks: number of transformer blocks; the c-th such layer uses block c mod blocks.
+      blocks: number of transformer blocks. The c-th layer with `Block.shared` uses
+        block c mod `blocks`.
       adapter_rank: rank of the adapters that each layer adds to its block's MLP.
       attention_adapter: True if each layer also adds adapters to q, k and v.
       attention, mlp: names of the mixers that every block consists of.
@@ -79,29 +82,29 @@ class SharedConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A language model.
+    """Architecture of a language model.
 
     Attributes:
       vocab_size: V, rows of the embedding and of the logits.
-      num_tokens: ids below this are real; the rest pads the embedding and is never
-        generated.
-      d_model: width of the residual stream.
-      layers: the residual layers; blocks may be given by their text.
-      mixers: configs of the mixers by the names that blocks use. Two mixers of one
-        kind may stand side by side under two names.
-      shared: the shared transformer blocks, if a layer uses them.
-      norm: block norms, "rms" or "layer" (with bias).
-      norm_eps: their epsilon.
-      tie_embeddings: the head is the embedding.
+      num_tokens: number of token ids in use. Ids from here to `vocab_size` pad the
+        embedding and are never generated.
+      d_model: d, width of the residual stream.
+      layers: the residual layers. The constructor also accepts blocks in text form.
+      mixers: configs of the mixers, by the names that blocks use. Two names may refer
+        to mixers of the same kind.
+      shared: the shared transformer blocks. If None, no layer uses one.
+      norm: kind of the block norms, "rms" or "layer" (with bias).
+      norm_eps: epsilon of the block norms.
+      tie_embeddings: True if the head's weight is the embedding.
       embedding_multiplier, residual_multiplier, logits_divisor: constant scales
         (Granite, Falcon-H1).
       stop_tokens: end-of-text ids.
-      mtp: the layers that predict the token after the next one (multi-token
-        prediction); they draft and have no part in the model's own text.
+      mtp: layers that predict the token after the next one (multi-token prediction).
+        They only draft; plain decoding does not run them.
 
     Raises:
-      ValueError: a block names a mixer that `mixers` does not have, or a config in
-        `mixers` is of no known kind.
+      ValueError: a block names a mixer that is missing from `mixers`, or a config in
+        `mixers` is of an unknown kind.
     """
 
     vocab_size: int
@@ -132,34 +135,35 @@ class ModelConfig:
 
     def _check(self, block: Block) -> None:
         if block.shared and self.shared is None:
-            raise ValueError(f"layers: {str(block)!r} wants `shared`, which is None")
+            raise ValueError(f"layers: {str(block)!r} needs `shared`, which is None")
         names = self.mixer_names(block)
         for name in names:
             if name not in self.mixers:
                 known = ", ".join(self.mixers) or "none"
                 raise ValueError(f"layers: unknown mixer {name!r}; known: {known}")
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"layers: {names}: want mixers, each of them once")
+            raise ValueError(f"layers: {names}: want at least one mixer, none repeated")
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The layers, each by its text."""
+        """The layers in text form."""
         return tuple(map(str, self.layers))
 
     def mixer_names(self, block: Block) -> tuple[str, ...]:
-        """Returns the names of the mixers that run in a layer, the shared transformer
-        block's among them."""
+        """Returns the names of the mixers that run in a layer, including those of its
+        shared transformer block."""
         if not block.shared:
             return block.mixers
-        shared = given(self.shared)
+        shared = required(self.shared)
         return (*block.mixers, shared.attention, shared.mlp)
 
     @property
     def conv_taps(self) -> int:
-        """Returns K of the longest convolution; 1 if there is none."""
+        """K of the longest convolution; 1 if the model has no convolution."""
         taps = (mixer_of(c).conv_taps(c) for c in self.mixers.values())
         return max(taps, default=1)
 
     def with_mixers(self, **mixers: Any) -> "ModelConfig":
-        """Returns the model with some of its mixers replaced; None removes one."""
+        """Returns the config with some mixers replaced; a mixer set to None is
+        removed."""
         return replace(self, mixers=named(**{**self.mixers, **mixers}))

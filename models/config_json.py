@@ -1,4 +1,4 @@
-"""A `ModelConfig` as JSON and back, and the limits of its numbers."""
+"""Converts a `ModelConfig` to JSON and back, and checks the range of its numbers."""
 
 import dataclasses
 import math
@@ -9,17 +9,21 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from stree_jax.models.config import Block, ModelConfig
 from stree_jax.models.mixers import MIXERS, mixer_of
 
-MAX_SIZE = 1 << 24  # no width, count or vocabulary of a real model is above this
+# Limits on numbers from a file. Real models are far below them.
+MAX_SIZE = 1 << 24  # widths, counts and the vocabulary
 MAX_LAYERS = 1024
-MAX_ITEMS = 2 * MAX_LAYERS  # of a list; a layer is a mixer and an MLP
-MAX_TAPS = 64  # of the convolution, which is unrolled
-KIND = "kind"  # of a mixer, beside its fields
-MAX_NUMBER = 1e30  # room to multiply in float32
+MAX_ITEMS = 2 * MAX_LAYERS  # items of a list; a layer may be two blocks, mixer and MLP
+MAX_TAPS = 64  # taps of a convolution, whose loop is unrolled
+MAX_NUMBER = 1e30  # floats; products of a few of them do not overflow float32
+KIND = "kind"  # key of the mixer's kind, next to its fields
 
 
 def to_json(config: ModelConfig) -> dict[str, Any]:
-    """Returns the fields by name; tuples are lists, infinity is "inf", a block is its
-    text, and each mixer has its kind beside its fields."""
+    """Returns the fields of a config by name, ready for `json.dumps`.
+
+    Tuples become lists, infinity becomes "inf", blocks are in text form, and each
+    mixer's kind is stored under "kind" next to its fields.
+    """
     values = {
         field.name: _plain(getattr(config, field.name))
         for field in dataclasses.fields(config)
@@ -42,13 +46,14 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(values: Any) -> ModelConfig:
-    """Returns the config that `to_json`, also of an earlier version, wrote.
+    """Builds the config from JSON that `to_json` of this or an earlier version wrote.
 
     Raises:
-      ValueError, TypeError, ArithmeticError: a field is unknown, missing or impossible.
+      ValueError, TypeError, ArithmeticError: a field is unknown, missing or out of
+        range.
     """
     if isinstance(values, dict) and "mixers" not in values:
-        values = _in_blocks(values)
+        values = _from_version_1(values)
     config = _typed(ModelConfig, values, "model")
     _check_numbers(config)
     for name, c in config.mixers.items():
@@ -59,8 +64,8 @@ def from_json(values: Any) -> ModelConfig:
     return config
 
 
-# What version 1 of the format has: one config for each kind, and kinds of layers that
-# stand for two mixers or for a shared block.
+# Version 1 of the format has one config per mixer kind. Its layers are names, some of
+# which mean two mixers or a shared block.
 EARLIER_KINDS = {
     "mamba": "mamba2",
     "attention": "attention",
@@ -70,8 +75,8 @@ EARLIER_KINDS = {
 EARLIER_LAYERS = {"parallel": "mamba+attention", "shared": "mamba+shared"}
 
 
-def _in_blocks(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config of an earlier version in the form of this one."""
+def _from_version_1(values: dict[str, Any]) -> dict[str, Any]:
+    """Converts a config of version 1 to the current version."""
     values, mixers = dict(values), {}
     for name, kind in EARLIER_KINDS.items():
         options = values.pop(name, None)
@@ -87,7 +92,8 @@ def _in_blocks(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_numbers(config: ModelConfig) -> None:
-    """Raises ValueError for sizes and scales that are in no parameter's shape."""
+    """Raises ValueError for impossible numbers that the parameters' shapes do not
+    show."""
     if not 0 < config.num_tokens <= config.vocab_size:
         raise ValueError(f"model.num_tokens: want 1..{config.vocab_size}")
     if not 0 < config.norm_eps < math.inf:
@@ -97,7 +103,7 @@ def _check_numbers(config: ModelConfig) -> None:
 
 
 def _mixer(value: Any, name: str) -> Any:
-    """Returns the config of a mixer, which says its kind."""
+    """Builds a mixer's config from its kind and its fields."""
     if not isinstance(value, dict) or value.get(KIND) not in MIXERS:
         kind = value.get(KIND) if isinstance(value, dict) else value
         known = ", ".join(MIXERS)
@@ -131,7 +137,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if hint is float and value == "inf":
         return math.inf
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is float and number and abs(value) <= MAX_NUMBER:  # so not NaN
+    if hint is float and number and abs(value) <= MAX_NUMBER:  # False for NaN
         return float(value)
     if hint is int and type(value) is int and 0 <= value <= MAX_SIZE:
         return value

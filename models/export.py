@@ -25,7 +25,7 @@ register_for_export(
     lambda fields: [asdict(fields[0])],
     lambda values: (_heads_config(values[0]),),
 )
-register_for_export(Nodes)  # its `scan` is a string
+register_for_export(Nodes)  # its only static field, `scan`, is a string
 _NODES = [State, Pending]
 _NODES += [n for m in MIXERS.values() for n in (m.State, m.Record) if n is not None]
 for node in _NODES:

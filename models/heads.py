@@ -1,12 +1,12 @@
-"""Medusa heads: they predict the tokens after the next one from the model's last hidden
-state (Cai et al. 2024, section 2.1).
+"""Medusa heads, which predict several future tokens in parallel from the model's last
+hidden state (Cai et al. 2024, section 2.1).
 
-With h the state after the last norm, which the next token is chosen by, head k = 1 .. K
-predicts the token at a distance of k from that one:
+Let h be the hidden state after the final norm, from which the model predicts the next
+token. Head k = 1 .. K predicts the token k positions after that one:
 
-    softmax(W_k r_k(h)),    r_k(h) = h + silu(A_k h + b_k), once for each block
+    softmax(W_k r_k(h)),    r_k(h) = h + silu(A_k h + b_k), applied once per block
 
-W_k is the head's own output matrix, or the model's head for all of them.
+W_k is the head's own output matrix, or the model's head if the heads share it.
 
 Letters: K heads, d width of the hidden states, V rows of the vocabulary.
 """
@@ -33,7 +33,7 @@ from stree_jax.models.weights.formats import as_weight, format_named
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.weight import Format
 
-MOST_HEADS, MOST_BLOCKS = 64, 16
+MAX_HEADS, MAX_BLOCKS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class HeadsConfig:
     """Architecture of Medusa heads.
 
     Attributes:
-      d_model, vocab_size: d and V of the model they belong to.
-      heads: K.
-      blocks: residual blocks of each.
-      own_output: True if each has an output matrix of its own; else all use the model's
-        head.
-      bias: True if blocks have one.
-      accuracy: [K][R]. How often the token at a head's distance is the one of rank r
-        among its guesses, given that those before it were tried. If empty, it was not
-        measured.
+      d_model, vocab_size: d and V of the model that the heads belong to.
+      heads: K, the number of heads.
+      blocks: number of residual blocks of each head.
+      own_output: True if each head has its own output matrix; otherwise all heads use
+        the model's head.
+      bias: True if the blocks have a bias.
+      accuracy: [K][R]. accuracy[k][r] is the share of positions at which head k's guess
+        of rank r is right, among the positions where the right tokens of all earlier
+        heads have a rank below R. If empty, it has not been measured.
     """
 
     d_model: int
@@ -61,13 +61,13 @@ class HeadsConfig:
     accuracy: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= self.heads <= MOST_HEADS:
-            raise ValueError(f"heads: want 1..{MOST_HEADS}, got {self.heads}")
-        if not 0 <= self.blocks <= MOST_BLOCKS:
-            raise ValueError(f"blocks: want 0..{MOST_BLOCKS}, got {self.blocks}")
+        if not 1 <= self.heads <= MAX_HEADS:
+            raise ValueError(f"heads: want 1..{MAX_HEADS}, got {self.heads}")
+        if not 0 <= self.blocks <= MAX_BLOCKS:
+            raise ValueError(f"blocks: want 0..{MAX_BLOCKS}, got {self.blocks}")
         if self.blocks == 0 and not self.own_output:
             raise ValueError(
-                "blocks: 0 of them, and no outputs, leave nothing to learn"
+                "blocks: with 0 blocks and no output matrix there is nothing to train"
             )
         if self.accuracy and len(self.accuracy) != self.heads:
             raise ValueError(
@@ -77,7 +77,7 @@ class HeadsConfig:
 
 @struct.dataclass
 class Heads:
-    """Medusa heads ready to run; a pytree whose only leaves are the parameters.
+    """Medusa heads ready to run: a pytree whose only leaves are the parameters.
 
     Attributes:
       params: nested dictionary of arrays.
@@ -108,8 +108,8 @@ def first_heads(heads: Heads, count: int) -> Heads:
 
 
 def head_table(c: HeadsConfig) -> dict[Path, Param]:
-    """Returns the entries of all parameters by path."""
-    # Zeros: a new head predicts what the model itself predicts.
+    """Returns the entry of every parameter, by path."""
+    # With zeros a new head predicts the same token as the model's own head.
     block = {"weight": Param((c.d_model, c.d_model), ZEROS, quantizable=True)}
     if c.bias:
         block["bias"] = Param((c.d_model,), ZEROS)
@@ -126,10 +126,12 @@ def head_table(c: HeadsConfig) -> dict[Path, Param]:
 
 
 def init_heads(config: HeadsConfig, key: jax.Array, dtype: Any) -> Params:
-    """Initialises parameters.
+    """Initialises the parameters of new heads.
 
     Args:
-      dtype: of the weights: a name such as "int8", a dtype, or a format.
+      config: the architecture.
+      key: random key.
+      dtype: dtype or weight format, or its name, such as "int8".
     """
     format, table = format_named(dtype), head_table(config)
     keys = jax.random.split(key, len(table))
@@ -151,19 +153,24 @@ def head_logits(heads: Heads, model: Model, hidden: jax.Array, count: int) -> ja
     """Returns the logits [..., count, V] float32 of the first `count` heads.
 
     Args:
+      heads: the heads.
       model: the model that the heads belong to.
-      hidden: [..., d] float32. Its hidden states after the last norm.
+      hidden: [..., d] float32. The model's hidden states after the final norm.
+      count: number of heads to run.
+
+    Raises:
+      ValueError: `count` is not between 1 and the number of heads.
     """
     if not 1 <= count <= heads.config.heads:
-        raise ValueError(f"{count} heads asked, there are {heads.config.heads}")
+        raise ValueError(f"count: want 1..{heads.config.heads} heads, got {count}")
     each = (heads.params[f"head_{k}"] for k in range(count))
     out = jnp.stack([_head(heads.config, p, hidden) for p in each], axis=-2)
     return out if heads.config.own_output else logits_of(model, out)
 
 
 def _head(c: HeadsConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """Returns one head's logits [..., V], or [..., d] for the model's head to multiply,
-    from hidden states [..., d]."""
+    """Computes one head's output from hidden states [..., d]: the logits [..., V], or,
+    if the heads share the model's head, the input [..., d] of that head."""
     for i in range(c.blocks):
         block = params[f"block_{i}"]
         y = linear(hidden, block["weight"], block.get("bias"))
@@ -172,7 +179,7 @@ def _head(c: HeadsConfig, params: Params, hidden: jax.Array) -> jax.Array:
 
 
 def head_of(model: Model) -> Model:
-    """Returns the model without its layers, which is enough for `logits_of`."""
+    """Returns the model with only its embedding and head, enough for `logits_of`."""
     names = ("embedding", "lm_head")
     params = {name: model.params[name] for name in names if name in model.params}
     return derived(model, params, model.config)

@@ -1,8 +1,8 @@
-"""Random keys and numbers of this library's own, the same under all settings of jax.
+"""Random keys and numbers that do not depend on jax's global settings.
 
-What follows from a seed, a text or a model's first weights, must not depend on
+A seed must give the same text and the same initial weights whatever
 `jax_default_prng_impl` (TPU programs often set "rbg"), `jax_random_seed_offset` or
-`jax_threefry_partitionable`.
+`jax_threefry_partitionable` are set to.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ IMPL = "threefry2x32"
 
 
 def key_of(seed: int) -> jax.Array:
-    """Returns `jax.random.key(seed)` [] as it is under jax's default settings.
+    """Returns the key [] that `jax.random.key(seed)` makes under jax's defaults.
 
     Args:
-      seed: at least 0, and below 2^64.
+      seed: an int from 0 to 2^64 - 1.
     """
     words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
     return jax.random.wrap_key_data(jax.device_put(words), impl=IMPL)
@@ -26,9 +26,9 @@ def key_of(seed: int) -> jax.Array:
 
 @contextmanager
 def default_numbers() -> Iterator[None]:
-    """Makes `jax.random` draw from a key what it draws under jax's default settings.
+    """Makes `jax.random` draw the same numbers from a key as under jax's defaults.
 
-    Programs must be compiled inside: the setting counts when they are lowered.
+    Compile programs inside this context: the setting takes effect during lowering.
     """
     with jax.threefry_partitionable(True):
         yield

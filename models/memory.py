@@ -1,4 +1,4 @@
-"""Counts the bytes of a model and its state before they are made."""
+"""Counts the bytes of a model and its state before they are allocated."""
 
 from typing import Any
 
@@ -17,8 +17,10 @@ def weight_bytes(config: ModelConfig, dtype: Any) -> int:
 
 
 def weights_read(model: Model) -> int:
-    """Returns the bytes of weights that a pass reads: all but an embedding that is not
-    also the head."""
+    """Counts the bytes of weights that a forward pass reads.
+
+    That is every weight except an untied embedding, of which a pass reads a few rows.
+    """
     total = size_of(model.params)
     if not model.config.tie_embeddings:
         total -= size_of(model.params["embedding"])
@@ -34,9 +36,10 @@ def state_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> i
     """Counts the bytes of the state that decoding keeps.
 
     Args:
-      batch: B, rows.
-      capacity: rows of each attention cache, in tokens.
-      dtype: of the weights, or their format. SSM states are float32 always.
+      config: the architecture.
+      batch: B, rows of the batch.
+      capacity: S, tokens for which each KV cache has space.
+      dtype: dtype or format of the weights. SSM states are always float32.
     """
     kept = format_named(dtype).dtype
     state = jax.eval_shape(lambda: init_state(config, batch, capacity, kept))

@@ -1,9 +1,11 @@
-"""The seam between models and mixers: what a mixer is, and what its arrays are for.
+"""The interface between models and mixers: `Mixer`, and the roles of its arrays
+(`Leaf`).
 
-A mixer is what a residual layer adds to the stream. Token mixers (Mamba2, attention)
-keep a state; channel mixers (MLP, mixture of experts) do not. Each is one file in
-`models.mixers` and one line in its table; everything else asks it through `Mixer`, or
-reads the facts on the leaves of its state and record (`leaf`).
+A mixer computes what a residual layer adds to the residual stream. Token mixers
+(Mamba2, attention) keep a state; channel mixers (MLP, mixture of experts) do not. Each
+mixer is one file in `models.mixers` and one entry of `MIXERS`. All other code uses a
+mixer through `Mixer`, or reads the `Leaf` metadata of the arrays in its state and
+record.
 
 Letters as in `stree_jax.models`.
 """
@@ -23,17 +25,20 @@ Record = TypeVar("Record")
 C = TypeVar("C")
 Role = Literal["state", "window", "cache", "record"]
 
-FLOAT = 4  # bytes: passes compute in float32
+FLOAT = 4  # bytes of a float32, in which forward passes compute
 
 
 class Leaf(NamedTuple):
-    """Facts about one array of a state or a record, whose first axis is B.
+    """Metadata of one array [B, ...] of a mixer's state or record.
 
     Attributes:
-      role: "state" and "window" have a fixed size, "cache" grows with the text, and a
-        "record" holds the tokens of one pass; None if the array belongs to no mixer.
-      part_axis: the axis that devices divide; None if every device has it whole.
-      capacity_axis: the axis with a row for each committed token, or None.
+      role: "state" and "window" arrays have a fixed size, a "cache" grows with the
+        text, and a "record" holds the tokens of one forward pass. None for arrays
+        outside states and records.
+      part_axis: the axis that tensor parallelism divides. If None, every device has the
+        whole array.
+      capacity_axis: the axis with one row per committed token. If None, there is no
+        such axis.
     """
 
     role: Role | None = None
@@ -41,7 +46,7 @@ class Leaf(NamedTuple):
     capacity_axis: int | None = None
 
 
-NO_FACTS = Leaf()
+NO_LEAF = Leaf()
 
 
 def leaf(
@@ -51,43 +56,43 @@ def leaf(
     capacity_axis: int | None = None,
     **field: Any,
 ) -> Any:
-    """A field of a `flax.struct.dataclass` that holds an array; see `Leaf`."""
-    facts = Leaf(role, part_axis, capacity_axis)
-    return struct.field(metadata={"leaf": facts}, **field)
+    """Declares an array field of a `flax.struct.dataclass` with its `Leaf` metadata."""
+    metadata = Leaf(role, part_axis, capacity_axis)
+    return struct.field(metadata={"leaf": metadata}, **field)
 
 
-def _has_facts(x: Any) -> bool:
+def _has_leaves(x: Any) -> bool:
     return dataclasses.is_dataclass(x) and any(
         "leaf" in field.metadata for field in dataclasses.fields(x)
     )
 
 
 def map_leaves(f: Callable[[Any, Leaf], Any], tree: Any) -> Any:
-    """Returns the pytree with `f(array, facts)` in place of every array.
+    """Returns the pytree with `f(array, leaf)` in place of every array.
 
-    Arrays outside the states and records of mixers have `NO_FACTS`.
+    `leaf` is the array's `Leaf`; `NO_LEAF` for arrays outside states and records.
     """
 
     def visit(x: Any) -> Any:
-        if not _has_facts(x):
-            return f(x, NO_FACTS)
+        if not _has_leaves(x):
+            return f(x, NO_LEAF)
         fields = {}
         for field in dataclasses.fields(x):
-            facts = field.metadata.get("leaf", NO_FACTS)
+            metadata = field.metadata.get("leaf", NO_LEAF)
             fields[field.name] = jax.tree.map(
-                lambda z, facts=facts: f(z, facts), getattr(x, field.name)
+                lambda z, metadata=metadata: f(z, metadata), getattr(x, field.name)
             )
         return dataclasses.replace(x, **fields)
 
-    return jax.tree.map(visit, tree, is_leaf=_has_facts)
+    return jax.tree.map(visit, tree, is_leaf=_has_leaves)
 
 
 def leaves_of(tree: Any, *roles: Role) -> list[Any]:
-    """Returns the arrays of a pytree that have one of these roles."""
+    """Returns the arrays of a pytree whose role is one of `roles`."""
     found: list[Any] = []
 
-    def visit(x: Any, facts: Leaf) -> Any:
-        if facts.role in roles:
+    def visit(x: Any, metadata: Leaf) -> Any:
+        if metadata.role in roles:
             found.append(x)
         return x
 
@@ -97,12 +102,12 @@ def leaves_of(tree: Any, *roles: Role) -> list[Any]:
 
 @struct.dataclass
 class MixerPending(Generic[Record]):
-    """An accepted path whose replay is left to the start of the next step.
+    """An accepted path that the next forward pass replays before its own tree.
 
     Attributes:
-      record: of the tree's T nodes.
+      record: the mixer's record of the tree's T nodes.
       path: [B, M] int32, rows of the accepted tokens in order.
-      length: [B] int32, how many entries of `path` count.
+      length: [B] int32, number of valid entries of `path`.
     """
 
     record: Record
@@ -111,10 +116,10 @@ class MixerPending(Generic[Record]):
 
 
 def written_over(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Returns `new` [B, T, ...] written over the first T rows of `old` [B, T', ...].
+    """Returns `old` [B, T', ...] with its first T rows replaced by `new` [B, T, ...].
 
-    Rows past T keep their numbers, which belong to no path. Padding `new` instead would
-    write all of them anew.
+    If T >= T', that is `new`. The other rows of `old` stay as they are; no path refers
+    to them. Padding `new` to T' rows instead would write them all.
     """
     if new.shape[1] >= old.shape[1]:
         return new
@@ -128,31 +133,31 @@ class MixerState(Protocol):
         """Returns the state after an accepted path (activation replay).
 
         Args:
-          pending: the path; a length of 0 leaves a row as it was.
-          start: [B] int32, tokens that were committed before the path.
+          pending: the path. A length of 0 leaves a row of the batch unchanged.
+          start: [B] int32, number of committed tokens before the path.
         """
         ...
 
 
 class Mixer(Generic[C]):
-    """How one kind of mixer is configured, stored, run and counted.
+    """One kind of mixer: its config, parameters, module, state, and memory use.
 
-    This base class has the answers of a channel mixer. A file of `models.mixers`
-    subclasses it and puts one instance into the table.
+    The methods of this base class are those of a channel mixer. Each file of
+    `models.mixers` defines a subclass and adds one instance to `MIXERS`.
 
     Attributes:
       kind: name of the kind in saved configs.
-      Config: frozen dataclass of its options.
+      Config: frozen dataclass of the mixer's options.
       Module: Flax module `Module(config, dtype, parts)`, called as
         `module(u, pass_, state, record) -> (out, record, state)`; see `nodes.Pass`.
         `parts` is the number of devices that share the mixer.
-      State: type of its state, or None for a channel mixer.
-      Record: type of its record, or None.
-      records_in_place: True if a CPU kernel writes this mixer's records in place, so
-        that a record may stay longer than the pass that is written into it.
-      long_chunks: True if prefill gains from passes over more tokens.
-      skips_padding: True if on a CPU its passes take the time of the tree's nodes, and
-        none for padding.
+      State: type of the mixer's state. None for a channel mixer.
+      Record: type of the mixer's record. None for a channel mixer.
+      records_in_place: True if a CPU kernel writes this mixer's records in place. A
+        record then may have more rows than the pass that is written into it.
+      long_chunks: True if prefill is faster with more than `PREFILL_CHUNK` tokens per
+        pass.
+      skips_padding: True if padding costs no time in this mixer's CPU kernels.
     """
 
     kind: str
@@ -165,12 +170,18 @@ class Mixer(Generic[C]):
     skips_padding = True
 
     def check(self, c: C, name: str) -> None:
-        """Raises ValueError, beginning with `name`, if a number of a config that was
-        read from a file cannot be right."""
+        """Raises ValueError if a number of a config read from a file is out of range.
+
+        Args:
+          c: the config.
+          name: the config's path in the file; the message begins with it.
+        """
 
     def params(self, c: C, d_model: int) -> Table:
-        """Returns its parameters by name; a table in place of a parameter is that of a
-        module inside."""
+        """Returns the mixer's parameters by name.
+
+        An entry that is itself a table holds the parameters of a submodule.
+        """
         raise NotImplementedError
 
     def divides(self, c: C, d_model: int, n: int) -> bool:
@@ -178,29 +189,31 @@ class Mixer(Generic[C]):
         return all(_divides(entry, n) for entry in self.params(c, d_model).values())
 
     def part(self, c: C, n: int) -> C:
-        """Returns the config of one device's share, if n devices share the mixer."""
+        """Returns the config of one device's share when n devices share the mixer."""
         raise NotImplementedError
 
     def conv_taps(self, c: C) -> int:
-        """Returns K, the taps of its convolution; 1 if it has none."""
+        """Returns K, the taps of the mixer's convolution; 1 without a convolution."""
         return 1
 
     def init_state(self, c: C, batch: int, capacity: int, dtype: Any) -> Any:
-        """Returns the state before any token, with room for `capacity` tokens; None for
-        a channel mixer."""
+        """Returns the state before any token, with space for `capacity` tokens. None
+        for a channel mixer."""
         return None
 
     def empty_record(self, c: C, batch: int, nodes: int, dtype: Any) -> Any:
-        """Returns a record of `nodes` tokens, all zeros; None for a channel mixer."""
+        """Returns a record of `nodes` tokens, all zeros. None for a channel mixer."""
         return None
 
     def record_bytes(self, c: C, batch: int, nodes: int) -> int:
-        """Returns the bytes that a pass holds of a layer until the step ends."""
+        """Returns the bytes of one layer's record, which live until the step ends."""
         return 0
 
     def work_bytes(self, c: C, batch: int, nodes: int, dtype: Any) -> int:
-        """Returns the most bytes of temporaries while the mixer runs, as XLA:CPU was
-        seen to allocate them."""
+        """Estimates the peak bytes of temporaries while the mixer runs.
+
+        The formulas match what XLA:CPU was observed to allocate.
+        """
         raise NotImplementedError
 
 
@@ -211,7 +224,7 @@ def _divides(entry: Any, n: int) -> bool:
 
 
 def padded_rows(rows: int) -> int:
-    """Returns the rows that a product of so many takes on a CPU; see `linear`."""
+    """Returns `rows` rounded up as `linear` pads them on a CPU."""
     if rows <= 4 or rows > SKINNY:
         return rows
     return 8 if rows <= 8 else -(-rows // 16) * 16

@@ -1,4 +1,4 @@
-"""The hybrid stack and its pure functions: a pass over a tree, and its logits."""
+"""The hybrid stack of residual layers, and its forward pass as pure functions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.config import Block, ModelConfig, given
+from stree_jax.models.config import Block, ModelConfig, required
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.nodes import Nodes, Pass
 from stree_jax.models.norm import Norm
@@ -51,13 +51,15 @@ from stree_jax.models.weights.weight import Format
 
 @struct.dataclass
 class Model:
-    """A model ready to run; a pytree whose only leaves are the parameters.
+    """A model ready to run: a pytree whose only leaves are the parameters.
 
     Attributes:
       params: nested dictionary of arrays.
       config: the architecture.
-      mesh: the devices that the arrays are cut over, see `stree_jax.shard`; None: one.
-      cut: of a part, which is one device's within `jax.shard_map`, how it was cut.
+      mesh: mesh that the parameters are sharded over, see `stree_jax.shard`. If None,
+        the model is on one device.
+      cut: how many devices share each part of the model. Inside `jax.shard_map` the
+        model is one device's share, and `config` has the sizes of that share.
     """
 
     params: Params
@@ -72,11 +74,11 @@ class Model:
         """The Flax module that the parameters belong to.
 
         Raises:
-          ValueError: they are on a mesh, where a device's part has a module.
+          ValueError: the model is on a mesh, where only a device's share has a module.
         """
         if self.mesh is not None:
             raise ValueError(
-                "model: on a mesh it runs by generate, generate_tokens and score alone"
+                "model: on a mesh, only generate, generate_tokens and score can run it"
             )
         return LanguageModel(self.config, param_dtype(self.params), self.cut)
 
@@ -95,17 +97,18 @@ class Model:
 
 
 def derived(model: Model, params: Params, config: ModelConfig) -> Model:
-    """A plain model with other parameters, on the same devices."""
+    """Returns a plain `Model` with other parameters and config, on the same devices."""
     return Model(params, config, mesh=model.mesh, cut=model.cut)
 
 
 def base_model(model: Model) -> Model:
-    """A model without what an API's has beside."""
+    """Returns a model of a subclass, such as one with a tokenizer, as a plain
+    `Model`."""
     return derived(model, model.params, model.config)
 
 
-Taps = tuple[int, ...]  # layers whose residual stream is wanted, see `forward_tapped`
-Tapped = tuple[jax.Array, ...]  # the residual streams [B, T, d] float32 of the taps
+Taps = tuple[int, ...]  # layers whose residual stream `forward_tapped` returns
+Tapped = tuple[jax.Array, ...]  # residual streams [B, T, d] float32 after these layers
 
 LayerInput = tuple[jax.Array, Pass[Any], LayerState, LayerRecord | None]
 LayerOutput = tuple[jax.Array, LayerRecord, LayerState]
@@ -131,39 +134,41 @@ class ResidualLayer(nn.Module):
         """Runs the layer on the residual stream h [B, Tq, d]; see `Pass`.
 
         Args:
-          state, record: of the layer's token mixers, by name.
+          pass_: the forward pass.
+          state, record: those of the layer's token mixers, by name.
           shared: the layer's shared transformer block and the tokens' embedding
             [B, Tq, d]; None if the layer uses no such block.
         """
-        c, read = self.config, h
+        c, mixers_in = self.config, h
         states: LayerState = {}
         records: LayerRecord = {}
         if shared is not None:
             block, embedding = shared
-            name = given(c.shared).attention
+            name = required(c.shared).attention
             adapters = Adapters(c, self.dtype, name="adapters")
             u = jnp.concatenate([h, embedding], axis=-1)
-            args = _of_mixer(name, pass_, state, record)
+            args = _mixer_args(name, pass_, state, record)
             f, records[name], states[name] = block(u, adapters, *args)
             n = self.cut.of(WIDTH)
             p = declare(self, shared_params(c.d_model, n), self.dtype)
-            read = h + total(linear(own(f, n), p["linear"]), n)
-        u = Norm(c.norm, c.norm_eps, self.dtype, name="norm")(read, pass_.live)
+            mixers_in = h + total(linear(own(f, n), p["linear"]), n)
+        norm = Norm(c.norm, c.norm_eps, self.dtype, name="norm")
+        u = norm(mixers_in, pass_.valid_count)
         outs = []
         for name in self.block.mixers:
             config, n = c.mixers[name], self.cut.of(name)
             module = mixer_of(config).Module(config, self.dtype, n, name=name)
-            out, new, after = module(u, *_of_mixer(name, pass_, state, record))
+            out, new, after = module(u, *_mixer_args(name, pass_, state, record))
             outs.append(out)
             if new is not None:
                 records[name], states[name] = new, after
         return h + c.residual_multiplier * sum(outs[1:], outs[0]), records, states
 
 
-def _of_mixer(
+def _mixer_args(
     name: str, pass_: Pass[Any], state: LayerState, record: LayerRecord | None
 ) -> tuple[Pass[Any], Any, Any]:
-    """Returns the pass, state and record that one mixer of a layer gets."""
+    """Returns the pass, state and record that a layer hands to one of its mixers."""
     pending = pass_.pending
     if pending is not None:
         pending = replace(pending, record=pending.record.get(name))
@@ -173,8 +178,10 @@ def _of_mixer(
 
 @struct.dataclass
 class Unbound:
-    """A module apart from its model, so that modules of a kind are equal, and its
-    parameters."""
+    """A module detached from its parent, with its parameters.
+
+    Detached modules of equal layers compare equal, so `traced_once` shares their trace.
+    """
 
     module: Any = struct.field(pytree_node=False)
     variables: Any
@@ -186,8 +193,8 @@ def _run(
     embedding: jax.Array,
     *args: *LayerInput,
 ) -> LayerOutput:
-    """layer(*args, shared), of which layers that are alike have one trace."""
-    if layer.is_initializing():  # there are no parameters yet
+    """Calls a layer; layers of the same kind share one trace."""
+    if layer.is_initializing():  # a layer without parameters cannot be detached
         return layer(*args, None if block is None else (block, embedding))
     shared = None if block is None else (Unbound(*block.unbind()), embedding)
     return _applied(Unbound(*layer.unbind()), shared, *args)
@@ -204,7 +211,7 @@ def _applied(
     return layer.module.apply(layer.variables, *args, (bound, embedding))
 
 
-def through(
+def run_layers(
     layers: Sequence[ResidualLayer],
     blocks: Sequence[SharedBlock | None],
     h: jax.Array,
@@ -213,20 +220,27 @@ def through(
     records: Records | None,
     rows: jax.Array | None,
     pending: Pending | None,
-    live: jax.Array | None = None,
+    valid_count: jax.Array | None = None,
     taps: Taps = (),
 ) -> tuple[jax.Array, Tapped, Records, State]:
-    """Returns the residual stream h [B, Tq, d] after all layers; as `forward_tapped`.
+    """Runs all layers on the residual stream.
 
     Args:
-      blocks: the block that each layer shares, or None.
+      layers: the layers.
+      blocks: each layer's shared transformer block, or None.
+      h: [B, Tq, d] float32, the embeddings.
+      nodes, state, records, rows, pending, valid_count, taps: see `forward_tapped`.
+
+    Returns:
+      The residual stream [B, Tq, d] after all layers; and tapped streams, records and
+      state as from `forward_tapped`.
     """
     length = state.length if pending is None else state.length + pending.length
     out_records, out_states, streams, embedding = [], [], {}, h
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         last = None if pending is None else pending.layer(i)
         record = None if records is None else records[i]
-        pass_ = Pass(nodes, rows, last, length, live)
+        pass_ = Pass(nodes, rows, last, length, valid_count)
         args = (h, pass_, state.layers[i], record)
         h, record, layer_state = _run(layer, block, embedding, *args)
         out_records.append(record)
@@ -238,10 +252,11 @@ def through(
 
 
 class MTPLayers(nn.Module):
-    """Layers that read a token and the hidden state it was chosen by, and predict what
-    follows it: norm(layers(eh_proj [enorm(embedding), hnorm(hidden state)])).
+    """Multi-token prediction (MTP) layers, as in DeepSeek-V3 (2024, section 2.2) and
+    Nemotron-H.
 
-    Multi-token prediction, as DeepSeek-V3 (2024, section 2.2) and Nemotron-H have it.
+    They read a token and the hidden state that predicted it, and predict the token
+    after it: norm(layers(eh_proj [enorm(embedding), hnorm(hidden state)])).
     """
 
     config: ModelConfig
@@ -268,18 +283,28 @@ class MTPLayers(nn.Module):
         rows: jax.Array | None = None,
         pending: Pending | None = None,
     ) -> tuple[jax.Array, Tapped, Records, State]:
-        """As `forward_tapped`, of embeddings and hidden states [B, Tq, d] float32."""
+        """Runs the MTP layers.
+
+        Args:
+          embedding: [B, Tq, d] float32, embeddings of the tokens.
+          previous: [B, Tq, d] float32, hidden states that predicted the tokens.
+          nodes, state, records, rows, pending: see `forward_tapped`.
+
+        Returns:
+          The results of `forward_tapped`, with no tapped streams.
+        """
         both = [self.enorm(embedding), self.hnorm(previous)]
         n = self.cut.of(WIDTH)
         h = total(linear(own(jnp.concatenate(both, axis=-1), n), self.eh_proj), n)
         blocks = [None] * len(self.layers)
         args = (nodes, state, records, rows, pending)
-        h, _, out, state = through(self.layers, blocks, h, *args)
+        h, _, out, state = run_layers(self.layers, blocks, h, *args)
         return self.norm(h), (), out, state
 
 
 class LanguageModel(nn.Module):
-    """Embedding, residual layers, final norm, head; maybe MTP layers beside them."""
+    """Embedding, residual layers, final norm and head, with MTP layers if
+    configured."""
 
     config: ModelConfig
     dtype: Any = jnp.float32
@@ -301,9 +326,9 @@ class LanguageModel(nn.Module):
             self.mtp = MTPLayers(c, self.dtype, self.cut)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Looks up the embeddings [B, T, d] float32 of tokens [B, T]."""
-        # XLA:CPU looks nothing up in 16 bits. It makes the rows float32; where it may,
-        # the whole table, before a loop, and keeps that.
+        """Looks up the embeddings [B, T, d] float32 of tokens [B, T] int32."""
+        # XLA:CPU has no 16-bit gather and converts to float32. Without the barrier it
+        # would convert the whole table before the decoding loop and keep the copy.
         table, tokens = jax.lax.optimization_barrier((self.embedding, tokens))
         n = self.cut.of(VOCAB)
         ids, here = own_rows(tokens, table.shape[0], n)
@@ -320,52 +345,61 @@ class LanguageModel(nn.Module):
         records: Records | None = None,
         rows: jax.Array | None = None,
         pending: Pending | None = None,
-        live: jax.Array | None = None,
+        valid_count: jax.Array | None = None,
         taps: Taps = (),
     ) -> tuple[jax.Array, Tapped, Records, State]:
-        """As `forward_tapped`."""
+        """Runs the model; arguments and results as in `forward_tapped`."""
         in_turn = cycle(self.shared)
         blocks = [
             next(in_turn) if block.shared else None for block in self.config.layers
         ]
-        live = nodes.count if rows is None else live
-        args = (nodes, state, records, rows, pending, live, taps)
-        h, tapped, out, state = through(self.layers, blocks, self.embed(tokens), *args)
-        return self.norm(h, live), tapped, out, state
+        valid_count = nodes.valid_count if rows is None else valid_count
+        args = (nodes, state, records, rows, pending, valid_count, taps)
+        h = self.embed(tokens)
+        h, tapped, out, state = run_layers(self.layers, blocks, h, *args)
+        return self.norm(h, valid_count), tapped, out, state
 
     def predict(
         self, tokens: jax.Array, previous: jax.Array, *args: Any
     ) -> tuple[jax.Array, Tapped, Records, State]:
-        """As `forward_tapped`, of the MTP layers alone: `state` is theirs."""
+        """Runs only the MTP layers, on their own state; see `forward_tapped`."""
         return self.mtp(self.embed(tokens), previous, *args)
 
-    def head(self, hidden: jax.Array, live: jax.Array | None = None) -> jax.Array:
-        """As `logits_of`."""
+    def head(
+        self, hidden: jax.Array, valid_count: jax.Array | None = None
+    ) -> jax.Array:
+        """Computes the logits of hidden states; see `logits_of`."""
         with jax.named_scope("head"):
-            own = linear(hidden, self.head_weight, live=live)
+            own = linear(hidden, self.head_weight, valid_count=valid_count)
             logits = gathered(own, self.cut.of(VOCAB))
             return logits / self.config.logits_divisor
 
     def init_all(self, tokens: jax.Array, nodes: Nodes, state: State) -> jax.Array:
-        """Touches every parameter, for `init`."""
+        """Runs every module once, so that `init` creates all parameters."""
         hidden = self(tokens, nodes, state)[0]
         if self.config.mtp:
-            of_mtp = replace(self.config, layers=self.config.mtp)
-            empty = init_state(of_mtp, tokens.shape[0], 1, self.dtype)
+            mtp_config = replace(self.config, layers=self.config.mtp)
+            empty = init_state(mtp_config, tokens.shape[0], 1, self.dtype)
             hidden = self.predict(tokens, hidden, nodes, empty)[0]
         return self.head(hidden)
 
 
 def param_dtype(params: Params) -> Any:
-    """Returns the dtype of caches, records, and parameters that are plain arrays (SSM
-    states are float32 always)."""
+    """Returns the dtype of KV caches, records, and parameters that are plain arrays.
+
+    SSM states are always float32.
+    """
     return format_of(params).dtype
 
 
 def forward_hidden(
     model: Model, state: State, tokens: jax.Array, nodes: Nodes, **options: Any
 ) -> tuple[jax.Array, Records, State]:
-    """Returns what `forward_tapped` does, without taps; `options` are its own."""
+    """Runs `forward_tapped` without taps; `options` are its keyword arguments.
+
+    Returns:
+      Hidden states [B, Tq, d] float32, records, and the state after `pending`.
+    """
     hidden, _, records, state = forward_tapped(model, state, tokens, nodes, **options)
     return hidden, records, state
 
@@ -380,58 +414,79 @@ def forward_tapped(
     rows: jax.Array | None = None,
     pending: Pending | None = None,
     previous: jax.Array | None = None,
-    live: jax.Array | None = None,
+    valid_count: jax.Array | None = None,
     taps: Taps = (),
 ) -> tuple[jax.Array, Tapped, Records, State]:
-    """Runs the nodes of a tree in one packed pass.
+    """Runs one forward pass over the nodes of a tree.
+
+    The tree is not committed: the returned state includes `pending`, but not the nodes.
 
     Args:
-      state: committed tokens; not changed, except that `pending` is replayed.
+      model: the model.
+      state: the state of the committed tokens.
       tokens: [B, Tq] int32, tokens of the queried nodes.
       nodes: topology of all T nodes.
-      records, rows: to add nodes level by level: records of the nodes so far and the
-        rows [Tq] of the new ones among T (rows >= T are dropped).
-      pending: last step's accepted path, replayed first (Algorithm 1).
-      previous: only for `mtp.mtp_model`, [B, Tq, d] float32: the hidden states that
-        the tokens were chosen by.
-      live: [B] int32. Only the first `live` of the new nodes in `rows` are wanted. If
-        None, all of them are.
-      taps: layers whose residual stream is returned, counted from 0. An MTP model has
-        no taps.
+      records: to add nodes level by level, the records of the nodes so far. If None,
+        all nodes are queried.
+      rows: [Tq] int32, rows of the queried nodes among the T; rows >= T are dropped. If
+        None, all nodes are queried.
+      pending: last step's accepted path, which is replayed first (Algorithm 1 of
+        STree).
+      previous: [B, Tq, d] float32, hidden states that predicted the tokens. Only for
+        the model of `mtp.mtp_model`.
+      valid_count: [B] int32. With `rows`, the queried nodes [:valid_count] are valid
+        and the rest is padding. If None, all are valid. Without `rows`,
+        `nodes.valid_count` is used instead.
+      taps: indices of layers, from 0, whose residual stream is returned. An MTP model
+        returns none.
 
     Returns:
-      hidden states [B, Tq, d] float32 for `logits_of`; for each tap i the residual
-      stream [B, Tq, d] float32 after layer i, before the next layer's norm (after the
-      last layer: before the final norm); records of all T nodes; and the state after
-      `pending`. Where `pending` has records of more nodes, a layer's may be those with
-      the first T written over. Rows of padding are unspecified.
+      Hidden states [B, Tq, d] float32, the input of `logits_of`; for each tap i the
+      residual stream [B, Tq, d] float32 after layer i, before any further norm; the
+      records of all T nodes; and the state after `pending`. If the records in `pending`
+      have more than T rows, a layer's new records may be those with the first T rows
+      overwritten. Outputs of padding rows are unspecified.
 
     Raises:
       ValueError: `rows` and `pending` are both given.
     """
     if rows is not None and pending is not None:
-        raise ValueError("rows: of a state without a pending path; commit it first")
+        raise ValueError("rows: not supported with a pending path; commit it first")
     module, variables = model.module, {"params": model.params}
     args = (nodes, state, records, rows, pending)
     if previous is None:
-        return module.apply(variables, tokens, *args, live, taps)
+        return module.apply(variables, tokens, *args, valid_count, taps)
     return module.apply(variables, tokens, previous, *args, method="predict")
 
 
 def logits_of(
-    model: Model, hidden: jax.Array, live: jax.Array | None = None
+    model: Model, hidden: jax.Array, valid_count: jax.Array | None = None
 ) -> jax.Array:
-    """Logits [..., V] float32 of hidden states [..., d].
+    """Computes the logits [..., V] float32 of hidden states [..., d].
 
     Args:
-      live: [B] int32, of hidden states [B, T, d] how many are a node's: `Nodes.count`.
+      model: the model.
+      hidden: [..., d] float32.
+      valid_count: [B] int32, for hidden states [B, T, d]: rows [:valid_count] are
+        valid, and logits of the rest are unspecified. If None, all are valid.
     """
-    return model.module.apply({"params": model.params}, hidden, live, method="head")
+    variables = {"params": model.params}
+    return model.module.apply(variables, hidden, valid_count, method="head")
 
 
 def forward_tree(
     model: Model, state: State, tokens: jax.Array, nodes: Nodes
 ) -> tuple[jax.Array, Records]:
-    """Logits [B, T, V] and records of a tree's nodes; `commit` takes the records."""
+    """Runs one forward pass over a tree whose nodes are all valid.
+
+    Args:
+      model: the model.
+      state: the state of the committed tokens.
+      tokens: [B, T] int32, tokens of the nodes.
+      nodes: topology of the nodes.
+
+    Returns:
+      The logits [B, T, V] float32, and the nodes' records for `commit`.
+    """
     hidden, records, _ = forward_hidden(model, state, tokens, nodes)
     return logits_of(model, hidden), records

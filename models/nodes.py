@@ -1,8 +1,9 @@
-"""The tables derived from a tree's `parents`, and the input of a mixer's pass.
+"""The topology of a tree (`Nodes`), and the arguments of a mixer's forward pass
+(`Pass`).
 
-`parents` [B, T] int32 lists each node's parent row, parents before children. -1 marks a
-child of the committed context (one for a tree, several for a forest), and `NO_NODE`
-padding: rows of a smaller tree in arrays made for a larger one.
+`parents` [B, T] int32 has the row of each node's parent; parents precede their
+children. -1 marks a child of the committed text (one in a tree, several in a forest).
+`NO_NODE` marks padding: unused rows when a tree is smaller than its arrays.
 """
 
 from typing import Any, Generic, Literal
@@ -14,83 +15,89 @@ from flax import struct
 from stree_jax.cpu_kernels import cpu_kernel, ints
 from stree_jax.models.mixer import MixerPending, Record
 
-# How SSM layers go through nodes: "tree", any mask, all nodes at once; "chain", one
-# chain in row order, by chunks once it is long. The others are baselines for chains:
-# "chunk", by chunks whatever the length; "step", token by token.
+# How SSM layers scan the nodes.
+# "tree": any mask, all nodes in one operation.
+# "chain": one chain in row order; chains longer than `mamba2.CHUNK` run in chunks.
+# "chunk" and "step" are baselines for chains: always in chunks, and token by token.
 Scan = Literal["tree", "chain", "chunk", "step"]
 
-NO_NODE = -2  # as a parent
+NO_NODE = -2  # parent of a padding row
 
 
 @struct.dataclass
 class Nodes:
-    """The topology of the T tokens of one pass.
+    """The topology of the T tokens of one forward pass.
 
     Attributes:
-      mask: [B, T, T] bool, `mask[b, t, s]` iff s is t or an ancestor of t (L).
-      depth: [B, T] int32, edges from the first uncommitted ancestor.
-      window: [B, T, K] int32, rows of concat(conv window [K-1], nodes [T]) under the
-        taps of a K-tap convolution ending in each node.
-      count: [B] int32. Rows [:count] are nodes; the rest is padding, whose mask rows
-        are empty (not even the diagonal) and whose outputs are unspecified, so that
-        kernels may skip it. If None, there is no padding.
-      scan: how SSM layers go through the nodes.
+      mask: [B, T, T] bool. True if s is t or an ancestor of t (the matrix L of STree).
+      depth: [B, T] int32, number of edges from the root of the node's tree.
+      window: [B, T, K] int32, input rows of a K-tap convolution that ends at each node,
+        as indices into concat(conv window [K-1], nodes [T]).
+      valid_count: [B] int32. Rows [:valid_count] are nodes. The rest is padding, whose
+        mask rows are empty (not even the diagonal) and whose outputs are unspecified,
+        so that kernels may skip it. If None, there is no padding.
+      scan: how SSM layers scan the nodes.
     """
 
     mask: jax.Array
     depth: jax.Array
     window: jax.Array
-    count: jax.Array | None = None
+    valid_count: jax.Array | None = None
     scan: Scan = struct.field(pytree_node=False, default="tree")
 
     def taps(self, conv_taps: int) -> jax.Array:
-        """Returns `window` for a convolution with fewer taps than the longest."""
+        """Returns `window` [B, T, conv_taps] for a convolution with `conv_taps` <=
+        K."""
         fewer = self.window.shape[2] - conv_taps
         return self.window[:, :, fewer:] - fewer
 
 
 @struct.dataclass
 class Pass(Generic[Record]):
-    """One pass over the nodes of a tree, as each mixer gets it.
+    """One forward pass over the nodes of a tree, as each mixer receives it.
 
-    All mixers have one signature, `mixer(u, pass_, state, record)`. u [B, Tq, d] is the
-    input at the queried nodes, `state` the mixer's committed state, and `record` its
-    record of the nodes that earlier passes have added (None if this pass queries all
-    nodes). They return the output [B, Tq, d] float32, the record of all T nodes, and
-    the state after `pending`. The returned record may be that of `pending`, if it is of
-    more nodes, with the first T rows written over. A channel mixer gets and returns
-    None for record and state.
+    Every mixer is called as `mixer(u, pass_, state, record)`. u [B, Tq, d] is the input
+    of the queried nodes, `state` the mixer's committed state, and `record` its record
+    of the nodes that earlier passes have added (None if this pass queries all nodes).
+    It returns the output [B, Tq, d] float32, the record of all T nodes, and the state
+    after `pending`. If the record in `pending` has more than T rows, the returned
+    record may be that one with its first T rows overwritten. For a channel mixer,
+    record and state are None.
 
     Attributes:
       nodes: topology of all T nodes.
       rows: [Tq] int32, rows of the queried nodes; rows >= T are dropped. If None, all
         nodes are queried, and Tq = T.
-      pending: the accepted path that the mixer has to replay first, or None.
-      length: [B] int32, committed tokens, those of `pending` included.
-      live: [B] int32. Queried nodes [:live] are wanted; outputs of the others are
-        unspecified. If None, all are wanted.
+      pending: the accepted path that the mixer replays first. If None, there is no
+        path.
+      length: [B] int32, number of committed tokens, including those of `pending`.
+      valid_count: [B] int32. Queried nodes [:valid_count] are valid; outputs of the
+        rest are unspecified. If None, all are valid.
     """
 
     nodes: Nodes
     rows: jax.Array | None
     pending: MixerPending[Record] | None
     length: jax.Array
-    live: jax.Array | None = None
+    valid_count: jax.Array | None = None
 
     def nodes_only(self, x: jax.Array) -> jax.Array:
-        """Returns x [B, Tq, ...] with 0 in place of padding, before rows are mixed."""
-        if self.live is None:
+        """Returns x [B, Tq, ...] with padding set to 0.
+
+        Needed before products across rows: padding is unspecified and may be NaN.
+        """
+        if self.valid_count is None:
             return x
         place = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-        is_node = place < self.live[:, None]
+        is_node = place < self.valid_count[:, None]
         return jnp.where(is_node.reshape(*is_node.shape, *[1] * (x.ndim - 2)), x, 0)
 
     def of_queries(self, table: jax.Array) -> jax.Array:
-        """Returns the queried nodes' rows [B, Tq, ...] of a table [B, T, ...]."""
+        """Selects the queried nodes' rows [B, Tq, ...] of an array [B, T, ...]."""
         return table if self.rows is None else table[:, self.rows]
 
     def merged(self, record: Any, new: Any) -> Any:
-        """Writes the queried nodes' arrays [B, Tq, ...] over those of all nodes."""
+        """Returns `record` [B, T, ...] with `new` [B, Tq, ...] at the queried nodes."""
         if self.rows is None:
             return new
 
@@ -101,13 +108,15 @@ class Pass(Generic[Record]):
 
 
 def ancestors(parents: jax.Array, count: int) -> jax.Array:
-    """Returns each node's `count` nearest ancestors, itself first, -1 past the root.
+    """Returns each node and its nearest ancestors.
 
     Args:
-      parents: [B, T] int32.
+      parents: [B, T] int32, see the module's docstring.
+      count: length of each list.
 
     Returns:
-      [B, T, count] int32.
+      [B, T, count] int32: rows of the node itself, its parent, its grandparent and so
+      on; negative past the root.
     """
     batch, T = parents.shape
     itself = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (batch, T))
@@ -120,17 +129,21 @@ def ancestors(parents: jax.Array, count: int) -> jax.Array:
     return jnp.moveaxis(table, 0, -1)
 
 
-def tree_nodes(parents: jax.Array, conv_taps: int, *, partly: bool = False) -> Nodes:
-    """Returns mask, depth and convolution windows of a tree or forest.
+def tree_nodes(
+    parents: jax.Array, conv_taps: int, *, has_padding: bool = False
+) -> Nodes:
+    """Derives the topology of a tree or forest from its parents.
 
     Args:
       parents: [B, T] int32, see the module's docstring.
-      conv_taps: K.
-      partly: True if the last rows may be padding.
+      conv_taps: K, taps of the model's longest convolution.
+      has_padding: True if the last rows may be padding (`NO_NODE`).
     """
     mask, depth, window = _tree_tables(parents, conv_taps=conv_taps)
-    count = (parents != NO_NODE).sum(axis=1, dtype=jnp.int32) if partly else None
-    return Nodes(mask, depth, window, count)
+    valid_count = None
+    if has_padding:
+        valid_count = (parents != NO_NODE).sum(axis=1, dtype=jnp.int32)
+    return Nodes(mask, depth, window, valid_count)
 
 
 def _tables_shapes(
@@ -144,22 +157,22 @@ def _tables_shapes(
 @cpu_kernel(
     "stree_tree_nodes",
     outputs=_tables_shapes,
-    # The tables of the root alone are constants to XLA.
+    # For a tree of only the root, the tables are constants that XLA folds.
     unsupported=lambda parents, **_: parents.shape[1] == 1,
 )
 def _tree_tables(
     parents: jax.Array, *, conv_taps: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns mask [B, T, T], depth [B, T] and window [B, T, K] of `tree_nodes`."""
-    T, none = parents.shape[1], (parents == NO_NODE)[..., None]
-    lineage = jnp.where(none, -1, ancestors(parents, T))  # [B, T, T]
+    """Returns mask [B, T, T], depth [B, T] and window [B, T, K]; see `Nodes`."""
+    T, is_padding = parents.shape[1], (parents == NO_NODE)[..., None]
+    lineage = jnp.where(is_padding, -1, ancestors(parents, T))  # [B, T, T]
     rows = jnp.arange(T, dtype=jnp.int32).reshape(1, 1, 1, T)
     mask = (lineage[..., None] == rows).any(axis=2)
     depth = jnp.maximum((lineage >= 0).sum(axis=-1, dtype=jnp.int32) - 1, 0)
 
     K1 = conv_taps - 1
     back = jnp.arange(conv_taps, dtype=jnp.int32).reshape(1, 1, -1)
-    nearest = jnp.where(none, -1, ancestors(parents, conv_taps))
+    nearest = jnp.where(is_padding, -1, ancestors(parents, conv_taps))
     # The k-th ancestor; past the root, the (k - depth)-th last committed token.
     window = jnp.where(nearest >= 0, K1 + nearest, K1 - (back - depth[..., None]))
     return mask, depth, window[..., ::-1]
@@ -172,11 +185,15 @@ def chain_nodes(
     scan: Scan = "chain",
     length: jax.Array | None = None,
 ) -> Nodes:
-    """Returns the tables of one chain in row order.
+    """Returns the topology of a chain: each row's parent is the row before it.
 
     Args:
-      length: [B] int32, number of nodes; the other rows are padding. If None, all rows
-        are nodes.
+      batch: B.
+      T: number of rows.
+      conv_taps: K, taps of the model's longest convolution.
+      scan: see `Nodes.scan`.
+      length: [B] int32. Rows [:length] are nodes; the rest is padding. If None, all
+        rows are nodes.
     """
     row = jnp.arange(T, dtype=jnp.int32)
     mask = row.reshape(1, T, 1) >= row.reshape(1, 1, T)
@@ -188,6 +205,6 @@ def chain_nodes(
         mask=jnp.broadcast_to(mask, (batch, T, T)),
         depth=jnp.broadcast_to(row[None], (batch, T)),
         window=jnp.broadcast_to(window, (batch, T, conv_taps)),
-        count=length,
+        valid_count=length,
         scan=scan,
     )

@@ -14,10 +14,16 @@ from stree_jax.models.weights.linear import as_row
 
 
 def rms_norm(x: jax.Array, eps: float, groups: int = 1, parts: int = 1) -> jax.Array:
-    """Returns x / rms(x) in float32, over each of `groups` parts of the last axis.
+    """Divides each group of channels by its root mean square, in float32.
 
     Args:
-      parts: devices that one group spans.
+      x: [..., d] of any float dtype.
+      eps: epsilon, added to the mean square.
+      groups: number of groups of consecutive channels that are normed separately.
+      parts: number of devices that one group spans.
+
+    Returns:
+      [..., d] float32.
     """
     grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
     mean = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
@@ -27,7 +33,7 @@ def rms_norm(x: jax.Array, eps: float, groups: int = 1, parts: int = 1) -> jax.A
 
 @dataclass(frozen=True)
 class ScaledNorm:
-    """x / rms(x) * scale of x [..., d] and a scale [d], in float32.
+    """An RMSNorm with a scale: maps x [..., d] and scale [d] to x / rms(x) * scale.
 
     Attributes:
       eps, groups, parts: as in `rms_norm`.
@@ -43,42 +49,52 @@ class ScaledNorm:
 
 
 def scaled_rms_norm(
-    x: jax.Array, scale: jax.Array, norm: ScaledNorm, live: jax.Array | None = None
+    x: jax.Array,
+    scale: jax.Array,
+    norm: ScaledNorm,
+    valid_count: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns norm(x, scale), on a CPU by the compiled kernel if rows are whole.
+    """Computes norm(x, scale); on a CPU with the compiled kernel, if the norm has one
+    group on one device.
 
     Args:
-      live: as in `linear`.
+      x: [..., d].
+      scale: [d].
+      norm: the norm.
+      valid_count: as in `linear`.
     """
     if norm.groups == norm.parts == 1:
-        return whole_norm(x, scale, live, eps=norm.eps)
+        return whole_norm(x, scale, valid_count, eps=norm.eps)
     return norm(x, scale)
 
 
-def _no_rows(
-    x: jax.Array, scale: jax.Array, live: jax.Array | None, *, eps: float
+def _unsupported(
+    x: jax.Array, scale: jax.Array, valid_count: jax.Array | None, *, eps: float
 ) -> bool:
     known = scale.dtype in (jnp.float32, jnp.bfloat16)
     return x.ndim < 2 or x.size == 0 or not known
 
 
-# XLA makes four operations of it, each compiled and run by itself. In the kernel a row
-# has the same bits whatever stands beside it, with any number of threads, everywhere.
+# XLA:CPU compiles this to four separate operations. The kernel's result for a row does
+# not depend on the other rows, the number of threads or the program around it.
 @cpu_kernel(
     "stree_norm",
     outputs=lambda x, *_, **__: floats(*x.shape),
-    unsupported=_no_rows,
+    unsupported=_unsupported,
     shared=("scale",),
     attributes=lambda eps: {"eps": float(eps)},
     prepare=lambda x, *rest, **_: (x.astype(jnp.float32), *rest),
 )
 def whole_norm(
-    x: jax.Array, scale: jax.Array, live: jax.Array | None, *, eps: float
+    x: jax.Array, scale: jax.Array, valid_count: jax.Array | None, *, eps: float
 ) -> jax.Array:
-    """Returns x / rms(x) * scale of x [..., d] and a scale [d], in float32.
+    """Computes x / rms(x) * scale in float32, with one group on one device.
 
     Args:
-      live: as of `linear`.
+      x: [..., d].
+      scale: [d].
+      valid_count: as in `linear`.
+      eps: epsilon of the norm.
     """
     return ScaledNorm(eps)(x, scale)
 
@@ -94,7 +110,8 @@ def gated_norm(
 
     Args:
       y, z: [B, T, d] float32.
-      scale: [d] of the norm; if None, there is no norm.
+      scale: [d], scale of the norm. If None, there is no norm.
+      norm: the norm.
       gate_first: True for norm(y * silu(z)), False for norm(y) * silu(z).
     """
     gate = jax.nn.silu(z)
@@ -112,11 +129,11 @@ class Norm(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array, live: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, valid_count: jax.Array | None = None) -> jax.Array:
         p = declare(self, norm_params(self.kind, x.shape[-1]), self.dtype)
         norm = ScaledNorm(self.eps)
         if self.kind == "rms":
-            return scaled_rms_norm(x, p["scale"], norm, live)
+            return scaled_rms_norm(x, p["scale"], norm, valid_count)
         centred = x - x.mean(axis=-1, keepdims=True)
         scaled = scaled_rms_norm(centred, p["scale"], norm)
         return scaled + as_row(p["bias"], x.ndim)

@@ -1,11 +1,12 @@
-"""The parameters of a whole model by path: shapes, and how devices divide them."""
+"""The table of all parameters of a model by path: shapes, and how devices divide
+them."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from stree_jax.models.config import Block, ModelConfig, given
+from stree_jax.models.config import Block, ModelConfig, required
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.params import (
     Param,
@@ -19,16 +20,16 @@ from stree_jax.models.params import (
 from stree_jax.models.sharding.shards import VOCAB, WIDTH
 from stree_jax.models.shared import adapter_params, shared_block_params
 
-MAX_WIDTH = 1 << 27  # of a parameter: no real model has a wider one
-EVERYWHERE = ":everywhere"  # the owner of parameters that every device has whole
+MAX_WIDTH = 1 << 27  # longest axis of a parameter; real models are far below
+EVERYWHERE = ":everywhere"  # owner of the parameters that every device has whole
 
 
 class Entry(NamedTuple):
     """A parameter of a model.
 
     Attributes:
-      param: its shape and facts.
-      owner: which number of `Cut.parts` it is divided by.
+      param: its shape and properties.
+      owner: key of `Cut.parts` that says how many devices divide the parameter.
     """
 
     param: Param
@@ -40,12 +41,12 @@ def param_table(c: ModelConfig) -> Mapping[Path, Entry]:
     """Returns every parameter of a model by path, in the order of the layers.
 
     Raises:
-      ValueError: a parameter is wider than any real model's.
+      ValueError: an axis of a parameter is longer than `MAX_WIDTH`.
     """
     table = dict(_entries(c))
     widest = max(max(param.shape) for param, _ in table.values())
     if widest > MAX_WIDTH:
-        raise ValueError(f"{widest} channels of a layer are more than {MAX_WIDTH}")
+        raise ValueError(f"a layer has {widest} channels; the limit is {MAX_WIDTH}")
     return MappingProxyType(table)
 
 
@@ -56,7 +57,7 @@ def _entries(c: ModelConfig) -> Iterator[tuple[Path, Entry]]:
     for i, block in enumerate(c.layers):
         yield from (((f"layers_{i}", *path), entry) for path, entry in layers[block])
     used = sum(block.shared for block in c.layers)
-    for b in range(min(given(c.shared).blocks, used) if used else 0):
+    for b in range(min(required(c.shared).blocks, used) if used else 0):
         yield from _shared_block(c, f"shared_{b}")
     if not c.mtp:
         return
@@ -74,7 +75,7 @@ def _layer(c: ModelConfig, block: Block) -> Iterator[tuple[Path, Entry]]:
         config = c.mixers[name]
         yield from _flat((name,), mixer_of(config).params(config, c.d_model), name)
     if block.shared:
-        shared = given(c.shared)
+        shared = required(c.shared)
         yield from _flat((), shared_params(c.d_model), WIDTH)
         for adapter, table in adapter_params(c).items():
             owner = shared.mlp if adapter == "gate_up" else shared.attention
@@ -82,7 +83,7 @@ def _layer(c: ModelConfig, block: Block) -> Iterator[tuple[Path, Entry]]:
 
 
 def _shared_block(c: ModelConfig, path: str) -> Iterator[tuple[Path, Entry]]:
-    shared = given(c.shared)
+    shared = required(c.shared)
     owners = {"attention": shared.attention, "mlp": shared.mlp}
     for name, table in shared_block_params(c).items():
         yield from _flat((path, name), table, owners.get(name, EVERYWHERE))
@@ -100,6 +101,6 @@ def param_at(c: ModelConfig, path: Path) -> Param:
     """Returns the parameter at a path.
 
     Raises:
-      KeyError: the model has none there.
+      KeyError: the model has no parameter at this path.
     """
     return param_table(c)[path].param

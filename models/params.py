@@ -1,8 +1,9 @@
-"""The parameters of each layer: names, shapes, how they begin, along which axis they
-are cut into parts, which stay float32.
+"""Tables of a layer's parameters: names, shapes, initialisers, the axis that devices
+divide, and which parameters stay float32.
 
-A model's parameters are a nested dictionary of arrays, `layers_0 / mamba / in_proj`;
-`shapes.param_shapes` lists them all. A matrix is [out, in], PyTorch's own layout.
+A model's parameters are a nested dictionary of arrays, such as
+`layers_0 / mamba / in_proj`. `shapes.param_shapes` lists them all. A matrix is
+[out, in], as in PyTorch.
 """
 
 import math
@@ -27,15 +28,16 @@ ONES, ZEROS = nn.initializers.ones, nn.initializers.zeros
 
 
 class Param(NamedTuple):
-    """A parameter.
+    """The properties of a parameter.
 
     Attributes:
-      shape: of it.
-      init: its initialiser.
-      runs: what the axis consists of along which it is cut; (): every part has it all.
-      axis: which one that is.
-      float32: True if it stays float32 whatever the format of the weights is.
-      quantizable: True if it is a matrix that only products and row lookups read, so
+      shape: shape of the whole parameter.
+      init: initialiser.
+      runs: the runs of units (heads, groups or channels) along the axis that devices
+        divide. If empty, every device has the whole parameter.
+      axis: the axis that devices divide.
+      float32: True if the parameter stays float32 in every weight format.
+      quantizable: True if only matrix products and row lookups read the parameter, so
         that a weight format may store it in fewer bits.
     """
 
@@ -47,17 +49,17 @@ class Param(NamedTuple):
     quantizable: bool = False
 
 
-Table = dict[str, Any]  # Param, or the Table of a module inside, by name
+Table = dict[str, Any]  # by name: a `Param`, or the `Table` of a submodule
 
 
 def conv_init(count: int) -> Init:
-    """Returns PyTorch's initialiser of a convolution with this many taps."""
+    """Returns PyTorch's initialiser for a depthwise convolution with `count` taps."""
     return nn.initializers.uniform(2 / math.sqrt(count))
 
 
 def mtp_params(d_model: int, n: int = 1) -> Table:
-    """Returns the product that reads a token's embedding and a hidden state, or one
-    device's share of it."""
+    """Returns the projection of an MTP module's two inputs (embedding and hidden
+    state), or one device's share of it if n devices divide it."""
     both = 2 * d_model // n
     return {
         "eh_proj": Param(
@@ -72,14 +74,15 @@ def norm_params(kind: str, width: int) -> Table:
 
 
 def low_rank_params(rank: int, d_in: int, runs: tuple[Run, ...]) -> Table:
-    """An adapter that adds to the rows `runs` of a product."""
+    """Returns the two matrices of a low-rank adapter whose output has the rows
+    `runs`."""
     up = Param((run_width(runs), rank), runs=runs, quantizable=True)
     return {"down": Param((rank, d_in), quantizable=True), "up": up}
 
 
 def shared_params(d_model: int, n: int = 1) -> Table:
-    """Returns the product that reads a shared transformer block, or one device's share
-    of it."""
+    """Returns the projection of a shared transformer block's output, or one device's
+    share of it if n devices divide it."""
     width = d_model // n
     return {
         "linear": Param(
@@ -96,13 +99,17 @@ def model_params(vocab_size: int, d_model: int, tied: bool) -> Table:
 
 
 def declare(module: nn.Module, table: Table, dtype: Any) -> dict[str, Any]:
-    """Returns a module's own parameters by name: those that the module is applied to,
-    or new ones in `dtype` or float32.
+    """Returns a module's own parameters by name, creating them during initialisation.
 
-    Tables inside belong to modules inside, which declare them.
+    Entries that are tables are skipped: submodules declare them.
+
+    Args:
+      module: the module.
+      table: its parameters.
+      dtype: dtype of new parameters that are not always float32.
 
     Raises:
-      ValueError: a parameter does not have the shape of its entry.
+      ValueError: an existing parameter does not have the shape of its entry.
     """
 
     def param(name: str, entry: Param) -> Any:
@@ -121,17 +128,17 @@ def declare(module: nn.Module, table: Table, dtype: Any) -> dict[str, Any]:
 
 
 def array_dtype(param: Param, dtype: Any) -> Any:
-    """Returns the dtype of a parameter that is an array: `dtype`, or float32 where its
-    entry says so."""
+    """Returns `dtype`, or float32 if the parameter always stays float32."""
     return jnp.float32 if param.float32 else dtype
 
 
 def stored(param: Param, array: Any, format: Format, columns: int | None = None) -> Any:
-    """Returns a parameter as a model of this format keeps it.
+    """Converts a parameter to the form in which a model of this format stores it.
 
     Args:
-      param: its entry.
-      array: of any float dtype.
+      param: the parameter's entry.
+      array: the parameter in any float dtype.
+      format: the weight format.
       columns: see `Format.store`.
     """
     if param.quantizable:
@@ -140,17 +147,17 @@ def stored(param: Param, array: Any, format: Format, columns: int | None = None)
 
 
 def by_path(params: Params) -> dict[Path, Any]:
-    """Returns the parameters in nested dictionaries by the names that lead to them."""
+    """Flattens nested dictionaries of parameters; keys are paths (tuples of names)."""
     flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_weight)[0]
     return {tuple(key.key for key in path): leaf for path, leaf in flat}
 
 
 def parameter_count(params: Params) -> int:
-    """Counts the numbers of a model's matrices and vectors, without scales."""
+    """Counts the elements of a model's matrices and vectors, without int8 scales."""
     leaves = jax.tree.leaves(params, is_leaf=is_weight)
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def nest(flat: dict[Path, Any]) -> dict[str, Any]:
-    """Returns the nested dictionary that has these leaves: the inverse of `by_path`."""
+    """Builds nested dictionaries from leaves by path: the inverse of `by_path`."""
     return unflatten_dict(flat)

@@ -1,4 +1,4 @@
-"""Reading plain text into a state: chains of tokens, in chunks."""
+"""Prefill: computing the state of a text, as chains of tokens in chunks."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,35 +29,40 @@ from stree_jax.models.state import (
     init_state,
 )
 
-PREFILL_CHUNK = 64  # tokens that a pass reads, at least
+PREFILL_CHUNK = 64  # smallest chunk: tokens of one prefill pass
 
 
 def chunk_of(width: int) -> int:
-    """Most tokens that a pass reads of texts padded to `width`.
+    """Returns the largest chunk for prefill of texts that are padded to `width` tokens.
 
-    PREFILL_CHUNK, or 2 or 4 of them: a pass over more reads the weights less often.
+    It is `PREFILL_CHUNK`, or 2 or 4 times that for longer texts: larger chunks read the
+    weights less often.
     """
     return PREFILL_CHUNK * (4 if width > 1024 else 2 if width > 128 else 1)
 
 
 def reading_chunk(config: ModelConfig, width: int) -> int:
-    """Returns `chunk_of(width)`, or PREFILL_CHUNK if a mixer gains nothing from longer
-    passes, as scans do, whose temporaries grow with the tokens of a pass."""
+    """Returns the tokens per prefill pass of a model, for texts padded to `width`.
+
+    It is `chunk_of(width)` if every mixer gains from long chunks, else `PREFILL_CHUNK`.
+    SSM scans do not gain: their temporaries grow with the tokens of a pass.
+    """
     names = {name for block in config.layers for name in config.mixer_names(block)}
     long = all(mixer_of(config.mixers[name]).long_chunks for name in names)
     return chunk_of(width) if long else PREFILL_CHUNK
 
 
 class Observer(NamedTuple):
-    """A fold over the text that `prefill` reads, called after each chunk of T tokens.
+    """A fold over the text of a `prefill`, updated after each chunk of T tokens.
 
     Attributes:
-      observe: (value, tokens [B, T] int32, hidden [B, T, d] float32, tapped, length [B]
-        int32) -> value. `tokens` are those that follow the chunk's, `hidden` and
-        `tapped` the target's states that precede each of them. The first `length` of
-        each row are text; the rest is padding.
-      value: the pytree that the fold starts with.
-      taps: layers that `tapped` has the residual stream of, see `forward_tapped`.
+      observe: function (value, tokens [B, T] int32, hidden [B, T, d] float32, tapped,
+        length [B] int32) -> value. `tokens` are shifted by one: the tokens that follow
+        those of the chunk. `hidden` and `tapped` are the target's states from which
+        each of them is predicted. The first `length` of each row are text; the rest is
+        padding.
+      value: the initial value, a pytree.
+      taps: layers whose residual streams are in `tapped`, see `forward_tapped`.
     """
 
     observe: Callable[[Any, jax.Array, jax.Array, Tapped, jax.Array], Any]
@@ -69,7 +74,7 @@ def _ignore(value: Any, *_: Any) -> Any:
     return value
 
 
-NOBODY = Observer(_ignore, None)
+NO_OBSERVER = Observer(_ignore, None)
 
 
 def extend(
@@ -79,15 +84,17 @@ def extend(
     length: jax.Array,
     previous: jax.Array | None = None,
 ) -> tuple[jax.Array, State]:
-    """Feed plain tokens: a chain whose first `length` nodes are all accepted.
+    """Runs tokens through the model and commits them.
 
     Args:
+      model: the model.
+      state: the state before the tokens.
       tokens: [B, T] int32, padded on the right.
-      length: [B] int32, how many of them are real; 0 leaves a row as it was.
-      previous: as of `forward_hidden`.
+      length: [B] int32, number of valid tokens; 0 leaves a row unchanged.
+      previous: see `forward_hidden`.
 
     Returns:
-      hidden states [B, T, d] and the state after the tokens.
+      The hidden states [B, T, d] float32, and the state after the tokens.
     """
     batch, T = tokens.shape
     nodes = chain_nodes(batch, T, model.config.conv_taps, length=length)
@@ -102,30 +109,34 @@ def prefill(
     tokens: jax.Array,
     length: jax.Array,
     chunk: int,
-    observer: Observer = NOBODY,
+    observer: Observer = NO_OBSERVER,
 ) -> tuple[State, Any]:
-    """Extends a state by prompts of any length, `chunk` tokens a pass.
+    """Extends a state by prompts, `chunk` tokens per forward pass.
 
-    The number of passes is data, so one program serves every length up to S.
+    The number of passes is computed at run time, so one compiled program serves every
+    length up to S.
 
     Args:
+      model: the model.
+      state: the state before the prompts.
       tokens: [B, S] int32, padded on the right; S is a multiple of `chunk`.
-      length: [B] int32.
+      length: [B] int32, number of valid tokens.
+      chunk: tokens per forward pass.
+      observer: updated after each pass.
 
     Returns:
-      the state, and the observer's last value.
+      The state after the prompts, and the observer's final value.
     """
     batch, config = tokens.shape[0], model.config
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     nodes = chain_nodes(batch, chunk, config.conv_taps)
     path = nodes.depth  # row j of a chain is its j-th token
-    # A short text, or the end of one, takes no longer than its tokens where kernels
-    # skip the others.
-    skips = cpu_kernels.at_hand() and batch * chunk <= cpu_kernels.MOST_ROOM
+    # CPU kernels skip padding, so the last chunk costs no more than its own tokens.
+    skips = cpu_kernels.available() and batch * chunk <= cpu_kernels.MAX_PADDED_ROWS
 
     def one_chunk(i: jax.Array, carry: tuple[State, Records, Any]) -> tuple:
-        # What was read before is written by the pass itself, first: a cache that is
-        # written after it was read would be copied.
+        # The pass itself commits the previous chunk before it reads the cache. Writing
+        # to the cache after reading it would make XLA copy it.
         state, records, value = carry
         pending = Pending(records, path, here(i - 1))
         part, then = (
@@ -141,7 +152,7 @@ def prefill(
         return state, records, value
 
     def here(i: jax.Array) -> jax.Array:
-        """Tokens of chunk i, of -1 none."""
+        """Returns the number of valid tokens [B] in chunk i; 0 for chunk -1."""
         return jnp.where(i < 0, 0, jnp.clip(length - i * chunk, 0, chunk))
 
     passes = (jnp.max(length) + chunk - 1) // chunk
@@ -158,7 +169,10 @@ def read_text(
     capacity: int,
     past: State | None = None,
 ) -> State:
-    """Returns the state after all of each text but its last token."""
+    """Computes the state after all but the last token of each text.
+
+    Args: see `read_observed`.
+    """
     return read_observed(model, token_ids, lengths, capacity, past)[0]
 
 
@@ -168,18 +182,21 @@ def read_observed(
     lengths: jax.Array,
     capacity: int,
     past: State | None,
-    observer: Observer = NOBODY,
+    observer: Observer = NO_OBSERVER,
 ) -> tuple[State, Any]:
-    """Returns the state after all of each text but its last token, and the observer's
-    last value.
+    """Computes the state after all but the last token of each text, with an observer.
 
     Args:
-      token_ids: [Bp, S] int32, padded on the right.
-      lengths: [Bp] int32, at least 1.
-      capacity: rows of the attention caches.
-      past: a state that has read a beginning of each text. If None, nothing was read.
-      observer: sees every token that follows one that is read now, the text's last
-        token included.
+      model: the model.
+      token_ids: [Bp, S] int32, the texts, padded on the right.
+      lengths: [Bp] int32, number of valid tokens, at least 1.
+      capacity: rows of the KV caches.
+      past: the cached state of a prefix of each text. If None, there is no prefix.
+      observer: receives every token after the prefix's next one, including the last
+        token of the text.
+
+    Returns:
+      The state, and the observer's final value.
     """
     if past is None:
         dtype = param_dtype(model.params)
@@ -192,7 +209,15 @@ def read_observed(
 
 
 def unread_text(token_ids: jax.Array, length: jax.Array) -> jax.Array:
-    """Text [Bp, S] from place `length` [Bp] on, in whole chunks, padded with 0."""
+    """Returns the text from position `length` on.
+
+    Args:
+      token_ids: [Bp, S] int32.
+      length: [Bp] int32.
+
+    Returns:
+      [Bp, S'] int32, padded with 0; S' is S rounded up to whole chunks.
+    """
     width = token_ids.shape[1]
     width += -width % chunk_of(width)
     place = length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]

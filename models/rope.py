@@ -12,16 +12,16 @@ from stree_jax.models.weights.linear import scaled
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN frequency scaling, in the terms of transformers and llama.cpp.
+    """YaRN frequency scaling, with the parameters of transformers and llama.cpp.
 
     Attributes:
-      factor: what low frequencies are divided by.
-      original_length: longest text of the training, in tokens.
-      beta_fast, beta_slow: turns within that length. Pairs that turn more often than
-        beta_fast keep their frequency, pairs that turn less often than beta_slow are
-        divided by `factor`, and the pairs in between are blended.
+      factor: divisor of the low frequencies.
+      original_length: context length of the training before scaling, in tokens.
+      beta_fast, beta_slow: rotations over `original_length`. Pairs that rotate more
+        than beta_fast times keep their frequency, pairs that rotate less than beta_slow
+        times have it divided by `factor`, and the pairs in between are blended.
       attention_factor: scale of the cosines and sines.
-      truncate: whether the two ends of the blend are rounded to whole pairs.
+      truncate: True if the bounds of the blend are rounded to whole pairs.
     """
 
     factor: float
@@ -34,14 +34,14 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding, half-split (NeoX) pairs.
+    """Rotary position embedding with half-split (NeoX) pairs.
 
     Attributes:
       theta: base of the frequencies.
-      dim: how many leading channels of a head rotate; the rest pass.
+      dim: number of leading channels of a head that rotate; the rest are unchanged.
       llama3: (factor, low_freq_factor, high_freq_factor,
         original_max_position_embeddings) of llama3 frequency scaling, or None.
-      linear: what all frequencies are divided by (linear scaling).
+      linear: divisor of all frequencies (linear scaling).
       yarn: YaRN frequency scaling, or None.
     """
 
@@ -53,7 +53,7 @@ class Rope:
 
 
 def rope_frequencies(rope: Rope) -> np.ndarray:
-    """Radians per position of each rotated pair, [dim / 2] float32."""
+    """Returns the radians per position of each rotated pair, [dim / 2] float32."""
     powers = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     f = 1.0 / np.float32(rope.theta) ** powers / np.float32(rope.linear)
     if rope.yarn is not None:
@@ -73,8 +73,8 @@ def rope_frequencies(rope: Rope) -> np.ndarray:
 
 
 def _yarn_shares(rope: Rope, yarn: Yarn) -> np.ndarray:
-    """Returns how much of each pair's frequency is divided by `yarn.factor`: [dim / 2],
-    from 0 for the fastest pairs to 1 for the slowest."""
+    """Returns each pair's weight in YaRN's blend, [dim / 2]: from 0 (frequency
+    unchanged, fastest pairs) to 1 (divided by `yarn.factor`, slowest pairs)."""
 
     def pair(turns: float) -> float:
         wavelength = yarn.original_length / turns
@@ -86,15 +86,16 @@ def _yarn_shares(rope: Rope, yarn: Yarn) -> np.ndarray:
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rope.dim - 1)
-    width = last - first or 0.001  # as transformers and llama.cpp avoid dividing by 0
+    width = last - first or 0.001  # avoids division by 0, as in transformers, llama.cpp
     pairs = np.arange(rope.dim // 2, dtype=np.float32)
     return np.clip((pairs - np.float32(first)) / np.float32(width), 0, 1)
 
 
 def angles(positions: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines [B, T, half] of the angles at positions [B, T].
+    """Returns cosines and sines [B, T, half] float32 of the angles at positions [B, T].
 
-    Both are multiplied by the attention factor of YaRN, if the embedding has one.
+    Both are multiplied by YaRN's attention factor, if any. Without an embedding (`rope`
+    is None), half is 0.
     """
     half = 0 if rope is None else rope.dim // 2
     f = np.zeros(0, np.float32) if rope is None else rope_frequencies(rope)
@@ -105,7 +106,15 @@ def angles(positions: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Arra
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Pairs (i, i + half) of x [B, T, heads, hd], turned by angles [B, T, half]."""
+    """Rotates the channel pairs (i, i + half) of each head.
+
+    Args:
+      x: [B, T, heads, hd].
+      cos, sin: [B, T, half], cosines and sines of the angles.
+
+    Returns:
+      [B, T, heads, hd]. Channels from 2 * half on are unchanged.
+    """
     half = cos.shape[-1]
     cos, sin = cos[:, :, None], sin[:, :, None]
     left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -115,7 +124,12 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def check_rope(rope: Rope, name: str) -> None:
-    """Raises ValueError, beginning with `name`, if a frequency would be infinite."""
+    """Raises ValueError if a frequency would be infinite or NaN.
+
+    Args:
+      rope: the embedding.
+      name: its path in the file; the message begins with it.
+    """
     if not 0 < rope.linear < math.inf:
         raise ValueError(f"{name}.linear: {rope.linear} does not fit")
     if (yarn := rope.yarn) is None:

@@ -1,4 +1,5 @@
-"""How `jax.export` writes pytrees that go in and out of exported functions."""
+"""Registers pytrees with `jax.export`, so that exported functions can take and return
+them."""
 
 import json
 from collections.abc import Callable
@@ -11,10 +12,12 @@ def register_for_export(
     write: Callable[[tuple], list] = list,
     read: Callable[[list], tuple] = tuple,
 ) -> None:
-    """Lets `jax.export` serialize a `flax.struct.dataclass`.
+    """Registers a `flax.struct.dataclass` with `jax.export`.
 
     Args:
-      write, read: convert its static fields, in order, to JSON and back.
+      node: the class.
+      write: converts the tuple of the class's static fields to a list for JSON.
+      read: converts the list back to the tuple.
     """
     export.register_pytree_node_serialization(
         node,

@@ -1,4 +1,4 @@
-"""Fresh parameters of a model, and their shapes in a format."""
+"""Creates a model's initial parameters, casts them, and computes their shapes."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,12 +27,12 @@ from stree_jax.models.weights.formats import format_named
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
-    """Initialises parameters.
-
-    `jax.eval_shape` of this is the table of every parameter's name, shape and dtype.
+    """Initialises the parameters of a model.
 
     Args:
-      dtype: of the weights: a name such as "int8", a dtype, or a format.
+      config: the architecture.
+      key: random key.
+      dtype: dtype or format of the weights, or its name, such as "int8".
     """
     format = format_named(dtype)
     if not format.plain:
@@ -47,11 +47,11 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
 
 @cache
 def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
-    """Returns the shape of every parameter, by path: what `init_params` would make.
+    """Returns the shapes of all parameters that `init_params` would create, by path.
 
     Raises:
-      ValueError, TypeError, ArithmeticError: sizes that do not fit each other, found by
-        tracing one layer of each kind; or a parameter wider than any real model's.
+      ValueError, TypeError, ArithmeticError: the sizes in the config do not fit each
+        other (found by tracing one layer of each kind), or a parameter is too wide.
     """
     table = param_table(config)
     layers, mtp = (tuple(dict.fromkeys(z)) for z in (config.layers, config.mtp))
@@ -61,12 +61,13 @@ def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
 
 
 def cast_params(config: ModelConfig, params: Params, dtype: Any) -> Params:
-    """Returns the parameters of the same model in another dtype or weight format.
+    """Converts parameters to another dtype or weight format.
 
     Args:
-      params: arrays, all of the model's or some.
-      dtype: as for `init_params`. What decides how fast a state decays or which expert
-        is chosen stays float32 (`Param.float32`).
+      config: the architecture.
+      params: arrays; all parameters of the model, or some of them.
+      dtype: as for `init_params`. Parameters that decide how fast a state decays or
+        which expert is chosen stay float32 (`Param.float32`).
     """
     format = format_named(dtype)
     flat = by_path(params)

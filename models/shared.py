@@ -1,4 +1,4 @@
-"""Zamba2's transformer blocks, shared by several layers that adapt them."""
+"""Zamba2's transformer blocks, shared by several layers, each with its own adapters."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from stree_jax.models.config import ModelConfig, given
+from stree_jax.models.config import ModelConfig, required
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.nodes import Pass
 from stree_jax.models.norm import Norm
@@ -16,8 +16,8 @@ from stree_jax.models.weights.linear import linear
 
 
 def adapter_runs(c: ModelConfig) -> dict[str, tuple[Run, ...]]:
-    """Returns the rows that each adapter of a layer adds to, by the adapter's name."""
-    shared = given(c.shared)
+    """Returns the output rows of each adapter of a layer, by the adapter's name."""
+    shared = required(c.shared)
     mlp, attention = c.mixers[shared.mlp], c.mixers[shared.attention]
     runs = {"gate_up": mixer_of(mlp).params(mlp, c.d_model)["gate_up"].runs}
     if shared.attention_adapter:
@@ -28,7 +28,7 @@ def adapter_runs(c: ModelConfig) -> dict[str, tuple[Run, ...]]:
 
 def adapter_params(c: ModelConfig) -> Table:
     """Returns the parameters of a layer's adapters."""
-    rank = given(c.shared).adapter_rank
+    rank = required(c.shared).adapter_rank
     widths = {"gate_up": c.d_model, **dict.fromkeys("qkv", 2 * c.d_model)}
     return {
         name: low_rank_params(rank, widths[name], runs)
@@ -38,7 +38,7 @@ def adapter_params(c: ModelConfig) -> Table:
 
 def shared_block_params(c: ModelConfig) -> Table:
     """Returns the parameters of one shared transformer block."""
-    shared, d = given(c.shared), c.d_model
+    shared, d = required(c.shared), c.d_model
     attention, mlp = c.mixers[shared.attention], c.mixers[shared.mlp]
     return {
         "norm": norm_params(c.norm, 2 * d),
@@ -49,7 +49,7 @@ def shared_block_params(c: ModelConfig) -> Table:
 
 
 class LowRank(nn.Module):
-    """up(down(x)), a correction with few parameters."""
+    """A low-rank adapter, up(down(x))."""
 
     rank: int
     runs: tuple[Run, ...]
@@ -63,41 +63,47 @@ class LowRank(nn.Module):
 
 
 class Adapters(nn.Module):
-    """A layer's own corrections of the block that it shares."""
+    """A layer's low-rank adapters of its shared transformer block."""
 
     config: ModelConfig
     dtype: Any
 
     def setup(self):
-        rank, runs = given(self.config.shared).adapter_rank, adapter_runs(self.config)
+        rank = required(self.config.shared).adapter_rank
+        runs = adapter_runs(self.config)
         self.gate_up = LowRank(rank, runs["gate_up"], self.dtype)
-        if given(self.config.shared).attention_adapter:
+        if required(self.config.shared).attention_adapter:
             self.q, self.k, self.v = (
                 LowRank(rank, runs[name], self.dtype) for name in "qkv"
             )
 
     def of_attention(self, u: jax.Array) -> jax.Array | None:
-        """Returns what is added to q, k and v [B, Tq, d_qkv], from u [B, Tq, 2 d]; None
-        if there is no such adapter."""
-        if not given(self.config.shared).attention_adapter:
+        """Computes the terms [B, Tq, d_qkv] added to q, k and v, from u [B, Tq, 2 d].
+
+        Returns None if the config has no attention adapter.
+        """
+        if not required(self.config.shared).attention_adapter:
             return None
         return jnp.concatenate([self.q(u), self.k(u), self.v(u)], axis=-1)
 
     def of_mlp(self, u: jax.Array) -> jax.Array:
-        """Returns what is added to gate and up [B, Tq, 2 d_hidden], from u
+        """Computes the terms [B, Tq, 2 d_hidden] added to gate and up, from u
         [B, Tq, d]."""
         return self.gate_up(u)
 
 
 class SharedBlock(nn.Module):
-    """mlp(norm(attention(norm([h, embedding])))), without residual connections."""
+    """A shared transformer block: mlp(norm(attention(norm([h, embedding])))).
+
+    It has no residual connections.
+    """
 
     config: ModelConfig
     dtype: Any
     cut: Cut = WHOLE
 
     def setup(self):
-        c, shared = self.config, given(self.config.shared)
+        c, shared = self.config, required(self.config.shared)
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
         self.attention = self._mixer(shared.attention)
         self.mlp_norm = Norm(c.norm, c.norm_eps, self.dtype)
@@ -115,9 +121,13 @@ class SharedBlock(nn.Module):
         state: Any,
         record: Any,
     ) -> tuple[jax.Array, Any, Any]:
-        """Runs the block on [h, embedding] [B, Tq, 2 d]; see `Pass` for the contract.
+        """Runs the block; see `Pass` for the contract.
 
-        Record and state are those of the block's attention in this layer.
+        Args:
+          both: [B, Tq, 2 d], the residual stream and the embedding, concatenated.
+          adapters: the calling layer's adapters.
+          pass_: the forward pass.
+          state, record: those of the block's attention in the calling layer.
         """
         u = self.norm(both)
         adapter = adapters.of_attention(u)

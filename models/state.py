@@ -1,7 +1,8 @@
-"""What a model carries between calls: the states of its mixers, layer by layer.
+"""The state that a model carries between forward passes, and the records of a tree.
 
-States and records are pure pytrees: a tuple with one dictionary for each layer, which
-has an entry for each of the layer's token mixers, by name; {} for an MLP.
+States and records are pytrees: a tuple with one dictionary per layer, which has an
+entry for each of the layer's token mixers by name. It is {} for a layer with only an
+MLP.
 """
 
 from collections.abc import Callable
@@ -17,18 +18,18 @@ from stree_jax.models.mixer import Leaf, Mixer, MixerPending, map_leaves
 from stree_jax.models.mixers import MIXERS, mixer_of
 from stree_jax.pallas_kernels import ATTENTION_BLOCK
 
-LayerState = dict[str, Any]  # a `MixerState` for each token mixer
-LayerRecord = dict[str, Any]  # its record
+LayerState = dict[str, Any]  # the `MixerState` of each token mixer, by name
+LayerRecord = dict[str, Any]  # the record of each token mixer, by name
 Records = tuple[LayerRecord, ...]
 
 
 @struct.dataclass
 class State:
-    """Everything that a model has computed of the committed tokens.
+    """A model's state after the committed tokens: KV caches and SSM states.
 
     Attributes:
-      layers: one dictionary for each layer, see the module's docstring.
-      length: [B] int32, committed tokens.
+      layers: one dictionary per layer, see the module's docstring.
+      length: [B] int32, number of committed tokens.
     """
 
     layers: tuple[LayerState, ...]
@@ -41,12 +42,12 @@ class State:
 
 @struct.dataclass
 class Pending:
-    """An accepted path whose replay is left to the start of the next step.
+    """An accepted path that the next forward pass replays before its own tree.
 
     Attributes:
-      records: of the tree's T nodes, one dictionary for each layer.
+      records: the records of the tree's T nodes, one dictionary per layer.
       path: [B, M] int32, rows of the accepted tokens in order.
-      length: [B] int32, how many entries of `path` count.
+      length: [B] int32, number of valid entries of `path`.
     """
 
     records: Records
@@ -54,14 +55,15 @@ class Pending:
     length: jax.Array
 
     def layer(self, i: int) -> MixerPending[LayerRecord]:
-        """Returns what layer i has to replay."""
+        """Returns the pending path with only the records of layer i."""
         return MixerPending(self.records[i], self.path, self.length)
 
 
 def token_mixers(
     config: ModelConfig, block: Block
 ) -> dict[str, tuple[Mixer[Any], Any]]:
-    """Returns the mixers of a layer that keep a state, and their configs, by name."""
+    """Returns the token mixers of a layer (those with a state) and their configs, by
+    name."""
     mixers = {name: config.mixers[name] for name in config.mixer_names(block)}
     found = {name: (mixer_of(c), c) for name, c in mixers.items()}
     return {name: one for name, one in found.items() if one[0].State is not None}
@@ -75,27 +77,34 @@ def _by_layer(config: ModelConfig, make: Callable[[Mixer[Any], Any], Any]) -> An
 
 
 def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> State:
-    """Returns the state before any token, with room for `capacity` tokens."""
+    """Returns the state before any token.
+
+    Args:
+      config: the architecture.
+      batch: B.
+      capacity: S, tokens for which the KV caches have space.
+      dtype: dtype of the caches. SSM states are always float32.
+    """
     layers = _by_layer(config, lambda m, c: m.init_state(c, batch, capacity, dtype))
     return State(layers, jnp.zeros((batch,), jnp.int32))
 
 
 def init_records(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> Records:
-    """Returns records of `nodes` tokens, all zeros."""
+    """Returns the records of `nodes` tokens, all zeros."""
     return _by_layer(config, lambda m, c: m.empty_record(c, batch, nodes, dtype))
 
 
 def shortened(record: LayerRecord) -> LayerRecord:
-    """Returns a layer's record of one token.
+    """Returns a layer's record cut to one token.
 
-    Where CPU kernels write a mixer's records in place, its record stays as long as it
-    is: rows past the first belong to no path.
+    A record that CPU kernels write in place keeps its length: no path refers to its
+    rows past the first.
     """
 
     in_place = tuple(m.Record for m in MIXERS.values() if m.records_in_place)
 
     def short(one: Any) -> Any:
-        if cpu_kernels.at_hand() and type(one) in in_place:
+        if cpu_kernels.available() and type(one) in in_place:
             return one
         return jax.tree.map(lambda x: x[:, :1], one)
 
@@ -103,12 +112,12 @@ def shortened(record: LayerRecord) -> LayerRecord:
 
 
 def cache_rows(state: State) -> int | None:
-    """Returns the rows of the attention caches; None if there is no cache."""
+    """Returns S, the rows of the KV caches. None for a model without attention."""
     rows: list[int] = []
 
-    def visit(x: jax.Array, facts: Leaf) -> jax.Array:
-        if facts.capacity_axis is not None:
-            rows.append(x.shape[facts.capacity_axis])
+    def visit(x: jax.Array, leaf: Leaf) -> jax.Array:
+        if leaf.capacity_axis is not None:
+            rows.append(x.shape[leaf.capacity_axis])
         return x
 
     map_leaves(visit, state)
@@ -116,15 +125,15 @@ def cache_rows(state: State) -> int | None:
 
 
 def whole_blocks(rows: int) -> int:
-    """Returns `rows`, rounded up to the blocks that attention on a CPU reads."""
+    """Rounds `rows` up to whole blocks of the CPU attention (`ATTENTION_BLOCK`)."""
     return -(-rows // ATTENTION_BLOCK) * ATTENTION_BLOCK
 
 
 def grow(state: State, capacity: int) -> State:
-    """Returns the same state with room for at least `capacity` tokens."""
+    """Returns the state with KV caches for at least `capacity` tokens."""
 
-    def pad(x: jax.Array, facts: Leaf) -> jax.Array:
-        axis = facts.capacity_axis
+    def pad(x: jax.Array, leaf: Leaf) -> jax.Array:
+        axis = leaf.capacity_axis
         if axis is None:
             return x
         more = [(0, 0)] * x.ndim
@@ -135,13 +144,13 @@ def grow(state: State, capacity: int) -> State:
 
 
 def commit(state: State, records: Records, path: jax.Array, length: jax.Array) -> State:
-    """Returns the state after the accepted path (activation replay).
+    """Returns the state after an accepted path (activation replay).
 
     Args:
-      state: before the tree that `records` belong to.
-      records: of the tree's T nodes, one dictionary for each layer.
+      state: the state before the tree that `records` belong to.
+      records: the records of the tree's T nodes, one dictionary per layer.
       path: [B, M] int32, rows of the accepted tokens in order.
-      length: [B] int32, how many entries of `path` count; 0 leaves a row as it was.
+      length: [B] int32, number of valid entries of `path`; 0 leaves a row unchanged.
     """
 
     def layer(states: LayerState, record: LayerRecord) -> LayerState:

@@ -1,4 +1,4 @@
-"""Traces work that layers of a kind share once instead of once per layer."""
+"""Shares JAX traces between layers of the same kind."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -10,10 +10,10 @@ R = TypeVar("R")
 
 
 def traced_once(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes JAX trace a function of pytrees once for arguments of the same shapes.
+    """Makes JAX trace a function of pytrees once per set of argument shapes.
 
-    Tracing is what the first call of a deep model waits for, beside compiling. The
-    trace is inlined at every call, so that programs and the scopes of their operations
-    are those of the function itself.
+    Besides compilation, tracing dominates the time of a deep model's first call. The
+    trace is inlined at every call, so the compiled program and its scope names are the
+    same as without this decorator.
     """
     return jax.jit(function, inline=True)

@@ -1,8 +1,9 @@
-"""The ops of tree verification: plain-JAX definitions, and Pallas kernels for GPUs.
+"""The operations of tree verification: definitions in plain JAX, and Pallas kernels for
+GPUs.
 
-Axes: B batch, T tokens of this call (tree nodes), S cache capacity, H SSM heads,
-P head size, N state size, G groups, K conv taps, C conv channels,
-Hq/Hk query/KV heads, M longest path.
+Axes: B batch, T tokens of a call (tree nodes), S capacity of the KV cache, H SSM heads,
+P head size, N state size, G groups, K conv taps, C conv channels, Hq/Hk query/KV heads,
+M longest path.
 """
 
 from stree_jax.pallas_kernels.attention import ATTENTION_BLOCK as ATTENTION_BLOCK

@@ -1,7 +1,8 @@
-"""Attention of tree nodes to the committed cache and to their ancestors.
+"""Attention from tree nodes to the KV cache and to their ancestors.
 
-`tree_attention` is the definition, which gradients come from. `in_blocks` is how a CPU
-computes it: in the time and memory of the text, whatever the capacity of the cache.
+`tree_attention` is the definition; gradients are computed from it. `in_blocks` is the
+form for CPUs: its time and memory depend on the length of the text, not on the capacity
+of the cache.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from stree_jax.cpu_kernels import by_platform
 from stree_jax.pallas_kernels.rounding import rounded_to
 
 _HIGHEST = lax.Precision.HIGHEST
-ATTENTION_BLOCK = 128  # rows of the cache at a time: scores stay in a core's own
+ATTENTION_BLOCK = 128  # cache rows per block: the scores fit in a core's own cache
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -34,14 +35,16 @@ def tree_attention(
     mask: jax.Array,
     scale: float,
 ) -> jax.Array:
-    """softmax(scale * q . [committed keys; ancestors' keys]) . values.
+    """Computes softmax(scale * q . [committed keys; ancestors' keys]) . values.
 
     Args:
-      q: [B, Tq, Hq, hd], rotated at position = committed length + depth.
-      k, v: [B, T, Hk, hd], the tree's nodes; query head i reads head i // (Hq/Hk).
+      q: [B, Tq, Hq, hd], queries, rotated for position committed length + depth.
+      k, v: [B, T, Hk, hd], keys and values of the tree's nodes. Query head i reads KV
+        head i // (Hq/Hk).
       k_cache, v_cache: [B, Hk, S, hd], committed keys and values.
-      length: [B] int32, valid entries of the cache; the rest must be finite.
-      mask: [B, Tq, T] bool, ancestor-or-self.
+      length: [B] int32, number of valid rows in the cache. The other rows must be
+        finite.
+      mask: [B, Tq, T] bool. True if the node is the query itself or its ancestor.
       scale: softmax scale.
 
     Returns:
@@ -60,7 +63,8 @@ def tree_attention(
     committed = jnp.where(valid, committed, -jnp.inf)
     inside = jnp.where(mask[:, None, None], inside, -jnp.inf)
 
-    top = jnp.maximum(committed.max(-1), inside.max(-1))[..., None]  # self is allowed
+    # The maximum is finite, because every node sees at least itself.
+    top = jnp.maximum(committed.max(-1), inside.max(-1))[..., None]
     committed, inside = jnp.exp(committed - top), jnp.exp(inside - top)
     total = committed.sum(-1) + inside.sum(-1)
     out = _product("bksd,bkgts->btkgd", v_cache, rounded(committed))
@@ -82,14 +86,23 @@ def in_blocks(
     mask: jax.Array,
     scale: float,
 ) -> jax.Array:
-    """`tree_attention` by blocks of the cache, up to the longest text.
+    """Computes `tree_attention` in blocks of the cache, up to the longest text.
 
-    The nodes come first, which gives every query a finite maximum m. Of each block it
-    then keeps, as `triton_attention` has it, m, the sum l of exp(score - m) and the sum
-    a of values with these weights. Where the cache ends inside a block, that one begins
-    early, and what was seen before weighs 0. Of caches of whole blocks there is none,
-    and the capacity changes no bit of a result. Weights of values stay float32, as
-    rounding them costs XLA:CPU more than the product.
+    As in `triton_attention`, each query carries the running maximum m of its scores,
+    the sum l of exp(score - m), and the sum a of the values weighted by exp(score - m).
+    The tree's nodes come first, so that m is finite from the start.
+
+    If the last block would extend past the end of the cache, it begins earlier, and
+    rows that were already counted get weight 0. With a capacity of whole blocks this
+    does not happen, and results are bitwise independent of the capacity. The weights of
+    the values stay float32, because rounding them costs XLA:CPU more time than the
+    product.
+
+    Args:
+      q, k, v, k_cache, v_cache, length, mask, scale: see `tree_attention`.
+
+    Returns:
+      [B, Tq, Hq, hd] float32.
     """
     (Bb, Tq, Hq, hd), T = q.shape, k.shape[1]
     Hk, S = k_cache.shape[1:3]
@@ -120,7 +133,7 @@ def in_blocks(
     inside = jnp.broadcast_to(mask[:, None, None], (Bb, 1, groups, Tq, T))
     s = scores(k, inside.reshape(Bb, 1, groups * Tq, T))
     m = s.max(-1)
-    # A cache of no rows has no block.
+    # With S = 0, block is 0, too: avoid the division.
     blocks = (length.max() + block - 1) // block if S else 0
     _, total, weighted = lax.fori_loop(0, blocks, add_block, (m, *sums(s, m, v)))
     out = (weighted / total[..., None]).reshape(Bb, Hk, groups, Tq, hd)
@@ -128,26 +141,29 @@ def in_blocks(
 
 
 def _rows(cache: jax.Array, begin: jax.Array, count: int) -> jax.Array:
-    """Rows of a cache [B, Hk, S, hd] from `begin` [] on."""
+    """Returns `count` rows of a cache [B, Hk, S, hd], from row `begin` [] on."""
     rows = lax.dynamic_slice_in_dim(as_bits(cache), begin, count, axis=2)
     return rows.view(cache.dtype)
 
 
 def as_bits(z: jax.Array) -> jax.Array:
-    """16-bit numbers as the uint16 that they are kept as in caches; others as they are.
+    """Views 16-bit floats as uint16, the dtype in which caches store them.
 
-    XLA:CPU slices and updates nothing in 16-bit floats: it would make the whole cache
-    float32 and back, for a few rows.
+    Other dtypes are returned unchanged. XLA:CPU cannot slice or update 16-bit floats:
+    it would convert the whole cache to float32 and back to access a few rows.
     """
     return z.view(jnp.uint16) if z.dtype.itemsize == 2 else z
 
 
 @jax.custom_vjp
 def without_kernel(*args: jax.Array) -> jax.Array:
-    """`tree_attention`, on a CPU `in_blocks`; arguments of both, in their order.
+    """Computes `in_blocks` on a CPU and `tree_attention` elsewhere.
 
-    A loop of unknown length cannot be differentiated: gradients, and the values that
-    come with them, are the definition's.
+    Under differentiation, values and gradients come from `tree_attention`, because JAX
+    cannot differentiate a loop whose length is not known at compile time.
+
+    Args:
+      *args: arguments of `tree_attention`, in order.
     """
     return by_platform(*args, cpu=in_blocks, default=tree_attention)
 
@@ -156,8 +172,8 @@ def _forward(*args: jax.Array) -> tuple[jax.Array, Callable]:
     return jax.vjp(tree_attention, *args)
 
 
-def _backward(pull: Callable, given: jax.Array) -> tuple:
-    return pull(given)
+def _backward(vjp: Callable, cotangent: jax.Array) -> tuple:
+    return vjp(cotangent)
 
 
 without_kernel.defvjp(_forward, _backward)

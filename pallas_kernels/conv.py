@@ -7,7 +7,7 @@ from stree_jax.cpu_kernels import cpu_kernel, like
 
 
 def _gather_rows(z: jax.Array, rows: jax.Array) -> jax.Array:
-    """z [B, T, C], rows [B, ...] -> [B, ..., C]."""
+    """Gathers rows [B, ..., C] of z [B, T, C] with indices `rows` [B, ...]."""
     return jax.vmap(lambda z, r: z[r])(z, rows)
 
 
@@ -18,16 +18,17 @@ def tree_conv(
     window0: jax.Array,
     window: jax.Array,
 ) -> jax.Array:
-    """Causal depthwise convolution of each node with its own nearest ancestors.
+    """Computes the causal depthwise convolution of each node with its nearest
+    ancestors.
 
         y_t = bias + sum_k weight[:, k] * z[window[t, k]],  z = concat(window0, u)
 
     Args:
       u: [B, T, C], inputs of the tree's nodes.
-      weight: [C, K], last tap = the node itself.
+      weight: [C, K]. The last tap is that of the node itself.
       bias: [C] or None.
       window0: [B, K-1, C], inputs of the last K-1 committed tokens, oldest first.
-      window: [B, Tq, K] int32, rows of z under each tap, see `Nodes.window`.
+      window: [B, Tq, K] int32, the row of z that each tap reads, see `Nodes.window`.
 
     Returns:
       y [B, Tq, C] float32, before the activation.
@@ -42,7 +43,7 @@ def tree_conv(
     return y
 
 
-def _other_arrays(
+def _unsupported(
     window0: jax.Array, u: jax.Array, path: jax.Array, length: jax.Array
 ) -> bool:
     known = u.dtype == window0.dtype and path.dtype == length.dtype == jnp.int32
@@ -52,7 +53,7 @@ def _other_arrays(
 @cpu_kernel(
     "stree_window",
     outputs=lambda window0, *_: like(window0),
-    unsupported=_other_arrays,
+    unsupported=_unsupported,
     aliases={"window0": None},
 )
 def commit_window(
@@ -61,13 +62,13 @@ def commit_window(
     """Returns the last K-1 inputs of the committed sequence after an accepted path.
 
     Args:
-      window0: [B, K-1, C], before the path.
+      window0: [B, K-1, C], the last K-1 inputs before the path, oldest first.
       u: [B, T, C], inputs of the tree's nodes.
       path: [B, M] int32, rows of the accepted nodes in order.
-      length: [B] int32, how many entries of `path` count.
+      length: [B] int32, number of valid entries of `path`.
 
     Returns:
-      [B, K-1, C], dtype of window0.
+      [B, K-1, C] in the dtype of window0.
     """
     K1 = window0.shape[1]
     z = jnp.concatenate([window0, u.astype(window0.dtype)], axis=1)

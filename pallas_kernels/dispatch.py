@@ -1,4 +1,4 @@
-"""Which of an op's implementations runs."""
+"""Chooses which implementation of an operation runs."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def int32_inside(kernel: Callable[P, R]) -> Callable[P, R]:
-    """A kernel whose own integers are int32 under JAX_ENABLE_X64, too."""
+    """Makes a kernel use int32 for its own integers, even with JAX_ENABLE_X64."""
 
     @wraps(kernel)
     def run(*args: P.args, **options: P.kwargs) -> R:
@@ -25,9 +25,12 @@ def int32_inside(kernel: Callable[P, R]) -> Callable[P, R]:
 
 
 class Kernel(NamedTuple):
-    """A kernel, and why it cannot take these arguments, or None.
+    """A kernel for one set of arguments.
 
-    `platform` is what it is for: "cuda" of Pallas's, "cpu" of `cpu_kernels`.
+    Attributes:
+      function: the kernel; takes the same arguments as the definition.
+      unsupported: why the kernel does not support the arguments. None if it does.
+      platform: platform of the kernel, "cuda" (Pallas) or "cpu" (`cpu_kernels`).
     """
 
     function: Callable[..., Any]
@@ -42,18 +45,21 @@ def dispatch(
     kernels: Mapping[str, Kernel],
     *args: Any,
 ) -> Any:
-    """Run an op on arrays (and None) by its plain-JAX definition or by a kernel.
+    """Runs an operation with a kernel or with its definition in plain JAX.
 
     Args:
-      op: name, for messages.
-      implementation: "xla" for the definition, the name of a kernel, or None: the
-        first kernel for the platform that the program is compiled for which takes these
-        arguments, or the definition. Gradients are those of the definition.
+      op: name of the operation, for messages.
+      implementation: "xla" for the definition, or the name of a kernel. If None, the
+        first kernel that supports the arguments on the platform for which the program
+        is compiled; the definition if there is no such kernel. Gradients always come
+        from the definition.
       reference: the definition.
-      kernels: by name, the preferred one first.
+      kernels: the kernels by name, the preferred one first.
+      *args: arguments of the operation: arrays, pytrees of arrays, or None.
 
     Raises:
-      ValueError: the named implementation does not exist or cannot take the arguments.
+      ValueError: the named implementation does not exist or does not support the
+        arguments.
     """
     if implementation == "xla":
         return reference(*args)
@@ -61,7 +67,7 @@ def dispatch(
         if implementation not in kernels:
             known = ", ".join(["xla", *kernels])
             raise ValueError(
-                f"{op}: no implementation {implementation!r}; known: {known}"
+                f"{op}: unknown implementation {implementation!r}; known: {known}"
             )
         kernel = kernels[implementation]
         if kernel.unsupported is not None:
@@ -73,7 +79,7 @@ def dispatch(
             first.setdefault(kernel.platform, kernel.function)
     if not first:
         return reference(*args)
-    # The backward pass computes the definition again, keeping nothing of it meanwhile.
+    # The backward pass recomputes the definition instead of storing its intermediates.
     return by_platform(*args, default=_recomputed(reference), **first)
 
 

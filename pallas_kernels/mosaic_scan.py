@@ -1,22 +1,23 @@
-"""`replay_tree_scan` as one Mosaic GPU kernel, for Hopper's warpgroup matmul.
+"""`scan.replay_tree_scan` as one Mosaic GPU kernel that uses Hopper's warpgroup matmul.
 
-`scan.replay_tree_scan` is the definition. One warpgroup per (sequence, head, 64 rows
-of P) reads its rows of the state once, writes them once, and computes transposed
-outputs, so that the state is the left operand of the matmul as it lies in memory:
+One warpgroup per (sequence, head, 64 rows of P) reads its rows of the state once and
+writes them once. It computes transposed outputs, so that the state can be the left
+operand of the matmul in its layout in memory:
 
     h   = keep h0 + sum_{j < length} w_j x_j (outer) B_j     [64, N]
     W^T = decay^T * (B C^T)                                  [S, Q]
     y^T = (h C^T) * exp(Acum) + x^T W^T                      [64, Q]
 
 with w_j = exp(sum_{i > j} a_i) dt_j on the path and decay[t, s] =
-L[t, s] exp(Acum_t - Acum_s) dt_s. XLA prepares these factors and the transposes, all
-of it small, and adds D x where it transposes y back.
+L[t, s] exp(Acum_t - Acum_s) dt_s. XLA prepares these factors and the transposes, which
+are small, and adds D x when it transposes y back.
 
-Accuracy: h is float32 throughout. The matmuls take bfloat16, so a float32 operand
-goes in as a sum of three such parts, all its 24 bits, or of two, 16 bits, where x and
-B are bfloat16 (of one part) or three need too much shared memory. Products of two
-parts are left out where the rest is no more exact than that. Relative to its largest
-value, y is within about 1e-6 (three parts) or 1e-5 (two).
+Accuracy: h is float32 throughout. The matmuls take bfloat16 operands, so a float32
+operand is passed as a sum of bfloat16 parts: three parts hold all 24 bits. Two parts
+hold 16 bits; they are used if x and B are bfloat16 (one part each) or if three parts
+need too much shared memory. Products of two small parts are skipped when they are below
+the precision of the rest. Relative to its largest value, the error of y is about 1e-6
+with three parts and 1e-5 with two.
 """
 
 from functools import partial
@@ -45,19 +46,19 @@ except ImportError:  # another platform's jax, or one without absl-py
 Array = jax.Array
 Parts = list[Array]  # bfloat16 arrays whose sum is the value
 
-_ROWS = 64  # of a warpgroup's matmul: rows of P per program, and key tokens S
-_COLUMNS = 64  # of the state that are handled together, a full swizzle in bfloat16
-_SMEM = 227 * 1024
+_ROWS = 64  # rows of a warpgroup's matmul: rows of P per program, and key tokens S
+_COLUMNS = 64  # columns of the state per block: a full 128-byte swizzle in bfloat16
+_SMEM = 227 * 1024  # bytes of shared memory per block on Hopper
 _DTYPES = {"float32", "bfloat16"}
 
 
 def _queries(T: int) -> int:
-    """T padded to a width that a swizzle of 32, 64 or 128 bytes covers."""
+    """Returns T rounded up to a width that a swizzle of 32, 64 or 128 bytes covers."""
     return next(Q for Q in (16, 32, 64) if T <= Q)
 
 
 def _smem_bytes(x: Any, B: Any, T: int, M: int, parts: int) -> int:
-    """Shared memory of one program, see `_scratch`."""
+    """Returns the bytes of shared memory that one program needs, see `_scratch`."""
     N, Q = B.shape[-1], _queries(T)
     of_x, of_B = (1 if z.dtype == jnp.bfloat16 else parts for z in (x, B))
     halves = N * Q * of_B + _ROWS * Q * of_x + parts * _ROWS * (N + Q)
@@ -73,9 +74,10 @@ def _part_count(x: Any, B: Any, T: int, M: int) -> int:
 
 
 def unsupported(x: Any, B: Any, mask: Any, path: Any) -> str | None:
-    """Why the kernel cannot take arguments of these shapes and dtypes, or None.
+    """Returns why the kernel does not support these shapes and dtypes. None if it does.
 
-    The GPU has to be a Hopper one (compute capability 9.x), which is not seen here.
+    The kernel also needs a Hopper GPU (compute capability 9.x), which is not checked
+    here.
     """
     T, P, N, M = mask.shape[-1], x.shape[-1], B.shape[-1], path.shape[-1]
     if plgpu is None or not hasattr(plgpu, "kernel"):
@@ -93,13 +95,14 @@ def unsupported(x: Any, B: Any, mask: Any, path: Any) -> str | None:
     return None
 
 
-# What XLA prepares
+# Inputs that XLA prepares
 
 
 def _parts(z: Array, count: int) -> Parts:
-    """z as a sum of bfloat16 arrays: itself, or `count` of a float32 array.
+    """Splits z into bfloat16 arrays whose sum is z, the largest first.
 
-    reduce_precision, unlike a cast there and back, is never optimized away.
+    A bfloat16 array is its only part; a float32 array has `count` parts. The compiler
+    never removes `reduce_precision`, as it may do with a cast and its inverse.
     """
     if z.dtype == jnp.bfloat16:
         return [z]
@@ -118,18 +121,21 @@ def _pad(z: Array, axis: int, size: int) -> Array:
 
 
 def _path_weights(past: Replayed) -> Array:
-    """[B, H, M + 1] float32: w_j of the path's tokens, then keep."""
+    """Returns [B, H, M + 1] float32: w_j of the path's tokens, followed by keep."""
     weights, kept = path_weights(past)
     return jnp.concatenate([weights, kept[:, None]], axis=1).swapaxes(1, 2)
 
 
 def _path_sum(mask: Array, a: Array) -> Array:
-    """sum over s of mask[t, s] * a[s]: [B, T, T], [B, T, H] -> [B, H, T]."""
+    """Sums a along paths: mask [B, T, T] and a [B, T, H] to [B, H, T]."""
     return jnp.where(mask[..., None], a[:, None], 0.0).sum(2).swapaxes(1, 2)
 
 
 def _decays(dt: Array, a: Array, mask: Array, Q: int) -> Array:
-    """[B, H, S + 1, Q] float32: decay^T, then exp(Acum); 0 past the T tokens."""
+    """Returns [B, H, S + 1, Q] float32: the rows of decay^T, then exp(Acum).
+
+    Entries past the T tokens are 0.
+    """
     hi, lo = (_path_sum(mask, part) for part in exact_split(a.astype(jnp.float32)))
     difference = (hi[:, :, None] - hi[..., None]) + (lo[:, :, None] - lo[..., None])
     allowed = mask.swapaxes(1, 2)[:, None]
@@ -140,7 +146,8 @@ def _decays(dt: Array, a: Array, mask: Array, Q: int) -> Array:
 
 
 def _token_parts(inputs: ScanInputs, Q: int, count: int) -> tuple[Parts, Parts, Parts]:
-    """x^T [B, H, P, Q], B [B, Q, G, N], C^T [B, G, N, Q] as bfloat16 parts."""
+    """Returns the bfloat16 parts of x^T [B, H, P, Q], B [B, Q, G, N] and
+    C^T [B, G, N, Q]."""
     x = _pad(inputs.x.transpose(0, 2, 3, 1), 3, Q)
     C = _pad(inputs.C.transpose(0, 2, 3, 1), 3, Q)
     return _parts(x, count), _parts(_pad(inputs.B, 1, Q), count), _parts(C, count)
@@ -152,7 +159,12 @@ def _token_parts(inputs: ScanInputs, Q: int, count: int) -> tuple[Parts, Parts, 
 def _products(
     shape: tuple[int, int], *factors: tuple[list[Any], list[Any]]
 ) -> list[Array]:
-    """left @ right of every (left, right), both parts in shared memory."""
+    """Computes left @ right for every pair of factors.
+
+    Args:
+      shape: shape of each product.
+      *factors: pairs (left, right); each factor is a list of parts in shared memory.
+    """
 
     def add(acc, left, right, k):
         count = max(len(left), len(right))
@@ -171,7 +183,7 @@ def _products(
 
 
 def _store_parts(refs: list[Any], value: Array, columns: Any = slice(None)) -> None:
-    """Sum of refs[:, columns] = value."""
+    """Stores a float32 value as bfloat16 parts that sum to it, one part per ref."""
     for ref in refs:
         part = value.astype(jnp.bfloat16)
         ref[:, columns] = part
@@ -179,7 +191,10 @@ def _store_parts(refs: list[Any], value: Array, columns: Any = slice(None)) -> N
 
 
 def _load(ref: Any, interpret: Any, layout: Any = None) -> Array:
-    """From global memory to registers; the interpreters know plain indexing only."""
+    """Loads from global memory to registers.
+
+    Interpreters support only plain indexing.
+    """
     if interpret:
         return ref[...]
     index = (None,) if jax.version.__version_info__ < (0, 11) else ()
@@ -189,7 +204,14 @@ def _load(ref: Any, interpret: Any, layout: Any = None) -> Array:
 def _replay(
     states: list[Array], length: Array, weights: Any, path_x: Any, path_B: Any
 ) -> list[Array]:
-    """keep states + sum_{j < length} w_j x_j (outer) B_j; states are columns of one."""
+    """Computes keep h + sum_{j < length} w_j x_j (outer) B_j.
+
+    Args:
+      states: column blocks of the state h.
+      length: tokens of the path.
+      weights: w_j of the path's tokens, followed by keep.
+      path_x, path_B: x and B of the path's tokens.
+    """
     shape = _ROWS, _COLUMNS
 
     def add(j, states):
@@ -206,9 +228,9 @@ def _replay(
 
 
 def _fetch(smem, b, group, head, rows, path, path_x, path_B, x, B, C) -> list[Any]:
-    """Start every copy to shared memory; returns where B's parts will be.
+    """Starts all copies to shared memory. Returns the refs that B's parts arrive in.
 
-    Past Q, rows of B stay undefined, and with them rows of W that nothing reads.
+    Rows of B past Q stay undefined, and so do the rows of W past Q, which are not read.
     """
     T, M = path_x.shape[1], path.shape[1]
     scores, rest = smem["scores_ready"], smem["ready"]
@@ -250,7 +272,7 @@ def _body(
     states = _replay(states, length[b], weights, smem["path_x"], smem["path_B"])
     for c, state in zip(columns, states, strict=True):
         h[b, head, rows, c] = state
-        _store_parts(smem["left"], state, c)  # B is done with
+        _store_parts(smem["left"], state, c)  # overwrites B, which is no longer needed
 
     plgpu.commit_smem()
     W = [z.at[pl.ds(0, shape[1])] for z in smem["W"]]
@@ -291,11 +313,12 @@ def replay_tree_scan(
     *,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """`scan.replay_tree_scan` of arguments for which `unsupported` is None.
+    """Computes `scan.replay_tree_scan`.
 
     Args:
-      h0, past, inputs, mask: as there.
-      interpret: False, or the `InterpretGPUParams` of a run on the CPU.
+      h0, past, inputs, mask: as in `scan.replay_tree_scan`; `unsupported` must return
+        None for them.
+      interpret: False, or an `InterpretGPUParams` to interpret the kernel on a CPU.
 
     Returns:
       y [B, T, H, P] and the replayed state [B, H, P, N], both float32.

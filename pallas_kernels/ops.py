@@ -1,9 +1,10 @@
-"""The ops as models call them: one public function each, run by a kernel or by XLA.
+"""The operations as models call them: one public function each, which runs a kernel or
+plain JAX.
 
-`implementation` is None (a kernel where there is one for the platform that the program
-is compiled for, the arguments allow it and it pays, else plain JAX), "xla", or the name
-of a kernel, which then runs or raises. What they compute is defined in `scan` and
-`attention`, with the axes of their arguments.
+The argument `implementation` is "xla" (plain JAX), the name of a kernel (an error if it
+does not support the arguments), or None. None chooses a kernel for the platform that
+the program is compiled for, if one supports the arguments and is faster, and plain JAX
+otherwise. `scan` and `attention` define the operations and the axes of their arguments.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,10 @@ from stree_jax.pallas_kernels.scan import Replayed, ScanInputs
 
 
 def _check_heads(op: str, heads: int, shared: int) -> None:
-    """Heads share groups, or keys, evenly; a kernel would say so only once it runs."""
+    """Raises ValueError unless each group or KV head serves the same number of heads.
+
+    A kernel would detect this only when it runs.
+    """
     if shared < 1 or heads % shared:
         raise ValueError(f"{op}: {heads} heads cannot share {shared} evenly")
 
@@ -42,7 +46,7 @@ def tree_scan(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Outputs of a linear recurrence along every path of a tree: `scan.tree_scan`."""
+    """Computes `scan.tree_scan`: a linear recurrence along every path of a tree."""
     _check_heads("tree_scan", inputs.x.shape[2], inputs.B.shape[2])
     reason = triton_scan.unsupported(inputs.x, inputs.B, mask)
     kernels = {"triton": Kernel(triton_scan.tree_scan, reason)}
@@ -58,20 +62,21 @@ def replay_tree_scan(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The last path's replay and this tree's scan: `scan.replay_tree_scan`."""
+    """Computes `scan.replay_tree_scan`: replays the last path, then scans this tree."""
     _check_heads("replay_tree_scan", inputs.x.shape[2], inputs.B.shape[2])
     shapes = (inputs.x, inputs.B, mask, past.path)
     triton, mosaic = triton_scan.unsupported(*shapes), mosaic_scan.unsupported(*shapes)
-    kernels = {  # the faster one first, on an H200
+    kernels = {  # the one that is faster on an H200 first
         "triton": Kernel(triton_scan.replay_tree_scan, triton),
         "mosaic_gpu": Kernel(mosaic_scan.replay_tree_scan, mosaic),
     }
     native = native_replay_tree_scan.unsupported(h0, past, inputs, mask)
     kernels["native"] = Kernel(native_replay_tree_scan, native, "cpu")
     if implementation is None and mask.shape[-1] == past.path.shape[-1] == 1:
-        # A token after a token has no products, and XLA fuses it with what is around
-        # it: a plain step of Mamba2-2.7B takes 4.2 ms on an H200, with a kernel 4.7;
-        # on a CPU a layer of Mamba2-130M takes 43 us, with a kernel 56.
+        # Plain decoding, one token after another, has no matrix products, and XLA fuses
+        # it with the surrounding operations. A step of Mamba2-2.7B on an H200 takes
+        # 4.2 ms (4.7 ms with the kernel); a layer of Mamba2-130M on a CPU takes 43 us
+        # (56 us with the kernel).
         implementation = "xla"
     name, args = "replay_tree_scan", (h0, past, inputs, mask)
     return dispatch(name, implementation, scan.replay_tree_scan, kernels, *args)
@@ -90,7 +95,7 @@ native_replay_tree_scan = cpu_kernel(
 def replay(
     h0: jax.Array, past: Replayed, *, implementation: Implementation | None = None
 ) -> jax.Array:
-    """The state after an accepted path: `scan.replay`."""
+    """Computes `scan.replay`: the state after an accepted path."""
     native = native_replay.unsupported(h0, past)
     kernels = {"native": Kernel(native_replay, native, "cpu")}
     return dispatch("replay", implementation, scan.replay, kernels, h0, past)
@@ -117,7 +122,8 @@ def tree_attention(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Attention to the committed cache and to ancestors: `attention.tree_attention`."""
+    """Computes `attention.tree_attention`: attention to the KV cache and to
+    ancestors."""
     _check_heads("tree_attention", q.shape[2], k.shape[2])
     reason = triton_attention.unsupported(q, k_cache, v_cache, mask)
     arrays = q, k, v, k_cache, v_cache, length, mask
@@ -136,7 +142,7 @@ def tree_attention(
 
 @dataclass(frozen=True)
 class _Scaled:
-    """An attention of arrays, with its last argument bound."""
+    """An attention function with its last argument, `scale`, bound."""
 
     attention: Callable[..., jax.Array]
     scale: float
@@ -151,7 +157,7 @@ def _native_attention(*args: Any) -> jax.Array:
 
 
 def _attention_arrays(q: jax.Array, *rest: jax.Array, scale: float) -> tuple[Any, ...]:
-    """Returns the arrays as the kernel reads them: 16-bit numbers are uint16."""
+    """Converts the arrays to the kernel's dtypes; 16-bit floats become uint16."""
     *numbers, length, mask = rest
     dtype = numbers[2].dtype  # of the caches
     bits = (attention.as_bits(z.astype(dtype)) for z in numbers)
@@ -174,14 +180,16 @@ def chunk_scan(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """`tree_scan` with a causal mask, in time linear in T (SSD, Mamba2 section 6).
+    """Computes `tree_scan` with a causal mask in time linear in T (SSD, Mamba2 section
+    6).
 
-    Every chunk is a causal `tree_scan` whose h0 is the state that `replay` of the
-    chunks before it gives; only that short recurrence over chunks is sequential.
+    Every chunk is a causal `tree_scan` that starts from the state after the chunks
+    before it. Only the recurrence of the states over chunks is sequential.
 
     Args:
-      inputs, h0: as in `scan.tree_scan`, Tq = T.
+      inputs, h0: as in `scan.tree_scan`, with Tq = T.
       chunk: tokens per chunk; T need not be a multiple of it.
+      implementation: see the module's docstring.
 
     Returns:
       y [B, T, H, P] float32.

@@ -1,4 +1,4 @@
-"""Numbers rounded to fewer bits, whatever a compiler makes of it."""
+"""Rounding to fewer bits that no compiler optimization can remove."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from jax import lax
 
 
 def rounded_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in `dtype`, and no bit more.
+    """Rounds x to `dtype`, always.
 
-    XLA may leave out a conversion to bfloat16 and back where it fuses both ("excess
-    precision"), and whether it does depends on the program. On a GPU it did in plain
-    steps and not in front of a kernel, so that a tree's logits were not plain
-    decoding's. `reduce_precision` is never left out.
+    XLA may remove a conversion to bfloat16 and back when it fuses both ("excess
+    precision"), depending on the program. On a GPU it removed it in plain decoding
+    steps but not before a kernel, so the logits of a tree differed from those of plain
+    decoding. XLA never removes `reduce_precision`.
     """
     if jnp.dtype(dtype).itemsize < x.dtype.itemsize:
         kept = jnp.finfo(dtype)

@@ -1,19 +1,19 @@
-"""The masked scan of tree verification and the replay of an accepted path.
+"""Definitions of the masked scan of tree verification and of the replay of a path.
 
-Axes: B batch, T tokens (tree nodes), Tq queried ones among them, H SSM heads, P head
+Axes: B batch, T tokens (tree nodes), Tq queried tokens (a subset), H SSM heads, P head
 size, N state size, G groups (head h reads group h // (H / G)), M longest path.
 
-What a token brings, in any float dtype; all is computed in float32:
+The inputs of the scan, in any float dtype; computation is in float32:
 
     x  [B, T, H, P]   SSM input, after convolution
     dt [B, T, H]      step size, after softplus and clamp (0 makes a token a no-op)
     a  [B, T, H]      log decay, a = dt * A with A < 0
     B  [B, T, G, N]   input projection
     C  [B, Tq, G, N]  output projection
-    D  [H] or [H, P]  skip weight per head or per channel, of all tokens
+    D  [H] or [H, P]  skip weight per head or per channel, the same for all tokens
 
-Products are written with the large operand on the left (`state`, weights), the form
-in which XLA:CPU streams it at memory speed.
+Products have the large operand (`state`, weights) on the left, the form in which
+XLA:CPU reads it at memory speed.
 """
 
 import math
@@ -24,11 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 
 _HIGHEST = lax.Precision.HIGHEST
-FORGOTTEN = -128.0  # exp of this and below is 0 in float32
+FORGOTTEN = -128.0  # exp of this or less is 0 in float32: the state is forgotten
 
 
 class ScanInputs(NamedTuple):
-    """What a scan reads of T tokens, Tq of which are queried; shapes as above."""
+    """Inputs of a scan over T tokens, Tq of them queried; shapes as in the module's
+    docstring."""
 
     x: jax.Array
     dt: jax.Array
@@ -39,12 +40,13 @@ class ScanInputs(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """T tokens of which a path was accepted.
+    """Scan inputs of T tokens, and the accepted path among them.
 
     Attributes:
-      x, dt, a, B: as above.
+      x, dt, a, B: as in the module's docstring.
       path: [B, M] int32, rows of the accepted tokens in order.
-      length: [B] int32, how many entries of `path` count; 0 leaves the state alone.
+      length: [B] int32, number of valid entries of `path`; 0 leaves the state
+        unchanged.
     """
 
     x: jax.Array
@@ -56,15 +58,16 @@ class Replayed(NamedTuple):
 
 
 def _grouped(z: jax.Array, groups: int) -> jax.Array:
-    """[B, T, H, ...] -> [B, T, G, H/G, ...]."""
+    """Reshapes [B, T, H, ...] to [B, T, G, H/G, ...]."""
     return z.reshape(*z.shape[:2], groups, z.shape[2] // groups, *z.shape[3:])
 
 
 def exact_split(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """hi + lo == a [B, T, H], with sums of hi over any of the T tokens exact.
+    """Splits a [B, T, H] into hi + lo such that sums of hi over tokens are exact.
 
-    hi are multiples of one quantum; T of them stay below 2^24 quanta. The difference
-    of two path sums then cancels without loss, however large the sums are.
+    All hi are multiples of one quantum, and a sum of T of them stays below 2^24 quanta.
+    The difference of two path sums therefore cancels without loss of precision, however
+    large the sums are. Values below `FORGOTTEN` are raised to it.
     """
     a = jnp.maximum(a, FORGOTTEN)
     quantum = -FORGOTTEN * 2.0 ** (math.ceil(math.log2(a.shape[1])) - 24)
@@ -73,7 +76,7 @@ def exact_split(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _path_sum(mask: jax.Array, a: jax.Array) -> jax.Array:
-    """sum over s of mask[t, s] * a[s]: [B, T, T], [B, T, H] -> [B, H, T]."""
+    """Sums a along paths: mask [B, T, T] and a [B, T, H] to [B, H, T]."""
     mask = mask.astype(jnp.float32)
     return jnp.einsum("bts,bsh->bht", mask, a, precision=_HIGHEST)
 
@@ -84,20 +87,20 @@ def tree_scan(
     mask: jax.Array,
     rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Outputs of a linear recurrence along every path of a tree (STree, section 3).
+    """Computes a linear recurrence along every path of a tree (STree, section 3).
 
         Acum_t = sum_s L[t, s] a_s
         y_t = exp(Acum_t) (C_t . h0)
               + sum_s L[t, s] exp(Acum_t - Acum_s) dt_s (C_t . B_s) x_s + D x_t
 
-    With a lower-triangular mask this is the causal (SSD) form, with T = 1 a plain
+    With a lower-triangular mask this is the causal (SSD) form; with T = 1 it is a plain
     decoding step. Any reflexive partial order is a valid mask.
 
     Args:
-      inputs: of the T key tokens; C of the queries.
+      inputs: inputs of all T tokens; C of the Tq queried ones.
       h0: [B, H, P, N] float32, state before the tree's root.
-      mask: [B, T, T] bool, `mask[b, t, s]` iff s is t or an ancestor of t.
-      rows: [Tq] int32, which of the T tokens the queries are; None for all of them.
+      mask: [B, T, T] bool, L. True at [b, t, s] if s is t or an ancestor of t.
+      rows: [Tq] int32, rows of the queried tokens. If None, all T are queried.
 
     Returns:
       y [B, Tq, H, P] float32.
@@ -110,7 +113,7 @@ def tree_scan(
         x_q, mask_q = x[:, rows], mask[:, rows]
         hi_q, lo_q = hi[:, :, rows], lo[:, :, rows]
 
-    # The exponent is masked before exp: off the path it can be large and positive.
+    # Mask the exponent before exp: off the path it can be large and positive.
     allowed = mask_q[:, None]  # [B, 1, Tq, T]
     difference = (hi_q[..., None] - hi[:, :, None]) + (lo_q[..., None] - lo[:, :, None])
     decay = jnp.where(allowed, jnp.exp(jnp.where(allowed, difference, 0.0)), 0.0)
@@ -129,14 +132,15 @@ def tree_scan(
 
 
 def step_scan(inputs: ScanInputs, h0: jax.Array) -> jax.Array:
-    """`tree_scan` with a causal mask as the recurrence it stands for, step by step.
+    """Computes `tree_scan` with a causal mask as a recurrence, token by token.
 
         h_t = exp(a_t) h_{t-1} + dt_t x_t (outer) B_t,    y_t = C_t . h_t + D x_t
 
-    What a selective scan does with a short sequence; a baseline, see `unrolled`.
+    A selective scan processes short sequences in this way. It is a baseline for
+    benchmarks, see `unrolled`.
 
     Args:
-      inputs, h0: as in `tree_scan`, Tq = T.
+      inputs, h0: as in `tree_scan`, with Tq = T.
 
     Returns:
       y [B, T, H, P] float32.
@@ -157,7 +161,13 @@ def step_scan(inputs: ScanInputs, h0: jax.Array) -> jax.Array:
 
 
 def path_weights(past: Replayed) -> tuple[jax.Array, jax.Array]:
-    """exp(sum_{i > j} a_i) dt_j [B, M, H] and exp(sum_j a_j) [B, H] of a path."""
+    """Computes the weights with which a path's tokens and the old state enter the new
+    state.
+
+    Returns:
+      exp(sum_{i > j} a_i) dt_j [B, M, H] for the path's tokens, and exp(sum_j a_j)
+      [B, H] for the old state.
+    """
     take = jax.vmap(lambda z, p: z[p].astype(jnp.float32))
     place = jnp.arange(past.path.shape[1], dtype=jnp.int32)
     valid = (place[None] < past.length[:, None])[..., None]
@@ -168,15 +178,16 @@ def path_weights(past: Replayed) -> tuple[jax.Array, jax.Array]:
 
 
 def replay(h0: jax.Array, past: Replayed) -> jax.Array:
-    """State after an accepted path, from the cached inputs of its tokens.
+    """Computes the state after an accepted path from the recorded inputs of its tokens.
 
         h = exp(sum_j a_j) h0 + sum_j exp(sum_{i > j} a_i) dt_j x_j (outer) B_j
 
-    One matmul over the path's M tokens, whatever the size of the tree.
+    This is one matmul over the path's M tokens, whatever the size of the tree.
 
     Args:
       h0: [B, H, P, N] float32, state before the path.
-      past: the T candidate tokens and the path; of length 0 it returns h0.
+      past: the T nodes of the last tree and the accepted path. A path of length 0
+        returns h0.
 
     Returns:
       h [B, H, P, N] float32.
@@ -192,14 +203,15 @@ def replay(h0: jax.Array, past: Replayed) -> jax.Array:
 def replay_tree_scan(
     h0: jax.Array, past: Replayed, inputs: ScanInputs, mask: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`replay` of the last step's path, then `tree_scan` of this step's tree.
+    """Computes `replay` of the last step's path, then `tree_scan` of this step's tree.
 
-    Algorithm 1 of STree has this order so that the state is read and written once.
+    In this order, that of Algorithm 1 of STree, a kernel reads and writes the state
+    once.
 
     Args:
       h0: [B, H, P, N] float32, state before the last step's path.
       past: the last step's tree and the accepted path in it.
-      inputs, mask: this step's tree, as in `tree_scan`, Tq = T.
+      inputs, mask: this step's tree, as in `tree_scan`, with Tq = T.
 
     Returns:
       y [B, T, H, P] and the replayed state [B, H, P, N], both float32.

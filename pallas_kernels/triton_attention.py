@@ -1,18 +1,19 @@
-"""Attention of tree nodes as a Pallas GPU kernel (Triton), flash-style and split-K.
+"""Tree attention as a Pallas GPU kernel (Triton backend), flash-style with split-K.
 
-Every query of KV head j, the Tq nodes times the Hq/Hk query heads that share the head,
-is a row of one tile, so the cache is read once for all of them. With s the scores of a
-row against one block of the keys (-inf where masked) and v the block's values, a
-program carries the running maximum m, sum l and weighted values a of its rows:
+All queries of a KV head (Tq nodes times the Hq/Hk query heads that share it) are rows
+of one tile, so the cache is read once for all of them. With s the scores of a row
+against one block of keys (-inf where masked) and v the block's values, a program
+updates the running maximum m, sum l and weighted values a of its rows:
 
   m'  =  max(m, max(s))
   l'  =  exp(m - m') l + sum(exp(s - m'))
   a'  =  exp(m - m') a + exp(s - m') v              and in the end out = a / l.
 
-The blocks are those of the cache up to `length`, past which nothing is ever read, then
-the tree's nodes under their mask. To fill a GPU at small batches, a sequence's blocks
-are shared out among `splits` programs, the last of which also takes the tree. Each of
-them hands over its (m, l, a), and a second kernel sums these, weighted exp(m - max m).
+The blocks are those of the cache up to `length`, past which nothing is read, and then
+the tree's nodes with their mask. To fill a GPU at small batch sizes, a sequence's
+blocks are divided among `splits` programs; the last program also takes the tree. Each
+program returns its (m, l, a), and a second kernel sums these with weights exp(m - max
+m).
 """
 
 from dataclasses import dataclass
@@ -28,28 +29,28 @@ from stree_jax.pallas_kernels.dispatch import int32_inside
 try:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as pltriton
-except ImportError:  # a jax or jaxlib without Triton
+except ImportError:  # this jax or jaxlib has no Triton backend
     pl = pltriton = None  # type: ignore[assignment]  # modules, where they exist
 
 Preset = lax.DotAlgorithmPreset
 State = tuple[jax.Array, jax.Array, jax.Array]
 
 _LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
-_LOWEST = float(jnp.finfo(jnp.float32).min)  # a maximum that -inf can be taken from
-_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H100 or H200
+_LOWEST = float(jnp.finfo(jnp.float32).min)  # initial maximum; -inf - -inf would be NaN
+_PROGRAMS = 264  # two per multiprocessor of an H100 or H200, which has 132
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the work is cut; all powers of two, except num_stages.
+    """Block sizes of the kernel; all are powers of two, except num_stages.
 
     Attributes:
-      keys: cache entries, or tree nodes, that a program takes at a time.
+      keys: cache rows, or tree nodes, per step of a program.
       rows: queries per program, at least 16.
-      splits: programs among which one sequence's cache is shared out.
+      splits: programs that divide one sequence's cache.
       num_warps: warps per program.
-      num_stages: blocks that a program holds or is loading at a time.
-      precision: of products with a float32 cache; a bfloat16 cache knows one kind.
+      num_stages: blocks that a program holds or loads at a time.
+      precision: precision of products with a float32 cache. Ignored for bfloat16.
     """
 
     keys: int
@@ -63,16 +64,16 @@ class Blocks:
 def default_blocks(
     batch: int, Tq: int, Hq: int, Hk: int, S: int, hd: int, dtype: Any
 ) -> Blocks:
-    """Blocks for an H100 or H200, from shapes alone.
+    """Chooses block sizes for an H100 or H200 from the shapes.
 
-    The tiles are the largest that were compiled without spilling registers; float32
-    queries are kept there whole, in two parts each.
+    The tiles are the largest that compile without register spills. float32 queries stay
+    in registers, as two parts each.
     """
     queries, wide = Tq * (Hq // Hk), jnp.dtype(dtype).itemsize == 4
     most = min(64, 4096 // hd) if wide else 64
     rows = min(_power(queries, 16), most)
     programs = batch * Hk * -(-queries // rows)
-    # Splits of fewer than 128 entries would cost more to combine than they save.
+    # Combining splits of fewer than 128 cache rows costs more than it saves.
     wanted = max(min(_PROGRAMS // programs, S // 128, 64), 1)
     return Blocks(
         keys=min(32, 4096 // hd) if wide else 64,
@@ -84,16 +85,17 @@ def default_blocks(
 
 
 def _power(n: int, least: int = 1) -> int:
-    """The smallest power of two that is at least n and `least`, itself one."""
+    """Returns the smallest power of two that is at least n and at least `least`, itself
+    a power of two."""
     return max(1 << (n - 1).bit_length(), least)
 
 
 def unsupported(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, mask: jax.Array
 ) -> str | None:
-    """Why the kernel cannot take these arguments of `tree_attention`; None if it can.
+    """Returns why the kernel does not support these arguments of `tree_attention`.
 
-    Only shapes and dtypes are looked at.
+    Returns None if it does. Only shapes and dtypes are checked.
     """
     if pltriton is None:
         return "this jax has no jax.experimental.pallas.triton"
@@ -113,9 +115,10 @@ def unsupported(
 
 
 class _Operands(NamedTuple):
-    """What `tree_attention` takes: arrays, their blocks, or a program's refs of them.
+    """Arguments of `tree_attention`, as arrays, block specs, or a program's refs.
 
     Attributes:
+      q, k, v, k_cache, v_cache, length, mask: see `attention.tree_attention`.
       scale: [1] float32.
     """
 
@@ -143,13 +146,20 @@ def tree_attention(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`attention.tree_attention`; what the cache holds past `length` is not read.
+    """Computes `attention.tree_attention`. Cache rows past `length` are not read.
 
     Args:
-      q, k, v, k_cache, v_cache, length, mask, scale: as there, within what
-        `unsupported` allows; q is rounded to the cache's dtype.
-      blocks: how to cut the work; None for `default_blocks`.
-      interpret: run anywhere, with exact float32 products, for tests.
+      q, k, v, k_cache, v_cache, length, mask, scale: as in `attention.tree_attention`;
+        `unsupported` must return None for them. q is rounded to the cache's dtype.
+      blocks: block sizes. If None, those of `default_blocks`.
+      interpret: True to run in Pallas's interpreter on any device, with exact float32
+        products, for tests.
+
+    Returns:
+      [B, Tq, Hq, hd] float32.
+
+    Raises:
+      NotImplementedError: the arguments are unsupported.
     """
     reason = unsupported(q, k_cache, v_cache, mask)
     if reason is not None:
@@ -171,19 +181,19 @@ def tree_attention(
 def _partial_attention(
     operands: _Operands, cut: Blocks, precision: Any, interpret: bool
 ) -> list[jax.Array]:
-    """[out] of a single split; of several, [m, l, a] with an axis of splits."""
+    """Runs the kernel. Returns [out] with one split, else [m, l, a] of every split."""
     (Bb, Tq, Hq, hd), T = operands.q.shape, operands.k.shape[1]
     Hk, S = operands.k_cache.shape[1:3]
     G, splits = Hq // Hk, cut.splits
     tiles = -(-Tq * G // cut.rows)
 
-    # The grid's first axis runs fastest: a head's tiles find its cache in the L2.
+    # The grid's first axis varies fastest, so a head's tiles find its keys in the L2.
     def head(*block: int | None) -> Any:
-        """A KV head's part of an array [B, tokens, heads, hd]."""
+        """Returns the spec of a KV head's part of an array [B, tokens, heads, hd]."""
         return pl.BlockSpec(block, lambda x, s, b: (b, 0, lax.div(x, tiles), 0))
 
     def part(*block: int | None) -> Any:
-        """A KV head's part of an array [B, splits, tokens, heads, ...]."""
+        """Returns the spec of a KV head's part of [B, splits, tokens, heads, ...]."""
         rest = (0,) * (len(block) - 4)
         return pl.BlockSpec(block, lambda x, s, b: (b, s, 0, lax.div(x, tiles), *rest))
 
@@ -216,10 +226,10 @@ def _partial_attention(
 def _attend(
     refs: _Operands, *out_refs: Any, cut: Blocks, tiles: int, precision: Any
 ) -> None:
-    """One tile of a KV head's queries [Tq, G, hd] against one split of its keys.
+    """Attends one tile of a KV head's queries [Tq, G, hd] to one split of its keys.
 
-    No size need be a multiple of a block's: rows past the last query repeat it and so
-    write what it writes; keys past the last one repeat it and are masked.
+    Sizes need not be multiples of the block sizes. Rows past the last query repeat it
+    and write the same result; keys past the last one repeat it and are masked.
     """
     (Tq, G, hd), T = refs.q.shape, refs.k.shape[0]
     tile, split = lax.rem(pl.program_id(0), tiles), pl.program_id(1)
@@ -244,7 +254,8 @@ def _attend(
     first = split * share
     last = jnp.minimum(first + share, count)
     nodes = min(_power(T, 16), cut.keys)
-    # Were the count of steps known, the compiler would unroll a single one and spill.
+    # The number of steps is made data-dependent (length >= 0 is always true): if it
+    # were constant, the compiler would unroll a single step and spill registers.
     here = (split == cut.splits - 1) & (length >= 0)
     steps = here.astype(jnp.int32) * -(-T // nodes)
     lowest = jnp.full((cut.rows,), _LOWEST, jnp.float32)
@@ -270,7 +281,8 @@ def _fold(
     values: jax.Array,
     seen: jax.Array,
 ) -> State:
-    """(m, l, a) of the rows q with one more block of keys, see the module's top."""
+    """Updates (m, l, a) of the rows q with a block of keys; see the module's
+    docstring."""
     dot = partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
     m, total, a = state
     s = jnp.where(seen, dot(q, keys.T) * scale, -jnp.inf)
@@ -281,14 +293,15 @@ def _fold(
 
 
 def _range(i: jax.Array, size: int) -> jax.Array:
-    """Block i of 0, 1, 2, ..."""
+    """Returns the indices of block i of a given size."""
     return i * size + lax.iota(jnp.int32, size)
 
 
 def _combine(
     m: jax.Array, total: jax.Array, a: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """The output from every split's maxima and sums [B, splits, Tq, Hq] and values."""
+    """Combines the splits' maxima and sums [B, splits, Tq, Hq] and weighted values
+    [B, splits, Tq, Hq, hd] to the output [B, Tq, Hq, hd]."""
     Bb, splits, Tq, Hq, hd = a.shape
     scalars = pl.BlockSpec((None, splits, None, None), lambda h, t, b: (b, 0, t, h))
     vectors = pl.BlockSpec(

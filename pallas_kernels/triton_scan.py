@@ -1,26 +1,28 @@
-"""The scan and the replay of `scan` as one GPU kernel (Pallas, Triton backend).
+"""`scan.tree_scan` and `scan.replay_tree_scan` as one Pallas GPU kernel (Triton
+backend).
 
-One program per sequence, head and block of the head's channels. It reads its part of
-the state once, in chunks over N, and each chunk goes through
+There is one program per sequence, head and block of the head's channels. It reads its
+part of the state once, in chunks along N. For each chunk it computes
 
     h      = exp(sum_j a_j) h0 + sum_j exp(sum_{i > j} a_i) dt_j x_j (outer) B_j
     scores = C . B        (over the tree's tokens)
     carry  = C . h
 
-before the next is read; h is written once, over h0. What is left is small:
+before it reads the next one; h is written once, in place of h0. The rest is small:
 
     y = exp(Acum_t) carry + (decay_ts dt_s scores_ts) x_s + D x_t
 
-No input is padded: blocks of 16, 32 or 64 tokens are read by row number, and rows past
-the last one read the last one again. As keys the mask hides them; as queries they are
+Inputs are not padded: blocks of 16, 32 or 64 tokens are gathered by row number, and
+rows past the last token repeat it. As keys these rows are masked; as queries they are
 cut off the result.
 
-Products run on tensor cores with float32 sums. Products of bfloat16 values are exact.
-A float32 factor beside a bfloat16 one is cut into three bfloat16 parts that sum to it,
-so these products are exact too. Between two float32 factors `Blocks.precision` decides.
+Products run on tensor cores with float32 sums. Products of two bfloat16 values are
+exact. If one factor is float32, it is split into three bfloat16 parts that sum to it,
+so these products are exact, too. For two float32 factors see `Blocks.precision`.
 
-From jax 0.11 on, lowering the kernel emits a DeprecationWarning of the backend. Under
-jit that happens when the caller compiles, out of reach of a filter in this module.
+From jax 0.11 on, lowering the kernel emits a DeprecationWarning about the Triton
+backend. Under jit this happens when the caller compiles, so this module cannot filter
+it.
 """
 
 import math
@@ -39,24 +41,24 @@ from stree_jax.pallas_kernels.scan import FORGOTTEN, Replayed, ScanInputs
 
 try:
     from jax.experimental.pallas import triton as pltriton
-except ImportError:  # a jax without this backend: see `unsupported`
+except ImportError:  # this jax has no Triton backend: see `unsupported`
     pltriton = None  # type: ignore[assignment]  # a module, where it exists
 
 MAX_TOKENS = 64
-_MIN_TILE = 16  # least side of a tensor core product
+_MIN_TILE = 16  # smallest side of a tensor core product
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the kernel is cut up.
+    """Block sizes and precision of the kernel.
 
     Attributes:
       head: channels of a head per program, a power of two >= 16 that divides P.
-      state: part of N held at a time, a power of two >= 16 that divides N.
-      num_warps, num_stages: as Triton means them.
-      precision: of products of two float32 factors, relative error per product:
-        "tf32x3" (2^-21, three tensor core passes), "bf16x3" (2^-16, likewise, with
-        fewer registers) or "highest" (2^-24, no tensor cores; for bfloat16 too).
+      state: columns of N per chunk, a power of two >= 16 that divides N.
+      num_warps, num_stages: as in Triton.
+      precision: precision of products of two float32 factors, as relative error:
+        "tf32x3" (2^-21, three tensor core passes), "bf16x3" (2^-16, three passes with
+        fewer registers) or "highest" (2^-24, without tensor cores, also for bfloat16).
     """
 
     head: int = 32
@@ -72,11 +74,12 @@ _PRECISIONS: dict[str, Any] = {
     "highest": lax.Precision.HIGHEST,
     "interpret": lax.Precision.HIGHEST,
 }
-_GPU_ONLY = ("tf32x3", "bf16x3")  # the interpreter's are exact, or refused
+_GPU_ONLY = ("tf32x3", "bf16x3")  # precisions that the interpreter does not have
 
 
 def default_blocks(T: int, P: int, N: int, dtype: Any) -> Blocks:
-    """Blocks that compile without register spills for sm_90, and pipeline the loads."""
+    """Chooses blocks that compile for sm_90 without register spills and with pipelined
+    loads."""
     crowded = dtype == jnp.float32 and T > _MIN_TILE
     return Blocks(head=min(32, P & -P), state=min(16 if crowded else 32, N & -N))
 
@@ -84,7 +87,7 @@ def default_blocks(T: int, P: int, N: int, dtype: Any) -> Blocks:
 def unsupported(
     x: jax.Array, B: jax.Array, mask: jax.Array, path: jax.Array | None = None
 ) -> str | None:
-    """Why the kernel cannot serve arrays of these shapes and dtypes, or None.
+    """Returns why the kernel does not support these shapes and dtypes. None if it does.
 
     Args:
       x, B, mask, path: as in `scan.replay_tree_scan`, or their shapes and dtypes.
@@ -100,17 +103,17 @@ def unsupported(
         return f"a path of {path.shape[-1]} tokens is longer than {MAX_TOKENS}"
     for name, size in (("head", x.shape[-1]), ("state", B.shape[-1])):
         if size % _MIN_TILE:
-            return f"the {name} size {size} is no multiple of {_MIN_TILE}"
+            return f"the {name} size {size} is not a multiple of {_MIN_TILE}"
     return None
 
 
 class _Tree(NamedTuple):
-    """What the scan reads, as arrays, as refs, or as the blocks that a program reads.
+    """Inputs of the scan, as arrays, as refs, or as block specs.
 
     Attributes:
       inputs: `ScanInputs`.
       mask: [B, T, T] int8.
-      rows: [Tq] int32, or None if the queries are all tokens.
+      rows: [Tq] int32. If None, all tokens are queried.
     """
 
     inputs: Any
@@ -119,22 +122,22 @@ class _Tree(NamedTuple):
 
 
 def _tile(count: int) -> int:
-    """Tokens of the block that holds `count` tokens."""
+    """Returns the size of the smallest block that holds `count` tokens."""
     return max(_MIN_TILE, 1 << (count - 1).bit_length())
 
 
 def _numbers(count: int) -> jax.Array:
-    """0, 1, ..., count - 1, and count - 1 again up to the end of the block."""
+    """Returns 0, 1, ..., count - 1, then count - 1 repeated up to the block's size."""
     numbers = lax.iota(jnp.int32, _tile(count))
-    if numbers.size == count:  # left as a range, which loads in wide words
+    if numbers.size == count:  # the compiler loads a plain range in wide words
         return numbers
     return jnp.minimum(numbers, count - 1)
 
 
 def _parts(z: jax.Array) -> list[jax.Array]:
-    """Three bfloat16 arrays that sum to the float32 z, the smallest first.
+    """Splits the float32 z into three bfloat16 arrays that sum to it, smallest first.
 
-    Bits are cut off, not rounded, as a compiler may drop a conversion to and fro.
+    Bits are truncated, not rounded: a compiler may remove a conversion and its inverse.
     """
     parts = []
     for _ in range(2):
@@ -148,7 +151,7 @@ def _parts(z: jax.Array) -> list[jax.Array]:
 def _product(
     left: jax.Array, right: jax.Array, axes: tuple[int, int], precision: str
 ) -> jax.Array:
-    """Contract `axes` of two matrices; float32 result, see the module's docstring."""
+    """Contracts `axes` of two matrices in float32; see the module's docstring."""
 
     def dot(left: jax.Array, right: jax.Array) -> jax.Array:
         exact = left.dtype != jnp.float32
@@ -172,7 +175,8 @@ def _product(
 
 
 def _path_sums(allowed: jax.Array, a: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
-    """Sums of a [T] along the paths, [Tq] each, of `scan.exact_split`'s hi and lo."""
+    """Sums hi and lo of `scan.exact_split` of a [T] along the paths; returns both
+    [Tq]."""
     a = jnp.maximum(a, FORGOTTEN)
     quantum = -FORGOTTEN * 2.0 ** (math.ceil(math.log2(T)) - 24)
     hi = jnp.floor(a * (1 / quantum) + 0.5) * quantum
@@ -181,7 +185,12 @@ def _path_sums(allowed: jax.Array, a: jax.Array, T: int) -> tuple[jax.Array, jax
 
 
 def _replay(past: Any, product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The function that takes a part of the state over the path of `Replayed` refs."""
+    """Returns a function that replays the path on a part of the state.
+
+    Args:
+      past: `Replayed` of refs.
+      product: matrix product, see `_product`.
+    """
     M = past.path.shape[0]
     j = lax.iota(jnp.int32, _tile(M))
     valid = j < jnp.minimum(past.length[...], M)
@@ -201,24 +210,25 @@ def _replay(past: Any, product: Callable[..., jax.Array]) -> Callable[..., jax.A
 def _weights(
     mask: jax.Array, mask_q: jax.Array, a: jax.Array, dt: jax.Array, T: int
 ) -> tuple[jax.Array, jax.Array]:
-    """exp(Acum_t) [Tq] and decay_ts dt_s [Tq, T] of blocks that hold T tokens."""
+    """Computes exp(Acum_t) [Tq] and decay_ts dt_s [Tq, T] for a block of T tokens."""
     real = lax.iota(jnp.int32, a.size)[None] < T
     allowed, allowed_q = ((m != 0) & real for m in (mask, mask_q))
     hi, lo = _path_sums(allowed, a, T)
     hi_q, lo_q = (hi, lo) if mask_q is mask else _path_sums(allowed_q, a, T)
-    # The exponent is masked before exp: off the path it can be large and positive.
+    # Mask the exponent before exp: off the path it can be large and positive.
     difference = (hi_q[:, None] - hi[None]) + (lo_q[:, None] - lo[None])
     decay = jnp.exp(jnp.where(allowed_q, difference, -jnp.inf))
     return jnp.exp(hi_q + lo_q), decay * dt[None]
 
 
 def _kernel(h0: Any, past: Any, tree: _Tree, h: Any, y: Any, *, blocks: Blocks) -> None:
-    """One program; refs without batch and head axes, h0, h [head, N], y [Tq, head]."""
+    """Runs one program. The refs have no batch and head axes: h0 and h are [head, N], y
+    is [Tq, head]."""
     product = partial(_product, precision=blocks.precision)
     inputs = tree.inputs
     T = inputs.dt.shape[0]
     key, query = _numbers(T), _numbers(inputs.C.shape[0])
-    # What is used after the loop is read before it, to arrive in the meantime.
+    # Start loading the inputs that are used after the loop, so they arrive meanwhile.
     x, dt, a = inputs.x[key, :], inputs.dt[key], inputs.a[key]
     mask = tree.mask[key[:, None], key[None]]
     x_q, mask_q = x, mask
@@ -250,11 +260,11 @@ def _kernel(h0: Any, past: Any, tree: _Tree, h: Any, y: Any, *, blocks: Blocks) 
 
 
 def _specs(past: Replayed | None, tree: _Tree, head: int) -> tuple[Any, _Tree]:
-    """Which part of each input a program reads."""
+    """Returns the block specs of the inputs: the part of each that a program reads."""
     inputs: ScanInputs = tree.inputs
     heads_per_group = inputs.x.shape[2] // inputs.B.shape[2]
 
-    def whole(z: jax.Array) -> Any:  # of one sequence
+    def sequence(z: jax.Array) -> Any:  # all of one sequence
         rest = (0,) * (z.ndim - 1)
         return pl.BlockSpec((None, *z.shape[1:]), lambda b, h, p: (b, *rest))
 
@@ -281,10 +291,11 @@ def _specs(past: Replayed | None, tree: _Tree, head: int) -> tuple[Any, _Tree]:
     if tree.rows is not None:
         rows = pl.BlockSpec(tree.rows.shape, lambda b, h, p: (0,))
     tree_inputs = ScanInputs(*tokens(inputs), group(inputs.C), D)
-    tree_specs = _Tree(tree_inputs, whole(tree.mask), rows)
+    tree_specs = _Tree(tree_inputs, sequence(tree.mask), rows)
     if past is None:
         return None, tree_specs
-    return Replayed(*tokens(past), whole(past.path), whole(past.length)), tree_specs
+    path, length = sequence(past.path), sequence(past.length)
+    return Replayed(*tokens(past), path, length), tree_specs
 
 
 @int32_inside
@@ -295,7 +306,7 @@ def _call(
     blocks: Blocks | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(h, y); h is h0 without a past."""
+    """Runs the kernel and returns (h, y). Without `past`, h is h0."""
     batch, H, P, N = h0.shape
     T, Tq = tree.inputs.dt.shape[1], tree.inputs.C.shape[1]
     blocks = blocks or default_blocks(T, P, N, tree.inputs.x.dtype)
@@ -336,12 +347,16 @@ def replay_tree_scan(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`scan.replay_tree_scan` in one launch; the state is written over h0.
+    """Computes `scan.replay_tree_scan` in one kernel launch, which overwrites h0.
 
     Args:
-      h0, past, inputs, mask: as there, within what `unsupported` allows.
-      blocks: `default_blocks` if None.
-      interpret: run by the interpreter of Pallas, on any device.
+      h0, past, inputs, mask: as in `scan.replay_tree_scan`; `unsupported` must return
+        None for them.
+      blocks: block sizes. If None, those of `default_blocks`.
+      interpret: True to run in Pallas's interpreter, on any device.
+
+    Returns:
+      y [B, T, H, P] and the replayed state [B, H, P, N], both float32.
     """
     tree = _Tree(inputs, mask.astype(jnp.int8), None)
     h, y = _call(h0, past, tree, blocks, interpret)
@@ -357,6 +372,15 @@ def tree_scan(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`scan.tree_scan` in one launch; blocks, interpret as in `replay_tree_scan`."""
+    """Computes `scan.tree_scan` in one kernel launch.
+
+    Args:
+      inputs, h0, mask, rows: as in `scan.tree_scan`; `unsupported` must return None for
+        them.
+      blocks, interpret: as in `replay_tree_scan`.
+
+    Returns:
+      y [B, Tq, H, P] float32.
+    """
     tree = _Tree(inputs, mask.astype(jnp.int8), rows)
     return _call(h0, None, tree, blocks, interpret)[1]

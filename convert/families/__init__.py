@@ -1,4 +1,5 @@
-"""Checkpoint families: a file each, with fields both ways and names of tensors."""
+"""Model families of checkpoints, one per file: config fields (for reading and writing)
+and names of tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from stree_jax.convert.rows import Names
 from stree_jax.models import ModelConfig
 
 _ONLY_READ = {"native": native, "mambainllama": mambainllama}
-# Their models are written as another family that computes the same.
+# Models of these families are exported as another family that computes the same.
 _WRITTEN_AS_OTHERS = {
     "mistral": mistral,
     "granite": granite3,
@@ -42,9 +43,9 @@ _WRITTEN = {
     "bamba": bamba,
     "zamba2": zamba2,
 }
-# All of them by our name of the format: the `model_type`, where there is one.
+# All families by our name of the format, which is the `model_type` if there is one.
 _ALL = _ONLY_READ | _WRITTEN_AS_OTHERS | _WRITTEN
-HF_TYPES = (*_WRITTEN, *_WRITTEN_AS_OTHERS)  # every `model_type` that can be read
+HF_TYPES = (*_WRITTEN, *_WRITTEN_AS_OTHERS)  # all supported values of `model_type`
 NAMES: dict[str, Names] = {
     **{name: family.NAMES for name, family in _ALL.items()},
     "mamba2-embedding": mamba2.SINGULAR,
@@ -53,7 +54,7 @@ PARSERS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     **{name: family.parse for name, family in _ALL.items()},
     "mamba2-embedding": mamba2.parse,
 }
-# With the layers that predict further tokens; see `configs.read_config`.
+# Parsers that also read the MTP layers; see `configs.read_config`.
 MTP_PARSERS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     nemotron_h.FORMAT: nemotron_h.parse_with_mtp,
 }

@@ -1,4 +1,4 @@
-"""BambaForCausalLM: a part of each attention head rotates."""
+"""BambaForCausalLM, with rotary embeddings of a part of each attention head."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from stree_jax.convert.families.table import read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Part, mamba_rows, mlp_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import blocks, given, named
+from stree_jax.models.config import blocks, named, required
 from stree_jax.models.rope import Rope
 
 NAMES = replace(
@@ -19,7 +19,7 @@ NAMES = replace(
     norm="model.final_layernorm",
     mlp_norm="pre_ff_layernorm",
 )
-ROTATING = 0.5  # of a head, if the config does not say
+ROTATING = 0.5  # default share of a head that rotates
 
 MODEL = hf.model_table("rms_norm_eps", 1e-5)
 KV_HEADS = hf.KV_HEADS._replace(default=8)
@@ -59,7 +59,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": len(mixers),
         "attn_layer_indices": [i for i, k in enumerate(mixers) if k == "attention"],
         **write_fields("bamba", MLP, config.mixers.get("mlp")),
-        "num_attention_heads": 1,  # any valid value, where a mixer does not occur
+        "num_attention_heads": 1,  # any valid value if there is no attention
     }
     if c is not None:
         hf.check_width("bamba", config, c)
@@ -73,7 +73,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
 
 def _rope_parameters(rope: Rope | None, head_dim: int) -> dict[str, Any]:
     require("bamba", {"lack of rotary": rope is not None})
-    rope = given(rope)
+    rope = required(rope)
     return {
         "rope_type": "default",
         **hf.scaling_fields("bamba", rope),

@@ -1,4 +1,4 @@
-"""FalconH1ForCausalLM: mixer and attention side by side, and multipliers."""
+"""FalconH1ForCausalLM: Mamba2 and attention in parallel, and multipliers."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""GraniteMoeHybridForCausalLM (Granite 4), with experts or without."""
+"""GraniteMoeHybridForCausalLM (Granite 4), with or without experts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,13 +16,13 @@ FORMAT = "granitemoehybrid"
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
-    """The rows [gate; up] are one tensor."""
+    """Yields the rows of an MLP whose gate and up are one tensor, gate first."""
     modules = {"gate_up": "input_linear", "down": "output_linear"}
     return module_rows(ours, theirs, modules)
 
 
 def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
-    """One tensor for all experts."""
+    """Yields the rows of experts that are stored as one tensor for all experts."""
     theirs = f"{prefix}block_sparse_moe"
     if c.shared is not None:
         yield from mlp_rows((*ours, "shared"), f"{prefix}shared_mlp", c.shared)
@@ -46,7 +46,7 @@ MODEL = (
 
 
 def _scale(fields: ConfigFields, name: str, default: float) -> float | None:
-    """The scale of the scores; null means the usual one, head_dim ** -0.5."""
+    """Reads the softmax scale; null means the default, head_dim ** -0.5."""
     if name in fields.values and fields.get(name, None) is None:
         return None
     return fields.positive(name, default)
@@ -67,7 +67,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     count = fields.size("num_hidden_layers", 32)
     mixers = hf.mixers(fields, count, ["mamba"] * count)
     hf.check_silu(fields)
-    attention = mamba = None  # fields of a mixer that does not occur mean nothing
+    attention = mamba = None  # the config may have fields of a mixer that is not used
     if "attention" in mixers:
         table = (*ATTENTION, hf.HEAD_DIM)
         attention = AttentionConfig(**read_fields(table, fields))
@@ -104,7 +104,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         **write_fields(FORMAT, MLP, mlp),
         "position_embedding_type": "nope",
-        "num_attention_heads": 1,  # any valid value, where a mixer does not occur
+        "num_attention_heads": 1,  # any valid values for mixers that are not used
         "mamba_n_heads": 1,
         "mamba_d_head": "auto",
     }

@@ -1,6 +1,6 @@
 """GraniteForCausalLM (Granite 3): llama with Granite's multipliers.
 
-Its models are exported as granitemoehybrid without Mamba layers, which computes the
+These models are exported as granitemoehybrid without Mamba2 layers, which computes the
 same.
 """
 
@@ -30,6 +30,6 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def read_attention(fields: ConfigFields) -> AttentionConfig:
-    """Reads attention whose heads rotate, as it does in all of Granite 3."""
+    """Reads attention with rotary embeddings, which all Granite 3 models have."""
     c = AttentionConfig(**read_fields(ATTENTION, fields))
     return replace(c, rope=hf.rope(fields, c.head_dim))

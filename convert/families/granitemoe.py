@@ -31,7 +31,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    """Writes a model without an MLP beside its experts."""
+    """Writes the config of a model whose experts have no shared MLP."""
     c, moe = config.mixers["attention"], config.mixers["moe"]
     require(FORMAT, {"lack of rotary": c.rope is not None})
     hf.check_width(FORMAT, config, c)

@@ -1,4 +1,5 @@
-"""What Hugging Face's classes have in common: tables, rotary embedding, layer types."""
+"""Code shared by Hugging Face's classes: tables of fields, rotary embedding and layer
+types."""
 
 import math
 import reprlib
@@ -16,8 +17,8 @@ from stree_jax.models.config_json import MAX_LAYERS, MAX_SIZE
 from stree_jax.models.rope import Rope, Yarn
 
 Layers = tuple[str, ...]
-# Layer types of the families whose linear attention is Mamba2. (Elsewhere the same
-# word names other mixers: Qwen's "linear_attention" is a delta rule.)
+# Layer types of families whose linear attention is Mamba2. Other families use the same
+# words for other mixers: Qwen's "linear_attention" is a delta rule.
 MAMBA_TYPES: dict[str, str] = {
     "mamba": "mamba",
     "linear_attention": "mamba",
@@ -26,7 +27,7 @@ MAMBA_TYPES: dict[str, str] = {
 }
 PARTS = ("vocab_size", "num_tokens", "mixers", "shared")
 
-# transformers 5.23 takes the logarithm of `time_step_min`, so that it cannot be 0.
+# transformers 5.23 takes the logarithm of `time_step_min`, so it cannot be 0.
 NO_FLOOR = 1e-30
 
 # The whole model
@@ -52,10 +53,13 @@ def model_table(
 def read_model(
     table: Sequence[Field], source: ConfigFields, *names: Names
 ) -> dict[str, Any]:
-    """Attributes of `ModelConfig` by a table; all rows of the embedding are tokens.
+    """Reads attributes of `ModelConfig` with a table. All rows of the embedding count
+    as tokens.
 
     Args:
-      names: of the family, one of which is the checkpoint's.
+      table: the table.
+      source: the fields of the config file.
+      *names: the family's possible tensor names.
     """
     check_unread(source, attends=any("attention" in n.parts for n in names))
     rows, _ = vocabulary(source, *names)
@@ -69,9 +73,9 @@ def write_model(
 
 
 def vocabulary(source: ConfigFields, *names: Names) -> tuple[int, int]:
-    """Rows of the embedding, and how many of them are real tokens."""
+    """Returns the number of rows of the embedding, and how many of them are tokens."""
     known = [f"{n.embedding}.weight" for n in (*names, *map(bare, names))]
-    heads = [f"{n.head}.weight" for n in names]  # all that some tied files have
+    heads = [f"{n.head}.weight" for n in names]  # some tied files have only the head
     found = next((name for name in known + heads if name in source.tensors), None)
     if found is None:
         raise _no_embedding(source, known[: len(names)])
@@ -82,7 +86,7 @@ def vocabulary(source: ConfigFields, *names: Names) -> tuple[int, int]:
 
 
 def _no_embedding(source: ConfigFields, known: list[str]) -> CheckpointError:
-    """An error that says which names the weights have instead."""
+    """Returns an error that shows which names the weights have instead."""
     what = f"no embedding (want {', '.join(known)})"
     if "tok_embeddings.weight" in source.tensors:
         what += f"; {OWN_FORMAT}"
@@ -96,10 +100,12 @@ def check_silu(source: ConfigFields, name: str = "hidden_act") -> None:
 
 
 def check_unread(source: ConfigFields, attends: bool) -> None:
-    """Refuses fields that transformers reads for every class and nothing here does.
+    """Raises CheckpointError for fields that transformers reads in every class and that
+    are not supported here.
 
     Args:
-      attends: whether the class has attention.
+      source: the fields of the config file.
+      attends: True if the class has attention.
     """
     if attends and not source.values.get("is_causal", True):
         raise source.error("is_causal", "attention that looks ahead is not supported")
@@ -112,17 +118,20 @@ def check_unread(source: ConfigFields, attends: bool) -> None:
 
 
 def with_mlps(mixers: Layers, second: str = "mlp") -> Layers:
-    """An MLP, or experts, after every mixer."""
+    """Returns the layers with an MLP (or experts) after every mixer."""
     return tuple(kind for mixer in mixers for kind in (mixer, second))
 
 
 def named_layers(
     source: ConfigFields, name: str, kinds: Mapping[str, str], plan: Any
 ) -> Layers:
-    """Kinds of layers by their names in a family.
+    """Converts a family's names of layers to ours.
 
     Args:
-      name: of the field that holds `plan`, a list of names or a string of letters.
+      source: the fields of the config file.
+      name: name of the field that has `plan`, for messages.
+      kinds: our name for each of the family's.
+      plan: a list of names, or a string of letters.
     """
     if len(plan) > MAX_LAYERS:
         raise source.error(name, f"{len(plan)} layers, want at most {MAX_LAYERS}")
@@ -133,10 +142,13 @@ def named_layers(
 
 
 def layers_field(source: ConfigFields, kinds: Mapping[str, str], *names: str) -> str:
-    """Returns the first of these fields that the config has, or the first name.
+    """Returns the first of these fields that the config has, or the first name if it
+    has none.
 
-    transformers takes one for another name of the other, so that a config may have
-    several; two that list other layers are refused.
+    transformers treats the fields as aliases, so a config may have several.
+
+    Raises:
+      CheckpointError: two fields list different layers.
     """
     found = [name for name in names if source.get(name, None) is not None]
     plans = []
@@ -146,7 +158,7 @@ def layers_field(source: ConfigFields, kinds: Mapping[str, str], *names: str) ->
             raise source.wants(name, "a list of layer types or a pattern", plan)
         plans.append(named_layers(source, name, kinds, plan))
         if plans[-1] != plans[0]:
-            raise source.error(name, f"lists other layers than {found[0]}; want one")
+            raise source.error(name, f"does not list the same layers as {found[0]}")
     return found[0] if found else names[0]
 
 
@@ -157,7 +169,7 @@ def counted_layers(
     count: int,
     *default: list[str],
 ) -> Layers:
-    """As many layers as another field says, by the names of their kinds."""
+    """Reads a list of layer types that must have `count` entries."""
     plan = source.get(name, *default)
     if not isinstance(plan, list) or len(plan) != count:
         raise source.error(name, f"want a list of {count} layer types")
@@ -165,13 +177,14 @@ def counted_layers(
 
 
 def mixers(source: ConfigFields, count: int, default: list[str]) -> Layers:
-    """From `layer_types` or its older name `layers_block_type`."""
+    """Reads the mixers from `layer_types` or its older name `layers_block_type`."""
     name = layers_field(source, MAMBA_TYPES, "layer_types", "layers_block_type")
     return counted_layers(source, name, MAMBA_TYPES, count, default)
 
 
 def chosen_mixers(source: ConfigFields, name: str, count: int) -> Layers:
-    """Attention in the layers whose numbers a field has, Mamba2 in all others."""
+    """Returns attention for the layers whose numbers a field lists, Mamba2 for
+    others."""
     chosen = source.chosen_layers(name, count)
     return tuple("attention" if i in chosen else "mamba" for i in range(count))
 
@@ -182,7 +195,7 @@ HEADS = Field("num_attention_heads", "num_heads", read.size)
 
 
 def _head_dim(source: ConfigFields, name: str, default: Any) -> int:
-    """By default, the heads together are as wide as the model."""
+    """Reads the head size. By default, the heads together are as wide as the model."""
     if source.get(name, None) is None:
         width = source.size("hidden_size", 4096)
         return source.divide(HEADS.name, width, HEADS.value(source))
@@ -199,7 +212,8 @@ ATTENTION = (HEADS, KV_HEADS, *BIASES)
 
 
 def check_width(format: str, config: ModelConfig, c: AttentionConfig) -> None:
-    """For classes that know no head_dim."""
+    """Raises CheckpointError unless head_dim has the default value, for classes without
+    such a field."""
     require(format, {"head_dim": c.num_heads * c.head_dim == config.d_model})
 
 
@@ -216,16 +230,19 @@ ORIGINAL, POSITIONS = LLAMA3[-1], "max_position_embeddings"
 def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> Rope:
     """Reads a rotary embedding as transformers 5.23 does.
 
-    Either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`, which wins
-    where a config has both, and whose `type` is an old name of `rope_type`.
+    A config has either `rope_parameters`, or `rope_theta` and `rope_scaling`, where
+    `type` is an old name of `rope_type`. If it has both, `rope_scaling` takes
+    precedence.
 
     Args:
-      partial: share of a head that rotates if the config does not say. If None, the
-        class always rotates whole heads.
+      source: the fields of the config file.
+      head_dim: size of a head.
+      partial: default share of a head that rotates. If None, the class always rotates
+        whole heads.
 
     Raises:
-      CheckpointError: a kind of scaling that is not supported, or a number that is
-        missing or has no use.
+      CheckpointError: the kind of scaling is not supported, or a number is missing or
+        invalid.
     """
     older = source.object("rope_scaling")
     scaling = older if older.values else source.object("rope_parameters")
@@ -236,7 +253,7 @@ def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> R
     dim = head_dim
     if partial is not None:
         dim = int(head_dim * scaling.positive("partial_rotary_factor", partial))
-    elif kind != "default":  # which does not read it
+    elif kind != "default":  # "default" ignores partial_rotary_factor
         share = source.get("partial_rotary_factor", 1.0)
         scaling.choice("partial_rotary_factor", share, (1.0,))
     if dim % 2 or not 0 < dim <= head_dim:
@@ -254,25 +271,26 @@ def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> R
 
 
 def _rope_type(source: ConfigFields, scaling: ConfigFields) -> str:
-    """Returns one of `ROPE_TYPES`; the message for others says how to go on."""
+    """Reads the type of scaling, one of `ROPE_TYPES`."""
     name = "rope_type" if "rope_type" in scaling.values else "type"
     kind = scaling.get(name, "default")
     if kind in ROPE_TYPES:
         return kind
-    way_on = ""
-    if kind == "dynamic":  # which changes nothing up to the length of the training
+    hint = ""
+    if kind == "dynamic":  # has no effect up to the context length of the training
         length = source.get(POSITIONS, POSITIONS)
         spelling = scaling.within.removesuffix(".")
-        way_on = f"; without {spelling}, texts of up to {length} tokens are the same"
+        hint = f"; without {spelling}, texts of up to {length} tokens are the same"
     raise scaling.error(
         name,
         f"{reprlib.repr(kind)} is not supported "
-        f"(known: {', '.join(map(repr, ROPE_TYPES))}){way_on}",
+        f"(known: {', '.join(map(repr, ROPE_TYPES))}){hint}",
     )
 
 
 def _original_length(source: ConfigFields, scaling: ConfigFields) -> float:
-    """Longest text of the training: beside the scaling, in it, or the present one."""
+    """Reads the context length of the training: from the config, from the scaling, or
+    `max_position_embeddings`."""
     if source.get(ORIGINAL, None) is not None:
         return source.positive(ORIGINAL)
     if scaling.get(ORIGINAL, None) is None and source.get(POSITIONS, None) is not None:
@@ -290,7 +308,7 @@ def _llama3(
 
 
 def _yarn(source: ConfigFields, scaling: ConfigFields, theta: float) -> Yarn:
-    """Reads YaRN with the defaults of transformers."""
+    """Reads YaRN scaling with the defaults of transformers."""
     if theta == 1.0:
         raise scaling.error("rope_theta", "1.0 has no wavelengths to choose from")
     length = _original_length(source, scaling)
@@ -313,7 +331,7 @@ def _unless_zero(scaling: ConfigFields, name: str, default: float) -> float:
 
 
 def _attention_factor(scaling: ConfigFields, factor: float) -> float:
-    """Scale of the cosines and sines; by default it grows with the log of `factor`."""
+    """Reads the scale of cosines and sines, which by default grows with log(factor)."""
     if scaling.get("attention_factor", None) is not None:
         return scaling.finite("attention_factor")
     weights = [scaling.finite(name, 0.0) for name in ("mscale", "mscale_all_dim")]
@@ -325,8 +343,8 @@ def _attention_factor(scaling: ConfigFields, factor: float) -> float:
 
 
 def rope_fields(format: str, c: AttentionConfig) -> dict[str, Any]:
-    """Returns the fields of a rotary embedding of the whole head, in the spelling of
-    transformers 4; empty if there is none."""
+    """Returns the fields of a rotary embedding of whole heads, with the field names of
+    transformers 4. Empty if there is no embedding."""
     if c.rope is None:
         return {}
     require(format, {"partial rotary": c.rope.dim == c.head_dim})
@@ -337,7 +355,7 @@ def rope_fields(format: str, c: AttentionConfig) -> dict[str, Any]:
 
 
 def scaling_fields(format: str, rope: Rope) -> dict[str, Any]:
-    """Returns what `rope_scaling` says of a rotary embedding; empty if not scaled."""
+    """Returns the fields of `rope_scaling`. Empty if the embedding is not scaled."""
     kinds = (rope.linear != 1.0, rope.llama3 is not None, rope.yarn is not None)
     require(format, {"several rotary scalings": sum(kinds) < 2})
     if rope.llama3 is not None:
@@ -360,7 +378,7 @@ def scaling_fields(format: str, rope: Rope) -> dict[str, Any]:
 
 
 def _whole(number: float) -> float:
-    """A number of tokens as JSON has it, without a fraction if it has none."""
+    """Returns a number as int if it is whole, so that JSON shows no fraction."""
     return int(number) if number.is_integer() else number
 
 
@@ -370,11 +388,11 @@ def _whole(number: float) -> float:
 def mamba_table(
     width: Callable[[ConfigFields], int], out_bias: str = "mamba_proj_bias"
 ) -> tuple[Field, ...]:
-    """A mixer in the `mamba_` fields of Granite, Bamba and Falcon-H1.
+    """Returns the table of the `mamba_` fields of Granite, Bamba and Falcon-H1.
 
     Args:
-      width: of all heads together, where the size of one is "auto".
-      out_bias: field of the bias of out_proj.
+      width: reads the width of all heads together, for a head size of "auto".
+      out_bias: name of the field for the bias of out_proj.
     """
     heads = Field("mamba_n_heads", "num_heads", read.size, 128)
 
@@ -405,19 +423,20 @@ TIME_STEP_LIMIT = Field(
 
 
 def expanded(source: ConfigFields) -> int:
-    """Width of a mixer that is a multiple of the model's."""
+    """Reads the width of a mixer as a multiple (`mamba_expand`) of the model's
+    width."""
     return source.size("mamba_expand", 2) * source.size("hidden_size", 4096)
 
 
 def expand(format: str, config: ModelConfig) -> int:
-    """The multiple that `expanded` reads."""
+    """Returns the multiple that `expanded` reads."""
     d_inner = config.mixers["mamba"].d_inner
     require(format, {"d_inner": d_inner % config.d_model == 0})
     return d_inner // config.d_model
 
 
 def read_mamba(table: Sequence[Field], source: ConfigFields, eps: float) -> MambaConfig:
-    """A mixer by a table; its norm has the groups of C."""
+    """Reads a mixer with a table. Its norm has the same groups as C."""
     values = read_fields(table, source)
     return MambaConfig(**values, norm_groups=values["n_groups"], norm_eps=eps)
 
@@ -436,7 +455,8 @@ def write_mamba(
 
 
 def floor_field(m: MambaConfig) -> dict[str, float]:
-    """For classes where transformers 5.23 takes it for the lower limit of dt."""
+    """Returns `time_step_min`, for classes where transformers 5.23 uses it as the lower
+    limit of dt."""
     return {"time_step_min": m.dt_limit[0] or NO_FLOOR}
 
 

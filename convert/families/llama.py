@@ -37,10 +37,11 @@ def parse(fields: ConfigFields) -> ModelConfig:
 def parse_dense(
     fields: ConfigFields, attention: Sequence[Field], mlp: Sequence[Field]
 ) -> ModelConfig:
-    """Reads a model of attention and gated MLPs in turns, as llama's config names them.
+    """Reads a model of alternating attention and gated MLPs, with llama's field names.
 
     Args:
-      attention, mlp: tables of the family's `AttentionConfig` and `MLPConfig`.
+      fields: the fields of the config file.
+      attention, mlp: the family's tables for `AttentionConfig` and `MLPConfig`.
     """
     c = AttentionConfig(**read_fields(attention, fields))
     hf.check_silu(fields)
@@ -66,10 +67,13 @@ def export_dense(
     mlp: Sequence[Field],
     elsewhere: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Writes what `parse_dense` reads.
+    """Writes the fields that `parse_dense` reads.
 
     Args:
-      elsewhere: attributes of `AttentionConfig` that the family checks by itself.
+      format: the family, for messages.
+      config: the architecture.
+      attention, mlp: the family's tables for `AttentionConfig` and `MLPConfig`.
+      elsewhere: attributes of `AttentionConfig` that the family checks itself.
     """
     c = config.mixers["attention"]
     require(format, {"lack of rotary": c.rope is not None})

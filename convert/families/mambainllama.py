@@ -1,7 +1,7 @@
-"""MambaInLlama, Mamba-2 flavour: a LLaMA of which some layers became Mamba2; only read.
+"""MambaInLlama with Mamba2: a Llama with some attention layers replaced. Read only.
 
-q, k, v became C, B, x: x and B have the key-value heads of the teacher, repeated after
-the convolution; every head has its own group of C and of the norm.
+The projections q, k and v became C, B and x. x and B have the teacher's KV heads, which
+are repeated after the convolution. Every head has its own group of C and of the norm.
 """
 
 from dataclasses import replace
@@ -66,8 +66,11 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def _check_alike(teacher: ConfigFields, mixer: ConfigFields) -> None:
-    """Refuses two files that differ in what the authors' code reads from the mixer's
-    for its layers, and from the teacher's for all others."""
+    """Raises CheckpointError if the two config files disagree.
+
+    The original code reads the activation and the norm's epsilon from the mixer's file
+    for its layers and from the teacher's file for all other layers.
+    """
     hf.check_silu(mixer)
     eps = teacher.positive("rms_norm_eps", 1e-6)
     if (own := mixer.positive("rms_norm_eps", eps)) != eps:

@@ -1,7 +1,7 @@
-"""MistralForCausalLM: llama without biases; exported as llama, which computes the same.
+"""MistralForCausalLM: llama without biases. Exported as llama, which computes the same.
 
-Some directories also hold Mistral's own files (consolidated.safetensors, params.json,
-tokenizer.model.v3), which nothing here reads.
+Some directories also have files in Mistral's own format (consolidated.safetensors,
+params.json, tokenizer.model.v3), which are ignored.
 """
 
 from stree_jax.convert.families import huggingface as hf

@@ -1,4 +1,4 @@
-"""MambaLMHeadModel of state-spaces' mamba_ssm, with Mamba2 layers; only read."""
+"""MambaLMHeadModel of state-spaces' mamba_ssm, with Mamba2 layers. Read only."""
 
 import reprlib
 from collections.abc import Iterator
@@ -15,13 +15,14 @@ from stree_jax.models.config import blocks, named
 
 
 def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
-    """Rows q, k, v, maybe an MLP's, are one tensor; maybe there is a convolution."""
+    """Yields the rows of attention whose q, k, v (and an optional MLP) are one tensor,
+    with an optional convolution."""
     yield from module_rows(ours, theirs, {"qkv": "in_proj", "out": "out_proj"})
     yield from conv_rows(ours, theirs)
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
-    """The rows [up; gate] are one tensor."""
+    """Yields the rows of an MLP whose up and gate are one tensor, up first."""
     yield from module_rows(ours, theirs, {"gate_up": "fc1"}, "swap")
     yield from module_rows(ours, theirs, {"down": "fc2"})
 
@@ -46,7 +47,8 @@ MAMBA = (
     Field("D_has_hdim", "D_per_channel", read.flag, False),
     Field("dt_limit", "dt_limit", read.limits, read.NO_LIMITS),
 )
-# What mamba_ssm's classes take; what is not read has no part in the computation.
+# Arguments of mamba_ssm's classes. Those that are not read here do not affect
+# inference.
 SSM_FIELDS = (
     "layer d_state d_conv conv_init expand headdim d_ssm ngroups A_init_range "
     "D_has_hdim rmsnorm norm_before_gate dt_min dt_max dt_init_floor dt_limit bias "
@@ -86,7 +88,13 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def _mamba(fields: ConfigFields, d_model: int, layer: str) -> MambaConfig:
-    """The mixers, of which `layer` has one; eps is 1e-5 everywhere."""
+    """Reads the config of the Mamba2 mixers, whose norms always have epsilon 1e-5.
+
+    Args:
+      fields: the fields of the config file.
+      d_model: width of the model.
+      layer: prefix of a layer with a mixer, whose tensors show which biases exist.
+    """
     ssm = fields.object("ssm_cfg")
     ssm.only(SSM_FIELDS)
     kind = ssm.get("layer", "Mamba1")
@@ -120,7 +128,8 @@ def norm_order(ssm: ConfigFields) -> Literal["gate_first", "norm_first"] | None:
 
 
 def _attention(fields: ConfigFields, layer: int, d_model: int) -> AttentionConfig:
-    """mamba_ssm's MHA: perhaps a convolution over q, k, v and an MLP beside it."""
+    """Reads mamba_ssm's MHA, with an optional convolution over q, k, v and an optional
+    parallel MLP."""
     c = fields.object("attn_cfg")
     c.only(ATTENTION_FIELDS)
     if not c.flag("causal", False):

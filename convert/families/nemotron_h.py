@@ -1,7 +1,8 @@
-"""NemotronHForCausalLM: one mixer, MLP or mixture of experts a layer; no rotary.
+"""NemotronHForCausalLM: each layer is a mixer, an MLP or a mixture of experts. There is
+no rotary embedding.
 
-Some have layers that predict further tokens (MTP) beside them. transformers drops them;
-their names are those of `nemotron_h_mtp.py` of vLLM and SGLang.
+Some models also have multi-token prediction (MTP) layers. transformers ignores these;
+the names of their tensors are from `nemotron_h_mtp.py` of vLLM and SGLang.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,19 +33,19 @@ from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from stree_jax.models.config import blocks, named
 
 FORMAT = "nemotron_h"
-MTP = "mtp."  # of the names of MTP tensors
+MTP = "mtp."  # prefix of the names of MTP tensors
 MTP_COUNT = "num_nextn_predict_layers"
 MTP_LAYERS = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
-MTP_DEFAULT = ["attention", "moe"]  # of transformers
+MTP_DEFAULT = ["attention", "moe"]  # as in transformers
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
-    """Without a gate."""
+    """Yields the rows of an MLP without a gate."""
     return module_rows(ours, theirs, {"up": "up_proj", "down": "down_proj"})
 
 
 def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
-    """A tensor for every expert."""
+    """Yields the rows of experts with a separate tensor for every expert."""
     theirs = f"{prefix}mixer"
     if c.shared is not None:
         yield from mlp_rows((*ours, "shared"), f"{theirs}.shared_experts", c.shared)
@@ -58,8 +59,11 @@ def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
 
 
 def mtp_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
-    """Yields the rows of the MTP layers. The first layer holds the tensors before them,
-    the last one their final norm."""
+    """Yields the rows of the MTP layers.
+
+    The tensors in front of the layers belong to the first layer in the file, the final
+    norm to the last one.
+    """
     if not config.mtp:
         return
     prefixes = [f"{MTP}layers.{i}." for i in range(len(config.mtp))]
@@ -79,14 +83,14 @@ NAMES = replace(
     ),
     mlp_norm="norm",
     mtp_rows=mtp_rows,
-    one_each=True,
+    numbers_every_layer=True,
 )
 LETTERS: dict[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 KINDS: dict[str, str] = {**LETTERS, **hf.MAMBA_TYPES, "mlp": "mlp", "moe": "moe"}
 
 
 def _or(alias: str, read: Read) -> Read:
-    """Reads a field that may have another name, which wins in transformers."""
+    """Reads a field that may have an alias, which takes precedence in transformers."""
 
     def either(fields: ConfigFields, name: str, default: Any) -> Any:
         return read(fields, alias if alias in fields.values else name, default)
@@ -116,7 +120,7 @@ MAMBA = (
     hf.TIME_STEP_LIMIT._replace(read=_or("mamba_dt_limit", read.limits)),
 )
 HEADS = Field("num_attention_heads", "num_heads", read.size, 32)
-# Biases of attention as in the authors' code: transformers 5.23 has none.
+# Attention biases exist in the authors' code, but not in transformers 5.23.
 ATTENTION = (
     HEADS,
     Field("num_key_value_heads", "num_kv_heads", read.kv_heads(HEADS), 8),
@@ -140,7 +144,7 @@ MOE = (
     Field("routed_scaling_factor", "scale", read.positive, 1.0),
 )
 ACTIVATION = read.activation("relu2", "silu", "gelu")
-FORM = ("gated", "activation")  # of MLP, experts and the MLP beside them alike
+FORM = ("gated", "activation")  # the same for MLPs, experts and the shared MLP
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
@@ -148,19 +152,19 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def parse_with_mtp(fields: ConfigFields) -> ModelConfig:
-    """With the MTP layers, if there are any.
+    """Parses the config, including the MTP layers if there are any.
 
     Raises:
-      CheckpointError: the config promises others than the tensors are, or several: one
-        serves at every depth.
+      CheckpointError: config and tensors disagree about MTP layers, or there are
+        several MTP modules. Only one is supported, which is used at every depth.
     """
     count = fields.size(MTP_COUNT, 0, low=0)
     stored = any(name.startswith(MTP) for name in fields.tensors)
     if count > 1:
         raise fields.error(MTP_COUNT, f"{count} is not supported (want 1)")
     if stored != (count == 1):
-        there = "has" if stored else "has no"
-        raise fields.error(MTP_COUNT, f"{count}, but the checkpoint {there} mtp.*")
+        has = "has" if stored else "has no"
+        raise fields.error(MTP_COUNT, f"{count}, but the checkpoint {has} mtp.*")
     return _parse(fields, _layers(fields, MTP_LAYERS, MTP_DEFAULT) if count else ())
 
 
@@ -195,7 +199,7 @@ LAYERS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 
 
 def _layers(fields: ConfigFields, names: Sequence[str], *default: Any) -> hf.Layers:
-    """From the first of these fields that there is: a list, or letters."""
+    """Reads the layers, a list or a string of letters, from the first field present."""
     named = hf.layers_field(fields, KINDS, *names)
     plan = fields.get(named, *default)
     return hf.named_layers(fields, named, KINDS, plan)

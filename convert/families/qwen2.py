@@ -1,4 +1,4 @@
-"""Qwen2ForCausalLM (Qwen2, Qwen2.5): llama with biases of q, k and v alone."""
+"""Qwen2ForCausalLM (Qwen2, Qwen2.5): llama with biases only of q, k and v."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Ways to read a field of a config file, for `table.Field`."""
+"""Functions that read a field of a config file, for `table.Field`."""
 
 from typing import Any
 
@@ -12,36 +12,46 @@ NO_LIMITS = (0.0, float("inf"))
 
 
 def count(source: ConfigFields, name: str, default: Any) -> int:
-    """A size that may be 0."""
+    """Reads a size that may be 0."""
     return source.size(name, default, low=0)
 
 
 def tensor(ending: str) -> Read:
-    """True if there is a tensor with that ending, whatever the field says."""
+    """Returns a reader that is True if a tensor's name has this ending; it ignores the
+    field."""
     return lambda source, name, default: source.has_tensor(ending)
 
 
-def bias(ending: str, says: str = "") -> Read:
-    """True if there is a tensor with that ending; see `has_bias`.
+def bias(ending: str, field: str = "") -> Read:
+    """Returns a reader that is True if a tensor's name has this ending; see `has_bias`.
 
     Args:
-      says: the field that promises a bias, if it is not the row's own.
+      ending: ending of the tensor's name.
+      field: name of the field that declares the bias, if it is not the row's own.
     """
-    return lambda source, name, default: has_bias(source, says or name, default, ending)
+    return lambda source, name, default: has_bias(
+        source, field or name, default, ending
+    )
 
 
 def has_bias(
     source: ConfigFields, name: str, default: bool, ending: str, part: str = ""
 ) -> bool:
-    """True if there is a tensor with that ending.
+    """True if a tensor's name has this ending.
 
-    A bias that the config promises and the file lacks is zero, as in transformers. One
-    that the config denies is left out there, with a warning in a long log; here it is
-    refused, because the two computations differ.
+    A bias that the config declares but the file lacks is zero, as in transformers. If
+    the file has a bias that the config denies, transformers ignores it with a warning.
+    Here it is an error, because the results would differ.
 
     Args:
-      name: the field that promises a bias.
-      part: of the model that counts, as of `ConfigFields.tensor_named`.
+      source: the fields of the config file.
+      name: name of the field that declares the bias.
+      default: value of the field if it is absent.
+      ending: ending of the tensor's name.
+      part: see `ConfigFields.tensor_named`.
+
+    Raises:
+      CheckpointError: the file has a bias that the config denies.
     """
     found = source.tensor_named(ending, part)
     if found is not None and not source.truth(name, default):
@@ -54,8 +64,11 @@ def has_bias(
 
 
 def kv_heads(of: Field) -> Read:
-    """A number of key and value heads that divides that of `of`, its default; a null in
-    the config means that they are equal, whatever the default."""
+    """Returns a reader of the number of KV heads, which must divide the field `of`.
+
+    The row's default applies if the field is absent. If it is null, or if the row has
+    no default, the number equals that of `of`.
+    """
 
     def read(source: ConfigFields, name: str, default: Any) -> int:
         whole = of.value(source)
@@ -68,7 +81,8 @@ def kv_heads(of: Field) -> Read:
 
 
 def divisor(of: Field) -> Read:
-    """A size that divides that of another field; by default it is equal."""
+    """Returns a reader of a size that divides the field `of`. By default it is
+    equal."""
 
     def read(source: ConfigFields, name: str, default: Any) -> int:
         whole = of.value(source)
@@ -80,7 +94,7 @@ def divisor(of: Field) -> Read:
 
 
 def activation(*allowed: str) -> Read:
-    """One of our activations, by the names that transformers has for it."""
+    """Returns a reader of an activation function, by its name in transformers."""
 
     def read(source: ConfigFields, name: str, default: Any) -> str:
         if source.get(name, default) == "swish" and "silu" in allowed:

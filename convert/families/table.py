@@ -1,4 +1,4 @@
-"""Fields of config files: each is named once, for reading and for writing."""
+"""Tables of config fields: each field is listed once, for reading and for writing."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -32,14 +32,15 @@ def _same(value: Any) -> Any:
 
 
 class Field(NamedTuple):
-    """A field of a config file, and the attribute of our config it stands for.
+    """A field of a config file, and the attribute of our config that it sets.
 
     Attributes:
-      name: in the file; "": none, the tensors alone tell.
-      attribute: of `ModelConfig`, or of the part of it that the table is about.
-      read: takes the file's fields, the name and the default; checks the value.
-      default: where the file does not say; `REQUIRED`: it has to.
-      write: the value as JSON.
+      name: name of the field in the file. If empty, there is no field, and the tensors
+        determine the value.
+      attribute: attribute of `ModelConfig`, or of the mixer config of the table.
+      read: function (fields, name, default) that reads and checks the value.
+      default: value if the field is absent. If `REQUIRED`, the field must be present.
+      write: converts the value to JSON.
     """
 
     name: str
@@ -53,22 +54,24 @@ class Field(NamedTuple):
 
 
 def read_fields(table: Sequence[Field], source: ConfigFields) -> dict[str, Any]:
-    """The attributes of a table by name."""
+    """Reads the attributes of a table, by name."""
     return {row.attribute: row.value(source) for row in table}
 
 
 def write_fields(
     format: str, table: Sequence[Field], part: Any, elsewhere: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The fields of a table by name: the inverse of `read_fields`.
+    """Returns the fields of a table by name: the inverse of `read_fields`.
 
     Args:
-      part: a `ModelConfig` or a part of one.
+      format: the family, for messages.
+      table: the table.
+      part: a `ModelConfig` or a mixer's config.
       elsewhere: attributes that the family checks or writes without the table.
 
     Raises:
-      CheckpointError: an attribute that is in neither is off its default, or two of
-        the same field differ.
+      CheckpointError: an attribute that the family does not write is not at its
+        default, or two attributes of the same field differ.
     """
     values: dict[str, Any] = {}
     lacking: dict[str, bool] = {}
@@ -86,15 +89,21 @@ def write_fields(
     return values
 
 
-def require(format: str, facts: Mapping[str, bool]) -> None:
-    """Refuse a model of which any of these does not hold."""
-    if lacking := [name for name, holds in facts.items() if not holds]:
+def require(format: str, conditions: Mapping[str, bool]) -> None:
+    """Raises CheckpointError unless all conditions hold.
+
+    Args:
+      format: the family, for the message.
+      conditions: by the property of the model that the format cannot express if the
+        condition does not hold.
+    """
+    if lacking := [name for name, holds in conditions.items() if not holds]:
         names = ", ".join(lacking)
         raise CheckpointError(f"{format} cannot express this model's {names}")
 
 
 def _word(part: Any, attribute: str) -> str:
-    """Returns the words for an attribute in messages."""
+    """Returns the description of an attribute in messages."""
     ending = attribute[max(attribute.rfind("_"), 0) :]
     word = _LABELS.get(type(part), "") + _PLURALS.get(ending, attribute)
     return _WORDS.get((type(part), attribute), word)

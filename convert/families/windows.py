@@ -1,4 +1,5 @@
-"""Sliding windows of attention: read where they change nothing, refused elsewhere."""
+"""Sliding-window attention: accepted if the window has no effect, an error
+otherwise."""
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
@@ -9,11 +10,12 @@ KINDS: dict[str, str] = {"full_attention": "attention", SLIDES: "attention"}
 
 
 def window_of(fields: ConfigFields, default: int | None) -> int | None:
-    """Returns how many tokens a layer with a window sees, or None if it sees all.
+    """Returns the window of a layer in tokens, or None if it has no window.
 
     Args:
-      default: the class's window if the config has no such field. A null in the config
-        means that there is no window, whatever the default.
+      fields: the fields of the config file.
+      default: window of the class if the field is absent. If the field is null, there
+        is no window.
     """
     if fields.values.get(WINDOW, default) is None:
         return None
@@ -27,12 +29,14 @@ def check_window(
     remedy: str,
     name: str = WINDOW,
 ) -> None:
-    """Refuses a window that hides tokens of texts that the model is made for.
+    """Raises CheckpointError if a window is shorter than the model's context length.
 
     Args:
-      longest: the class's `max_position_embeddings` if the config does not say.
-      remedy: how to load the model for shorter texts.
-      name: of the field that has the window.
+      fields: the fields of the config file.
+      window: the window in tokens, or None.
+      longest: the class's default of `max_position_embeddings`.
+      remedy: how to load the model for shorter texts, for the message.
+      name: name of the field that has the window.
     """
     if window is None or window >= fields.size("max_position_embeddings", longest):
         return
@@ -44,13 +48,13 @@ def check_window(
 
 
 def check_llama_windows(fields: ConfigFields) -> None:
-    """Checks the windows of llama, whose class has none.
+    """Checks the windows of llama, a class without sliding windows.
 
-    transformers gives its cache the window of the config all the same, so that tokens
-    that are decoded one by one do not see what a whole text does.
+    transformers nevertheless applies the config's window to the KV cache, so decoding
+    token by token gives other results than a forward pass over the whole text.
 
     Raises:
-      CheckpointError: a window would hide tokens.
+      CheckpointError: a window is shorter than the context length.
     """
     if not fields.flag("use_sliding_window", True):
         return
@@ -61,10 +65,10 @@ def check_llama_windows(fields: ConfigFields) -> None:
 
 
 def check_qwen_windows(fields: ConfigFields, layers: int) -> None:
-    """Checks the windows of Qwen2 and Qwen3, which only the upper layers have.
+    """Checks the windows of Qwen2 and Qwen3, where only the upper layers have one.
 
     Raises:
-      CheckpointError: some layer's window would hide tokens.
+      CheckpointError: a layer's window is shorter than the context length.
     """
     used = fields.flag("use_sliding_window", False)
     window = window_of(fields, 4096) if used else None

@@ -1,4 +1,5 @@
-"""Zamba2ForCausalLM: Mamba2 layers, some of which also read a shared block."""
+"""Zamba2ForCausalLM: Mamba2 layers, some of which also use a shared transformer
+block."""
 
 import math
 import reprlib
@@ -18,14 +19,15 @@ from stree_jax.convert.rows import (
     module_rows,
 )
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import SharedConfig, blocks, given, named
+from stree_jax.models.config import SharedConfig, blocks, named, required
 
 
 def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
-    """The shared blocks and the adapters of the layers that use them.
+    """Yields the rows of the shared blocks and of the adapters of the layers.
 
-    A block is stored once, under the first layer that uses it, and so are the adapters
-    of all layers that use it, numbered by their place among the shared layers.
+    A block is stored under the first layer that uses it, together with the adapters of
+    all layers that use it. Adapters are numbered by their layer's index among the
+    layers with a shared block.
     """
     layers = [i for i, block in enumerate(config.layers) if block.shared]
     if config.shared is None:
@@ -68,7 +70,7 @@ KINDS: dict[str, str] = {
     "hybrid": HYBRID,
 }
 IDS = "hybrid_layer_ids"
-NORM_EPS = 1e-5  # of the mixers, whatever rms_norm_eps says
+NORM_EPS = 1e-5  # of the Mamba2 mixers, independent of rms_norm_eps
 ACTIVATIONS = ("gelu", "silu")
 
 
@@ -81,7 +83,7 @@ def _mamba_head_dim(fields: ConfigFields, name: str, default: Any) -> int:
 
 
 def _head_dim(fields: ConfigFields, name: str, default: Any) -> int:
-    """The heads together are as wide as [h, embedding]."""
+    """Returns the head size: the heads together are as wide as [h, embedding]."""
     both = 2 * fields.size("hidden_size", 2560)
     return fields.divide(HEADS.name, both, HEADS.value(fields))
 
@@ -151,8 +153,10 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def _check_hybrid_ids(fields: ConfigFields, layers: hf.Layers) -> None:
-    """Refuses a second list of the shared layers that differs from the first, because
-    transformers numbers the blocks by it."""
+    """Raises CheckpointError if `hybrid_layer_ids` differs from the layer types.
+
+    transformers numbers the shared blocks by `hybrid_layer_ids`.
+    """
     used = [i for i, kind in enumerate(layers) if kind == HYBRID]
     if fields.get(IDS, used) != used:
         problem = f"want {reprlib.repr(used)}, the hybrids of layers_block_type"
@@ -160,15 +164,15 @@ def _check_hybrid_ids(fields: ConfigFields, layers: hf.Layers) -> None:
 
 
 def _scale(head_dim: int) -> float:
-    """Returns the scale of the scores, which goes by half a head."""
+    """Returns the softmax scale, which is based on half the head size."""
     return (head_dim / 2) ** -0.5
 
 
 def _blocks(fields: ConfigFields, layers: hf.Layers) -> int:
     """Returns the number of distinct shared blocks.
 
-    transformers 5.23 ties them only where it ties the embeddings; otherwise it saves
-    and runs a block of its own in every shared layer.
+    transformers 5.23 shares the blocks only if the embeddings are tied. Otherwise it
+    saves and runs a separate block in every layer that has one.
     """
     used = [i for i, kind in enumerate(layers) if kind == HYBRID]
     own = f"model.layers.{used[-1]}.shared_transformer.input_layernorm.weight"
@@ -180,7 +184,7 @@ def _blocks(fields: ConfigFields, layers: hf.Layers) -> int:
 def export(config: ModelConfig) -> dict[str, Any]:
     m, c = config.mixers["mamba"], config.mixers["attention"]
     mlp = config.mixers["mlp"]
-    shared, names = given(config.shared), {"mamba": "mamba", HYBRID: "hybrid"}
+    shared, names = required(config.shared), {"mamba": "mamba", HYBRID: "hybrid"}
     _check(config, m, c, mlp)
     return {
         "architectures": ["Zamba2ForCausalLM"],
@@ -202,11 +206,12 @@ def export(config: ModelConfig) -> dict[str, Any]:
 def _check(
     config: ModelConfig, m: MambaConfig, c: AttentionConfig, mlp: MLPConfig
 ) -> None:
-    """Refuses a model that transformers 5.23 would build otherwise."""
-    shared = given(config.shared)
+    """Raises CheckpointError for a model that transformers 5.23 would build
+    differently."""
+    shared = required(config.shared)
     own = shared.blocks >= config.kinds.count(HYBRID)
     ungrouped = c.num_kv_heads == c.num_heads
-    facts = {
+    conditions = {
         "lack of a convolution bias": m.conv_bias,
         "upper limit of dt": m.dt_limit[1] == math.inf,
         "biases": m.proj_in_bias == mlp.bias,
@@ -217,4 +222,4 @@ def _check(
         "adapters of grouped attention": ungrouped or not shared.attention_adapter,
         "blocks shared without tied embeddings": config.tie_embeddings or own,
     }
-    require("zamba2", facts)
+    require("zamba2", conditions)

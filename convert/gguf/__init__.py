@@ -1,1 +1,1 @@
-"""GGUF files, the checkpoints of llama.cpp."""
+"""Reads GGUF files, the checkpoints of llama.cpp."""

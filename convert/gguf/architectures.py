@@ -1,10 +1,15 @@
-"""llama.cpp's architectures as ours: keys of the metadata, names of the tensors.
+"""Converts llama.cpp's architectures to ours: metadata keys and names of tensors.
 
-Key names without their prefix, which is the architecture's. What differs from the
-directories that the files were made of: A itself in place of its logarithm; D and A as
-columns; the mixer's norm by groups; gate and up apart; q and k ordered by pairs where
-llama.cpp's rotary embedding turns neighbours; Falcon-H1's multipliers multiplied into
-the weights; experts as one tensor. None has limits of dt.
+Key names are given without their prefix, which is the architecture's name. Differences
+from the Hugging Face directories that the files were made from:
+
+- A itself is stored instead of its logarithm; D and A are columns.
+- The mixer's norm is stored in groups.
+- gate and up are separate tensors; all experts are one tensor.
+- q and k are ordered in pairs where llama.cpp's rotary embedding rotates neighbouring
+  channels.
+- Falcon-H1's multipliers are multiplied into the weights.
+- There are no limits of dt.
 
 Sources: llama.cpp's `conversion/` (granite, llama, mamba, nemotron, falcon_h1), its
 `llama-arch.cpp`, and the `gguf` package's constants.
@@ -37,12 +42,12 @@ EMBEDDING, HEAD = "token_embd", "output"
 BLOCKS, KV_HEADS = "block_count", "attention.head_count_kv"
 FEED_FORWARD = "feed_forward_length"
 INNER = "ssm.inner_size"
-VALUE_LENGTH = "attention.value_length"  # of a head, as of its keys
-ROTATES = "rope.scaling.finetuned"  # whether Granite's attention rotates
-# How a router weighs experts: 0 is the architecture's own way.
+VALUE_LENGTH = "attention.value_length"  # size of a head's values, as of its keys
+ROTATES = "rope.scaling.finetuned"  # true if Granite's attention has a rotary embedding
+# The router's function of the logits. 0 means the architecture's default.
 GATING, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
-# Keys that change what is computed and that nothing here reads, and the values that
-# change nothing.
+# Keys that would change the model's results and are not supported, with the values that
+# have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.sliding_window": (0,),
     "attention.causal": (True,),
@@ -54,7 +59,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (0,),
     "use_parallel_residual": (False,),
     "leading_dense_block_count": (0,),
-    # YaRN's, which llama.cpp reads for other architectures only.
+    # YaRN keys that llama.cpp reads only for other architectures.
     "rope.scaling.yarn_log_multiplier": (0,),
     "rope.scaling.yarn_ext_factor": (-1, 1),
     "rope.scaling.yarn_attn_factor": (1,),
@@ -74,7 +79,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _linear(ours: Path, block: str, names: dict[str, str]) -> Iterator[Row]:
-    """Weights and biases of products, by the names of our parameters."""
+    """Yields the rows of weights and biases of projections, by our parameters'
+    names."""
     for ending, ours_too in ENDINGS:
         for param, name in names.items():
             yield Row((*ours, param + ours_too), (f"{block}{name}.{ending}",))
@@ -83,7 +89,8 @@ def _linear(ours: Path, block: str, names: dict[str, str]) -> Iterator[Row]:
 def _joined(
     ours: Path, block: str, param: str, names: tuple[str, ...], row: Row
 ) -> Iterator[Row]:
-    """A product of several tensors; sizes and heads as of `row`."""
+    """Yields the rows of a projection that consists of several tensors, with the sizes
+    and heads of `row`."""
     for ending, ours_too in ENDINGS:
         tensors = tuple(f"{block}{name}.{ending}" for name in names)
         yield replace(row, path=(*ours, param + ours_too), sources=tensors)
@@ -112,14 +119,16 @@ def attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
 
 
 def paired_attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
-    """Yields rows for architectures whose rotary embedding turns neighbours."""
+    """Yields rows for architectures whose rotary embedding rotates neighbouring
+    channels."""
     for row in attention_rows(ours, block, c):
         heads = (c.num_heads, c.num_kv_heads, 0) if row.how == "concat" else ()
         yield replace(row, heads=heads)
 
 
 def mlp_rows(ours: Path, block: str, c: MLPConfig, ending: str = "") -> Iterator[Row]:
-    """Args: ending: of the names; "_shexp" for the MLP beside experts."""
+    """Yields the rows of an MLP, whose tensors' names have the given ending ("_shexp"
+    for the shared MLP of experts)."""
     yield from _linear(ours, block, {"down": f"ffn_down{ending}"})
     if c.gated:
         both = Row((), (), "concat", (c.d_hidden,) * 2)
@@ -144,7 +153,7 @@ def moe_rows(ours: Path, block: str, c: MoEConfig) -> Iterator[Row]:
     yield Row((*ours, "latent_out"), (f"{block}ffn_latent_up.weight",))
 
 
-HALVES = Names(  # rotary embedding turns channels half a head apart, as ours does
+HALVES = Names(  # the rotary embedding rotates channels half a head apart, as ours does
     embedding=EMBEDDING,
     norm="output_norm",
     head=HEAD,
@@ -159,14 +168,14 @@ HALVES = Names(  # rotary embedding turns channels half a head apart, as ours do
     },
 )
 PAIRS = HALVES.with_parts(attention=Part("", paired_attention_rows))
-# Nemotron-H's mixers, MLPs and experts are layers alike.
-ALIKE = replace(PAIRS, mlp_norm="attn_norm", one_each=True)
+# In Nemotron-H mixers, MLPs and experts are separate layers.
+ALIKE = replace(PAIRS, mlp_norm="attn_norm", numbers_every_layer=True)
 
 # Metadata
 
 
 def _per_layer(fields: ConfigFields, name: str, default: Any) -> tuple[int, ...]:
-    """A size for each layer: a list of them, or one for all."""
+    """Reads a size for each layer, from a list or from one number for all layers."""
     count, value = layer_count(fields), fields.get(name, default)
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "iu" or len(value) != count:
@@ -178,7 +187,8 @@ def _per_layer(fields: ConfigFields, name: str, default: Any) -> tuple[int, ...]
 
 
 def _one_size(fields: ConfigFields, name: str, default: Any) -> int:
-    """The size that all layers with one have; 0: none has."""
+    """Reads a size that must be the same in all layers where it is not 0. Returns 0 if
+    it is 0 in all layers."""
     sizes = set(_per_layer(fields, name, default)) - {0}
     if len(sizes) > 1:
         raise fields.error(name, f"layers of different sizes {sorted(sizes)[:4]}")
@@ -186,18 +196,18 @@ def _one_size(fields: ConfigFields, name: str, default: Any) -> int:
 
 
 def layer_count(fields: ConfigFields) -> int:
-    """Returns the number of layers, those that predict further tokens included."""
+    """Returns the number of layers, including MTP layers."""
     return fields.size(BLOCKS, top=MAX_LAYERS)
 
 
 def further_count(fields: ConfigFields) -> int:
-    """Returns the number of layers that predict further tokens."""
+    """Returns the number of multi-token prediction (MTP) layers."""
     name, count = "nextn_predict_layers", layer_count(fields)
     return fields.size(name, 0, low=0, top=count - 1)
 
 
 def _optional(fields: ConfigFields, name: str, default: Any) -> float | None:
-    """A positive number; 0 or none: the usual one."""
+    """Reads a positive number. 0 or absent means None, the default."""
     value = fields.number(name, 0.0)
     return fields.positive(name) if value else None
 
@@ -211,7 +221,7 @@ SIZES = (
     Field("embedding_length", "d_model", read.size),
     Field("attention.layer_norm_rms_epsilon", "norm_eps", read.positive),
 )
-SCALES = (  # Granite's
+SCALES = (  # Granite's multipliers
     Field("embedding_scale", "embedding_multiplier", _scale),
     Field("residual_scale", "residual_multiplier", _scale),
     Field("logit_scale", "logits_divisor", _scale),
@@ -290,8 +300,7 @@ SIGMOID_MOE = (
 
 
 def _model(fields: ConfigFields, *more: Field) -> dict[str, Any]:
-    """Reads the options that belong to no layer. Keys that no table of this file reads
-    must not change the numbers."""
+    """Reads the options of the whole model."""
     shape = fields.tensors[f"{EMBEDDING}.weight"].shape
     return {
         "vocab_size": shape[0],
@@ -302,7 +311,12 @@ def _model(fields: ConfigFields, *more: Field) -> dict[str, Any]:
 
 
 def check_neutral(fields: ConfigFields, known: tuple[str, ...]) -> None:
-    """Refuse a key that is not read and changes what is computed."""
+    """Raises CheckpointError if an unsupported key would change the model's results.
+
+    Args:
+      fields: the metadata.
+      known: keys of `NEUTRAL` that the architecture's parser reads.
+    """
     for name in NEUTRAL.keys() - set(known):
         value = fields.get(name, NEUTRAL[name][0])
         if isinstance(value, np.ndarray) or value not in NEUTRAL[name]:
@@ -344,7 +358,7 @@ def _llama(fields: ConfigFields) -> ModelConfig:
 
 
 def _qwen3(fields: ConfigFields) -> ModelConfig:
-    """A llama with norms of q and k."""
+    """Parses a llama with norms of q and k."""
     config = _llama(fields)
     attention = replace(config.mixers["attention"], qk_norm_eps=config.norm_eps)
     return config.with_mixers(attention=attention)
@@ -362,7 +376,8 @@ def _mamba2(fields: ConfigFields) -> ModelConfig:
 
 
 def _granite(fields: ConfigFields) -> ModelConfig:
-    """With SSM layers, which have no heads of keys, or none; with experts or none."""
+    """Parses Granite, with or without Mamba2 layers (those without KV heads) and with
+    or without experts."""
     model = _model(fields, *SCALES)
     heads = _per_layer(fields, KV_HEADS, HEADS.value(fields))
     kinds: list[str] = ["attention" if n else "mamba" for n in heads]
@@ -406,8 +421,9 @@ def _falcon_h1(fields: ConfigFields) -> ModelConfig:
 
 
 def _nemotron_h(fields: ConfigFields) -> ModelConfig:
-    """A layer is attention if it has heads of keys, else an MLP or experts if it has
-    their width, else Mamba2. Its attention does not rotate."""
+    """Parses Nemotron-H. A layer with KV heads is attention (without a rotary
+    embedding), one with a feed-forward width is an MLP or experts, and all others are
+    Mamba2."""
     model = _model(fields)
     experts = fields.size("expert_count", 0, low=0) > 0
     second: str = "moe" if experts else "mlp"
@@ -445,10 +461,12 @@ def _nemotron_h(fields: ConfigFields) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Attributes:
-    names: of the tensors.
-    parse: the architecture, by the metadata.
-    known: keys of `NEUTRAL` that `parse` reads.
+    """One of llama.cpp's architectures.
+
+    Attributes:
+      names: names of the tensors.
+      parse: converts the metadata to our config.
+      known: keys of `NEUTRAL` that `parse` reads.
     """
 
     names: Names

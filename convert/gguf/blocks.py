@@ -1,7 +1,7 @@
-"""Reads tensors of a GGUF file as NumPy arrays: plain floats, or blocks of few bits.
+"""Reads tensors of a GGUF file as NumPy arrays: plain floats, or quantized blocks.
 
-The `gguf` package decodes the blocks; plain floats need no package. Sizes of blocks:
-ggml.h.
+The `gguf` package decodes the blocks; plain floats need no package. The sizes of blocks
+are from ggml.h.
 """
 
 import math
@@ -14,14 +14,21 @@ import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
 
-PIECE = 2**21  # numbers that are in float32 beside the result
+PIECE = 2**21  # numbers that are decoded to float32 at a time
 PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How numbers are stored: a block of so many numbers in `size` bytes."""
+    """A storage type of ggml.
+
+    Attributes:
+      number: ggml's number of the type.
+      name: ggml's name of the type.
+      block: numbers per block.
+      size: bytes per block.
+    """
 
     number: int
     name: str
@@ -36,8 +43,8 @@ class Kind:
         return numbers // self.block * self.size
 
 
-# By ggml's number of the type, without types that are integers or that ggml uses for
-# activations alone.
+# Storage types by ggml's number, without integers and types that ggml uses only for
+# activations.
 KINDS = {
     kind.number: kind
     for kind in (
@@ -71,13 +78,13 @@ KINDS = {
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a shape without leading axes of 1, which a GGUF file does not store."""
+    """Returns a shape without leading axes of size 1, which GGUF files do not store."""
     first = next((i for i, n in enumerate(shape) if n != 1), len(shape) - 1)
     return shape[first:]
 
 
 def read_plain(file: Path, name: str, kind: Kind, start: int, shape: Any) -> np.ndarray:
-    """Reads a tensor of plain numbers in its own dtype."""
+    """Reads a tensor of plain floats in its own dtype."""
     count = math.prod(shape)
     return (
         _bytes(file, name, start, kind.nbytes(count))
@@ -89,7 +96,7 @@ def read_plain(file: Path, name: str, kind: Kind, start: int, shape: Any) -> np.
 def packed_blocks(
     file: Path, name: str, kind: Kind, start: int, shape: Any
 ) -> np.ndarray:
-    """Reads the blocks of a tensor as they are: [rows, bytes of a row] uint8."""
+    """Reads the blocks of a tensor without decoding: [rows, bytes per row] uint8."""
     rows, row_bytes = math.prod(shape[:-1]), kind.nbytes(shape[-1])
     return _bytes(file, name, start, rows * row_bytes).reshape(rows, row_bytes)
 
@@ -97,10 +104,11 @@ def packed_blocks(
 def read_blocks(
     file: Path, name: str, kind: Kind, start: int, shape: Any, dtype: Any
 ) -> np.ndarray:
-    """Reads a tensor of blocks as float32, rounded to `dtype`, some rows at a time.
+    """Decodes a tensor of blocks to float32 and rounds it to `dtype`, some rows at a
+    time.
 
     Raises:
-      CheckpointError: the file is shorter than it was, or the package is missing.
+      CheckpointError: the file is too short, or the `gguf` package is missing.
     """
     try:
         import gguf
@@ -118,7 +126,7 @@ def read_blocks(
     for i in range(0, rows, step):
         piece = result[i : i + step]
         data = _bytes(file, name, start + i * row_bytes, len(piece) * row_bytes)
-        with np.errstate(all="ignore"):  # scales may be anything in a damaged file
+        with np.errstate(all="ignore"):  # a damaged file may have any scales
             numbers = gguf.quants.dequantize(data.reshape(len(piece), -1), numbered)
             piece[...] = numbers.astype(dtype, copy=False)
     return result.reshape(shape)
@@ -130,5 +138,5 @@ def _bytes(file: Path, name: str, start: int, count: int) -> np.ndarray:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: {name}: {error}") from error
     if read.size != count:
-        raise CheckpointError(f"{file}: {name}: the file ends before it does")
+        raise CheckpointError(f"{file}: {name}: the file is truncated")
     return read

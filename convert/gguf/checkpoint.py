@@ -1,4 +1,4 @@
-"""A GGUF file as a source of tensors and a `ModelConfig`."""
+"""Opens a GGUF file as a `Source` of tensors with a `ModelConfig`."""
 
 import json
 import reprlib
@@ -26,39 +26,40 @@ from stree_jax.convert.source import Source, TensorInfo
 from stree_jax.models import ModelConfig, param_shapes
 
 ARCHITECTURE = "general.architecture"
-# What `general.type` says of files that belong to a model, and what to do with them.
+# Values of `general.type` for files that are not models, and what to do with them.
 PARTS_OF_MODELS = {
     "adapter": "merge it into its model (llama.cpp's llama-export-lora)",
     "mmproj": "it encodes images for a model; open the model's own file for text",
     "imatrix": "it is for quantizing a model; open the model's own file",
 }
-QUANTIZED = "bfloat16"  # what tensors of blocks are read in by default
+QUANTIZED = "bfloat16"  # default dtype for tensors of blocks
 
 
 def open_gguf(files: CheckpointFiles) -> tuple[Source, str, Architecture, ModelConfig]:
-    """Opens a file, or all shards of which it is the first; reads headers only.
+    """Opens a GGUF file, with all shards if it is the first of several. Reads only the
+    headers.
 
     Returns:
-      its tensors, llama.cpp's name of the architecture, what that name means, and the
-      model, without layers that predict further tokens.
+      The tensors, llama.cpp's name of the architecture, the architecture, and our
+      config without MTP layers.
 
     Raises:
-      CheckpointError: one line saying what is wrong.
+      CheckpointError: the file is invalid or unsupported. The message is one line.
     """
     header, file = files.header, files.path
     name = architecture_of(header)
     architecture = ARCHITECTURES[name]
-    source = Source(file, _tensors(header), said_by="its metadata")
+    source = Source(file, _tensors(header), shapes_from="its metadata")
     fields = _fields(header, name, source)
     try:
         check_neutral(fields, architecture.known)
         config = architecture.parse(fields)
-        param_shapes(config)  # sizes that fit no parameter are found here
+        param_shapes(config)  # raises for sizes that do not fit each other
     except CheckpointError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from error
-    settings(header)  # what chat and conversions need of it is sound
+    settings(header)  # raises if the tokenizer's settings are invalid
     stops = tuple(i for i in stop_tokens(header) if i < config.vocab_size)
     own = _own_tensors(source.tensors, layer_count(fields), further_count(fields))
     return (
@@ -70,11 +71,11 @@ def open_gguf(files: CheckpointFiles) -> tuple[Source, str, Architecture, ModelC
 
 
 def architecture_of(header: Header) -> str:
-    """One of `ARCHITECTURES`."""
+    """Returns the name of a file's architecture, one of `ARCHITECTURES`."""
     values = header.values
     if (kind := values.get("general.type", "model")) != "model":
-        way_on = PARTS_OF_MODELS.get(kind) if isinstance(kind, str) else None
-        what = f"{kind!r:.60} is not a model" + (f"; {way_on}" if way_on else "")
+        hint = PARTS_OF_MODELS.get(kind) if isinstance(kind, str) else None
+        what = f"{kind!r:.60} is not a model" + (f"; {hint}" if hint else "")
         raise CheckpointError(f"{header.file}: general.type: {what}")
     name = values.get(ARCHITECTURE)
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -89,10 +90,10 @@ def architecture_of(header: Header) -> str:
 def _tensors(header: Header) -> dict[str, TensorInfo]:
     found: dict[str, TensorInfo] = {}
     for name, t in header.tensors.items():
-        if name.endswith(".ffn_norm"):  # Falcon-H1's name for it
+        if name.endswith(".ffn_norm"):  # the name in Falcon-H1 files
             name += ".weight"
         if name in found:
-            raise CheckpointError(f"{header.file}: {name}: is there twice")
+            raise CheckpointError(f"{header.file}: {name}: occurs twice")
         dtype = NAMES.get(t.kind.name, QUANTIZED)
         found[name] = TensorInfo(t.file, t.shape, dtype, t.start, t.kind)
     name = f"{EMBEDDING}.weight"
@@ -102,7 +103,7 @@ def _tensors(header: Header) -> dict[str, TensorInfo]:
 
 
 def _fields(header: Header, name: str, source: Source) -> ConfigFields:
-    """The keys of the architecture, and one tensor that speaks of it."""
+    """Returns the architecture's metadata, including the tensor of RoPE factors."""
     prefix = f"{name}."
     values: dict[str, Any] = {
         key.removeprefix(prefix): value
@@ -117,7 +118,7 @@ def _fields(header: Header, name: str, source: Source) -> ConfigFields:
 def _own_tensors(
     tensors: Mapping[str, TensorInfo], layers: int, further: int
 ) -> dict[str, TensorInfo]:
-    """Without those that are no parameters, or of layers that are left out."""
+    """Returns the tensors of the model, without RoPE factors and MTP layers."""
     left = tuple(f"blk.{i}." for i in range(layers - further, layers))
     return {
         name: info
@@ -127,7 +128,7 @@ def _own_tensors(
 
 
 def source_config(header: Header) -> dict[str, Any]:
-    """Returns what the config.json of a directory says beside the architecture."""
+    """Returns the fields of config.json that are not about the architecture."""
     return source_fields(header, architecture_of(header))
 
 

@@ -1,12 +1,12 @@
-"""Which tokens of a GGUF file end a generation: the rules of llama.cpp.
+"""Finds the tokens of a GGUF file that end a generation, by the rules of llama.cpp.
 
-Source: `llama_vocab::impl::load` in llama.cpp's `llama-vocab.cpp`. It goes by the text
-of a token, whatever its type in the file: converters have often set that wrongly.
+Source: `llama_vocab::impl::load` in llama.cpp's `llama-vocab.cpp`. It uses the text of
+a token and ignores its type in the file, which converters have often set wrongly.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
-CONTROL, USER_DEFINED = 3, 4  # types of tokens in GGUF files
+CONTROL, USER_DEFINED = 3, 4  # token types in GGUF files
 END_TEXTS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -31,8 +31,8 @@ END_TEXTS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's
     "[e~[",
 )
-# Tokens of models that fill in the middle of a file, by the name in the file's keys.
-# Without a key, the first of these texts that is a token has the role.
+# Tokens for filling in the middle of a text, by their names in the metadata. Without a
+# key, the first of these texts that is a token has the role.
 FILL_IN_TEXTS = {
     "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>"),
     "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>"),
@@ -47,12 +47,12 @@ FILL_IN_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 def end_ids(
     tokens: Sequence[str], named: Iterable[int], fill_in: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Returns the ids of all tokens that end a generation, the named ones first.
+    """Returns the ids of all tokens that end a generation, those in `named` first.
 
     Args:
-      tokens: every token's text.
-      named: ids that the file's keys name as ends.
-      fill_in: ids of `fill_in_ids`.
+      tokens: text of every token.
+      named: ids of the end tokens in the metadata.
+      fill_in: ids from `fill_in_ids`.
     """
     ids = _first_ids(tokens)
     found = [*named, *(ids[text] for text in END_TEXTS if text in ids)]
@@ -62,11 +62,11 @@ def end_ids(
 
 
 def fill_in_ids(tokens: Sequence[str], named: Mapping[str, int]) -> dict[str, int]:
-    """Returns the tokens for filling in the middle, by their names in the keys.
+    """Returns the ids of the tokens for filling in the middle, by name.
 
     Args:
-      tokens: every token's text.
-      named: those that the file's keys name.
+      tokens: text of every token.
+      named: ids of those in the metadata.
     """
     ids = _first_ids(tokens)
     found = {
@@ -81,10 +81,11 @@ def fill_in_ids(tokens: Sequence[str], named: Mapping[str, int]) -> dict[str, in
 def corrected_types(
     tokens: Sequence[str], fill_in: Mapping[str, int]
 ) -> dict[int, int]:
-    """Returns the types of tokens that are taken for another type than the file's.
+    """Returns the types of the tokens whose type in the file must be corrected.
 
-    Tokens of the lists above are CONTROL, so that a chat template's text becomes them
-    and they are left out of answers. An <|end|> that ends no turn is shown.
+    Tokens of the lists above are CONTROL, so that a chat template's text is encoded as
+    these tokens and they do not appear in answers. An <|end|> that does not end a turn
+    is USER_DEFINED, so that it appears.
     """
     ids = _first_ids(tokens)
     by_text = [ids[text] for text in END_TEXTS if text in ids]
@@ -94,16 +95,17 @@ def corrected_types(
 
 
 def _not_ends(texts: set[str]) -> set[str]:
-    """Returns the texts that end nothing in a vocabulary whose ends are `texts`."""
+    """Returns the texts that do not end a turn in a vocabulary with end tokens
+    `texts`."""
     found = set()
     calls = bool({"<|call|>", "<|calls|>"} & texts)
     if calls and {"<|return|>", "<|flush|>"} & texts:
-        found.add("<|end|>")  # closes a message of a turn that goes on
+        found.add("<|end|>")  # ends a message, but the turn continues
     if "<|tool_response>" in texts:
         found.add("</s>")  # plain text in Gemma 4
     return found
 
 
 def _first_ids(tokens: Sequence[str]) -> dict[str, int]:
-    """Returns the id of each text, the first where it is repeated."""
+    """Returns the id of each text; the first id of repeated texts."""
     return {token: number for number, token in reversed(list(enumerate(tokens)))}

@@ -1,9 +1,8 @@
-"""The header of a GGUF file: what it says of itself and where its tensors are.
+"""Reads the header of a GGUF file: its metadata, and the positions of its tensors.
 
-A reader of our own, because a damaged file must cost neither memory nor time: every
-count and length is held against the bytes that are left before anything is made of it.
-(The `gguf` package's reader believes them.) Format: GGUF versions 2 and 3,
-little-endian (ggml's docs/gguf.md).
+This is not the reader of the `gguf` package, because a damaged file must not cost
+memory or time: every count and length is checked against the remaining bytes before it
+is used. Format: GGUF versions 2 and 3, little-endian (ggml's docs/gguf.md).
 """
 
 import math
@@ -24,12 +23,12 @@ from stree_jax.convert.source import file_names, weights_among
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER = 2**26  # bytes; the largest vocabularies take 2**24
-MAX_COUNT = 2**17  # of keys and of tensors
+MAX_COUNT = 2**17  # keys, and tensors
 MAX_DIMS = 4
 MAX_ALIGNMENT = 2**20
 ALIGNMENT = "general.alignment"
 STRING, ARRAY, BOOL = 8, 9, 7
-# Of a value's type: NumPy's name of it.
+# NumPy's dtypes of scalar values, by GGUF's number of the type.
 SCALARS = {
     **dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4"))),
     **{BOOL: "?", 10: "<u8", 11: "<i8", 12: "<f8"},
@@ -39,11 +38,13 @@ SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file.
+    """A tensor in a GGUF file.
 
     Attributes:
-      shape: slowest axis first, as NumPy's; `without_ones`.
-      start: of its bytes in the file.
+      file: the file.
+      shape: shape with the slowest axis first, as in NumPy; see `without_ones`.
+      kind: how its numbers are stored.
+      start: offset of its first byte in the file.
     """
 
     file: Path
@@ -54,11 +55,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file, or the first of its shards, says.
+    """The header of a GGUF file.
 
     Attributes:
-      values: metadata by key; an array is a list, or of numbers a NumPy array.
-      tensors: of all shards, by name.
+      file: the file, or its first shard.
+      values: metadata by key. An array of numbers is a NumPy array, others are lists.
+      tensors: the tensors of all shards, by name.
     """
 
     file: Path
@@ -67,7 +69,7 @@ class Header:
 
 
 class _Cursor:
-    """Reads on in a file, never past its end nor the largest header."""
+    """Reads a file sequentially, but not past its end or the largest allowed header."""
 
     def __init__(self, file: Path, opened: BinaryIO, size: int) -> None:
         self.file, self.opened, self.size = file, opened, size
@@ -83,22 +85,22 @@ class _Cursor:
         return self.opened.read(count)
 
     def check(self, count: int, what: str) -> None:
-        """Refuse to read so many bytes, if they are not there."""
+        """Raises CheckpointError if fewer than `count` bytes are left."""
         if count <= self.end - self.at:
             return
         if self.end < self.size:
             raise self.error(f"{what}: the header has more than {MAX_HEADER} bytes")
-        raise self.error(f"{what}: the file ends before it does")
+        raise self.error(f"{what}: the file is truncated")
 
     def number(self, what: str, dtype: str = "<u8") -> Any:
         kind = np.dtype(dtype)
         read = np.frombuffer(self.take(kind.itemsize, what), kind)[0]
-        if kind == np.float32:  # the decimal number that was meant: 1e-05
+        if kind == np.float32:  # the shortest decimal: 1e-05, not 9.999999747e-06
             return float(str(read))
         return read.item()
 
     def count(self, what: str) -> int:
-        """Reads how many of the named items follow."""
+        """Reads the number of items that follow; `what` names them in messages."""
         count: int = self.number(what)
         if count > MAX_COUNT:
             raise self.error(f"{what}: {count}, want at most {MAX_COUNT}")
@@ -112,7 +114,7 @@ class _Cursor:
             raise self.error(f"{what}: not UTF-8 ({error.reason})") from error
 
     def value(self, key: str) -> Any:
-        """A value of any type, which comes before it."""
+        """Reads a value with its type in front."""
         kind = self.number(key, "<u4")
         if kind == STRING:
             return self.text(key)
@@ -134,15 +136,15 @@ class _Cursor:
 
 
 def is_gguf(path: Path) -> bool:
-    """By its name; what is in it is `read_header`'s to say."""
+    """True if the path has the name of a GGUF file. Its content is not checked."""
     return path.suffix == ".gguf" and not path.is_dir()
 
 
 def only_gguf(directory: Path) -> Path | None:
-    """Returns the GGUF file of a directory without other weights, or None.
+    """Returns the GGUF file of a directory that has no other weights, or None.
 
     Raises:
-      CheckpointError: there are several.
+      CheckpointError: there are several GGUF files.
     """
     names = file_names(directory)
     has_params = (directory / "params").is_dir()  # of our own format
@@ -156,17 +158,17 @@ def only_gguf(directory: Path) -> Path | None:
 
 
 def first_shards(names: Iterable[str]) -> list[str]:
-    """Returns the sorted names of GGUF files, of several shards only the first."""
+    """Returns the sorted names of GGUF files, without shards other than first ones."""
     shards = {name: SHARD.fullmatch(name) for name in sorted(names)}
     return [name for name, s in shards.items() if s is None or int(s[2]) == 1]
 
 
 def read_header(file: Path) -> Header:
-    """Reads the header of a file and, if it is the first of several shards, of the
-    others.
+    """Reads the header of a file. If it is the first of several shards, also reads the
+    headers of the others.
 
     Raises:
-      CheckpointError: one line saying what is wrong with which file.
+      CheckpointError: a file is invalid. The message is one line with the file.
     """
     shard = SHARD.fullmatch(file.name)
     if shard is None or int(shard[3]) == 1:
@@ -182,7 +184,7 @@ def read_header(file: Path) -> Header:
             raise CheckpointError(f"{path}: this shard is missing")
         found = read_one(path).tensors
         if repeated := tensors.keys() & found.keys():
-            raise CheckpointError(f"{path}: {min(repeated)} is in another shard too")
+            raise CheckpointError(f"{path}: {min(repeated)} is also in another shard")
         tensors |= found
     return Header(file, header.values, tensors)
 
@@ -211,7 +213,7 @@ def _parse(cursor: _Cursor) -> Header:
     for i in range(pairs):
         key = cursor.text(f"key {i}")
         if key in values:
-            raise cursor.error(f"{key!r}: is there twice")
+            raise cursor.error(f"{key!r}: occurs twice")
         values[key] = cursor.value(key)
     return Header(
         cursor.file, values, _tensors(cursor, tensors, _alignment(cursor, values))
@@ -226,14 +228,14 @@ def _alignment(cursor: _Cursor, values: Mapping[str, Any]) -> int:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
-    """Finds every tensor, and checks that none is outside the file or within
-    another."""
+    """Reads the positions of all tensors, and checks that they are inside the file and
+    do not overlap."""
     read: list[tuple[int, str, tuple[int, ...], Kind]] = []
     names = set()
     for i in range(count):
         name = cursor.text(f"name of tensor {i}")
         if name in names:
-            raise cursor.error(f"tensor {name!r} is there twice")
+            raise cursor.error(f"tensor {name!r} occurs twice")
         names.add(name)
         shape, kind = _shape(cursor, name)
         read.append((cursor.number(name), name, shape, kind))
@@ -249,13 +251,13 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
             raise cursor.error(f"{name}: begins within {last}")
         free, last = start + kind.nbytes(math.prod(shape)), name
         if free > cursor.size:
-            raise cursor.error(f"{name}: the file ends before it does")
+            raise cursor.error(f"{name}: the file is truncated")
         found[name] = Stored(cursor.file, without_ones(shape), kind, start)
     return {name: found[name] for _, name, _, _ in read}
 
 
 def _shape(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Kind]:
-    """Reads a tensor's axes, slowest first, and how its numbers are stored."""
+    """Reads a tensor's shape, slowest axis first, and its storage type."""
     dims = cursor.number(name, "<u4")
     if not 0 < dims <= MAX_DIMS:
         raise cursor.error(f"{name}: {dims} axes, want 1 to {MAX_DIMS}")
@@ -266,7 +268,7 @@ def _shape(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Kind]:
     kind = KINDS[number]
     if 0 in shape or shape[-1] % kind.block:
         raise cursor.error(
-            f"{name}: shape {list(shape)} is no whole blocks of {kind.block} "
-            f"({kind.name})"
+            f"{name}: shape {list(shape)} is not a multiple of {kind.block} numbers "
+            f"per block ({kind.name})"
         )
     return shape, kind

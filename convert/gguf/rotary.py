@@ -1,4 +1,4 @@
-"""Rotary embeddings as GGUF files describe them: llama.cpp's keys and defaults."""
+"""Reads rotary embeddings from GGUF files, with llama.cpp's keys and defaults."""
 
 import math
 from dataclasses import replace
@@ -8,17 +8,21 @@ import numpy as np
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models.rope import Rope, Yarn, rope_frequencies
 
-ROPE_FACTORS = "rope_freqs.weight"  # what each frequency is divided by
+ROPE_FACTORS = "rope_freqs.weight"  # tensor with the divisor of each frequency
 ROTATED, THETA = "rope.dimension_count", "rope.freq_base"
-# How frequencies are scaled, by how much (the second name is an old one), what the
-# cosines and sines are multiplied by, and the longest text of the training.
+# Kind of frequency scaling, its factor (the second name is an old one), the factor of
+# the cosines and sines, and the context length of the training.
 SCALING, TURNS = "rope.scaling.type", "rope.scaling.attn_factor"
 FACTORS = ("rope.scaling.factor", "rope.scale_linear")
 ORIGINAL = "rope.scaling.original_context_length"
 
 
 def rope(fields: ConfigFields, head_dim: int) -> Rope:
-    """Checks that whole heads rotate, as in every architecture here."""
+    """Reads a rotary embedding of whole heads, which all supported architectures have.
+
+    Raises:
+      CheckpointError: only a part of a head rotates, or the scaling is unsupported.
+    """
     dim = fields.size(ROTATED, head_dim)
     if dim != head_dim or dim % 2:
         problem = f"{dim} of {head_dim} channels is not supported"
@@ -33,8 +37,8 @@ def rope(fields: ConfigFields, head_dim: int) -> Rope:
 
 
 def _scaled(fields: ConfigFields, rope: Rope) -> Rope:
-    """Reads linear and YaRN scaling as llama.cpp does: linear is the default, by the
-    factor of either key, and "none" ignores the factor."""
+    """Reads linear and YaRN scaling as llama.cpp does. The default is linear scaling
+    with the factor in either key; "none" ignores the factor."""
     kind = fields.choice(SCALING, "linear", ("none", "linear", "yarn"))
     factor = 1.0
     for name in FACTORS:
@@ -54,9 +58,10 @@ def _scaled(fields: ConfigFields, rope: Rope) -> Rope:
 
 
 def _llama3(fields: ConfigFields, rope: Rope, factors: np.ndarray) -> Rope:
-    """The llama3 scaling that divides frequencies so: the file has its results alone.
+    """Finds the llama3 scaling that has these divisors of the frequencies.
 
-    All published models have 1 and 4 for low and high; the length is a power of two.
+    The file has only the divisors, not the scaling's parameters. In all published
+    models the low and high factors are 1 and 4 and the length is a power of two.
     """
     plain = rope_frequencies(rope)
     factor = float(factors.max()) if factors.size else 0.0

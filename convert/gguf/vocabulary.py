@@ -1,7 +1,8 @@
-"""The vocabulary in a GGUF file as a `tokenizers` object, and what else speaks of text.
+"""Reads the tokenizer, special tokens and chat template of a GGUF file.
 
-Two kinds are known: byte-level BPE ("gpt2"), whose file names the way it cuts text into
-words, and SentencePiece's BPE ("llama"), whose merges follow from the scores.
+Two kinds of vocabulary are supported: byte-level BPE ("gpt2"), where the file names the
+pre-tokenizer, and SentencePiece's BPE ("llama"), where the merges follow from the
+scores.
 
 Sources: llama.cpp's `llama-vocab.cpp` (names, defaults), the tokenizer.json files that
 the names stand for (expressions), sentencepiece's `bpe_model.cc`.
@@ -32,15 +33,15 @@ if TYPE_CHECKING:
 
 GGML, HF_JSON = "tokenizer.ggml.", "tokenizer.huggingface.json"
 TEMPLATE = "tokenizer.chat_template"
-UNKNOWN, UNUSED, BYTE = 2, 5, 6  # types of tokens, beside CONTROL and USER_DEFINED
-# Special tokens by our name of them and the file's.
+UNKNOWN, UNUSED, BYTE = 2, 5, 6  # token types, besides CONTROL and USER_DEFINED
+# Names of special tokens, ours and the file's.
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-# What SentencePiece files without these keys have, by llama.cpp.
+# llama.cpp's defaults for SentencePiece files without these keys.
 PIECE_DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
 STOPS = ("eos", "eot", "eom")
-STOP_LIST = "eos_token_ids"  # all ends, in files that Ollama wrote
+STOP_LIST = "eos_token_ids"  # list of all end tokens, in files written by Ollama
 
-# How text is cut into words before it is merged, by names of tokenizers.
+# Regular expressions that split text into words before BPE, by names of pre-tokenizers.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,27 +73,28 @@ PRETOKENIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
     "tekken": (TEKKEN,),
 }
-# Of these a word that is a token is that token, whatever the merges say; and a text
-# begins with the token for it, unless the file says otherwise.
+# Pre-tokenizers where a word that is a token is not merged, and where a text begins
+# with the BOS token unless the file says otherwise.
 WHOLE_WORDS = {*LLAMA3_LIKE, "tekken"}
-# Whose tokenizer.json composes characters; mpt and olmo are GPT-NeoX's.
+# Pre-tokenizers with NFC normalization; mpt and olmo use GPT-NeoX's tokenizer.
 COMPOSED = {"qwen2", "deepseek-r1-qwen", "mpt", "olmo"}
 UINT32 = 2**32 - 1  # the largest id that a file can name
-MAX_PIECE = 256  # characters of a SentencePiece token; trained ones have up to 32
-SPACE = "\u2581"  # SentencePiece's
+MAX_PIECE = 256  # characters of a SentencePiece token; real ones have up to 32
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 
 
 def read_vocabulary(
     header: Header, warn: Callable[[str], object] | None = None
 ) -> "Tokenizer | None":
-    """Returns the tokenizer, or None if the file has none of a known kind.
+    """Returns the tokenizer. None if the file has no tokenizer of a supported kind.
 
     Args:
-      warn: called with one line for a tokenizer of an unknown kind, and for a key that
-        names a token that is not in the vocabulary.
+      header: the header of the file.
+      warn: called with one line for a tokenizer of an unknown kind, and for a key with
+        the id of a token that is not in the vocabulary.
 
     Raises:
-      CheckpointError: a list of the vocabulary is malformed.
+      CheckpointError: the vocabulary is malformed.
     """
     fields = _fields(header)
     model = _text(fields, "model", "no_vocab")
@@ -115,9 +117,9 @@ def read_vocabulary(
     if model not in ("no_vocab", "none") and warn is not None:
         what = f"{model!r:.40}, {pre!r:.40}" if model == "gpt2" else f"{model!r:.40}"
         warn(
-            f"{header.file}: its tokenizer ({what}) is not known; it is left out, so "
-            "texts cannot be read, only token ids; convert the file, and put the "
-            "model's tokenizer.json beside what is written"
+            f"{header.file}: unknown tokenizer ({what}); the model is loaded without a "
+            "tokenizer, so it takes only token ids; to use text, convert the file and "
+            "put the model's tokenizer.json into the new directory"
         )
     return None
 
@@ -126,13 +128,14 @@ def piece_tokenizer(fields: ConfigFields) -> "Tokenizer":
     """Returns the tokenizer of a SentencePiece BPE vocabulary.
 
     Args:
-      fields: the keys of a GGUF file's vocabulary, without "tokenizer.ggml.".
+      fields: metadata of a GGUF file's vocabulary, without the prefix
+        "tokenizer.ggml.".
     """
     return _finished(fields, _sentencepiece(fields), True)
 
 
 def _warn_of_missing(fields: ConfigFields, warn: Callable[[str], object]) -> None:
-    """Warns of keys that name a token that the vocabulary does not have."""
+    """Warns about keys with the id of a token that is not in the vocabulary."""
     if "tokens" not in fields.values:
         return
     count = len(_tokens(fields))
@@ -144,9 +147,9 @@ def _warn_of_missing(fields: ConfigFields, warn: Callable[[str], object]) -> Non
 
 
 def stop_tokens(header: Header) -> tuple[int, ...]:
-    """Returns the ids that end a text or a turn: those that keys name, then the others.
+    """Returns the ids of the tokens that end a text or a turn.
 
-    See `end_tokens` for the tokens that end a turn without being named.
+    Those in the metadata come first, then those that `end_tokens` finds by their text.
     """
     fields = _fields(header)
     if "tokens" not in fields.values:
@@ -164,26 +167,27 @@ def stop_tokens(header: Header) -> tuple[int, ...]:
 def settings(header: Header) -> dict[str, Any]:
     """Returns the fields of a tokenizer_config.json: special tokens, chat template."""
     fields = _fields(header)
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, theirs in SPECIAL.items():
         if (number := _special(fields, theirs)) is not None:
-            said[f"{name}_token"] = _tokens(fields)[number]
+            found[f"{name}_token"] = _tokens(fields)[number]
     if (template := header.values.get(TEMPLATE)) is not None:
         if not isinstance(template, str):
-            raise CheckpointError(f"{header.file}: {TEMPLATE}: want a text")
-        said["chat_template"] = template
-    return said
+            raise CheckpointError(f"{header.file}: {TEMPLATE}: want a string")
+        found["chat_template"] = template
+    return found
 
 
 def source_fields(header: Header, architecture: str) -> dict[str, int]:
-    """Numbers of a config.json that no computation needs; exports keep them."""
+    """Returns numbers for config.json that do not affect the model's results. Exports
+    keep them."""
     fields = _fields(header)
-    said = {
+    found = {
         f"{n}_token_id": fields.get(f"{SPECIAL[n]}_token_id", None) for n in SPECIAL
     }
     context = f"{architecture}.context_length"
-    said["max_position_embeddings"] = header.values.get(context)
-    return {name: value for name, value in said.items() if type(value) is int}
+    found["max_position_embeddings"] = header.values.get(context)
+    return {name: value for name, value in found.items() if type(value) is int}
 
 
 def _fields(header: Header) -> ConfigFields:
@@ -198,7 +202,7 @@ def _fields(header: Header) -> ConfigFields:
 def _text(fields: ConfigFields, name: str, default: str) -> str:
     value = fields.get(name, default)
     if not isinstance(value, str):
-        raise fields.wants(name, "a text", value)
+        raise fields.wants(name, "a string", value)
     return value
 
 
@@ -217,7 +221,7 @@ def _tokens(fields: ConfigFields) -> list[str]:
 
 
 def _numbers(fields: ConfigFields, name: str, count: int, kinds: str) -> np.ndarray:
-    """A list of `count` numbers whose dtype is of one of these kinds."""
+    """Reads an array of `count` numbers whose dtype is of one of these kinds."""
     value = fields.get(name)
     if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds:
         raise fields.wants(name, "a list of numbers", value)
@@ -240,14 +244,14 @@ def _kinds(fields: ConfigFields, count: int) -> np.ndarray:
 
 def _fill_in(fields: ConfigFields, tokens: list[str]) -> dict[str, int]:
     named = {kind: _special(fields, kind) for kind in FILL_IN_TEXTS}
-    given = {kind: number for kind, number in named.items() if number is not None}
-    return fill_in_ids(tokens, given)
+    present = {kind: number for kind, number in named.items() if number is not None}
+    return fill_in_ids(tokens, present)
 
 
 def _special(fields: ConfigFields, name: str) -> int | None:
-    """Returns the id of a special token, if the file has one of that name.
+    """Returns the id of a special token by the file's name, or None.
 
-    A key whose number is no token counts as absent, as it does in llama.cpp.
+    A key with an id that is not in the vocabulary counts as absent, as in llama.cpp.
     """
     if "tokens" not in fields.values:
         return None
@@ -280,7 +284,8 @@ def _byte_level(fields: ConfigFields, pre: str) -> "Tokenizer":
 
 
 def _words(expressions: tuple[str, ...]) -> "PreTokenizer":
-    """Cuts at what each expression finds, one after another, and makes bytes of it."""
+    """Returns a pre-tokenizer that splits text at each expression in turn, and then
+    maps bytes to letters."""
     from tokenizers import Regex, pre_tokenizers
 
     cuts = [pre_tokenizers.Split(Regex(e), "isolated") for e in expressions]
@@ -289,7 +294,7 @@ def _words(expressions: tuple[str, ...]) -> "PreTokenizer":
 
 
 def _vocabulary(fields: ConfigFields) -> dict[str, int]:
-    """Ids of the tokens that are used; of two that are alike, the first."""
+    """Returns the ids of all used tokens; the first id of repeated tokens."""
     tokens = _tokens(fields)
     kinds = _kinds(fields, len(tokens))
     found: dict[str, int] = {}
@@ -323,11 +328,12 @@ def _sentencepiece(fields: ConfigFields) -> "Tokenizer":
 
 
 def _merges(fields: ConfigFields, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to make a token of two, the token of the highest score first."""
+    """Returns all pairs of tokens that form a token, ordered by its score, highest
+    first."""
     tokens = _tokens(fields)
     scores = _numbers(fields, "scores", len(tokens), "f")
     kinds = _kinds(fields, len(tokens))
-    whole = {CONTROL, UNKNOWN, UNUSED, BYTE}  # never made of others
+    whole = {CONTROL, UNKNOWN, UNUSED, BYTE}  # never formed by merges
     found: list[tuple[float, int, int, str, str]] = []
     for token, number in vocabulary.items():
         if kinds[number] in whole:
@@ -345,10 +351,12 @@ def _merges(fields: ConfigFields, vocabulary: dict[str, int]) -> list[tuple[str,
 def _finished(
     fields: ConfigFields, tokenizer: "Tokenizer", begins: bool
 ) -> "Tokenizer":
-    """With tokens that no merge makes, and those before and after a text.
+    """Adds special and user-defined tokens, and the tokens before and after a text.
 
     Args:
-      begins: whether a text begins with a token for that, if the file does not say.
+      fields: the metadata.
+      tokenizer: the tokenizer.
+      begins: default for whether a text begins with the BOS token.
     """
     tokens = _tokens(fields)
     kinds = _kinds(fields, len(tokens)).tolist()

@@ -1,8 +1,7 @@
-// What XLA calls to accept a path of a tree: greedy decoding's, in one go; and for the
-// places of the largest numbers alone.
+// XLA handlers for greedy acceptance of a path in a tree, and for argmax.
 //
-// Defined by stree_jax/speculation/accept.py, `accept_greedy`, and models/argmax.py: all
-// numbers are the same.
+// The definitions are `accept_greedy` in stree_jax/speculation/accept.py and
+// models/argmax.py. Results are bitwise equal to theirs.
 //
 // Letters: B rows, T nodes, M depth, V tokens.
 #include <algorithm>
@@ -17,27 +16,27 @@ namespace {
 
 struct Top {
   int32_t place;
-  float lead;  // before the second
+  float lead;  // difference to the second largest
 };
 
-// The largest of `size` numbers: of equals the first, or the first NaN.
+// Returns the largest of `size` numbers: the first of equal ones, or the first NaN.
 Top top_of(const float* z, int64_t size) {
   constexpr int64_t LANES = 16;
-  constexpr float NONE = -std::numeric_limits<float>::infinity();
+  constexpr float LOWEST = -std::numeric_limits<float>::infinity();
   float first[LANES], second[LANES];
-  std::fill_n(first, LANES, NONE), std::fill_n(second, LANES, NONE);
-  int32_t strange = 0;  // NaNs
+  std::fill_n(first, LANES, LOWEST), std::fill_n(second, LANES, LOWEST);
+  int32_t has_nan = 0;
   const auto see = [&](float x, int64_t lane) {
     const float less = x < first[lane] ? x : first[lane];
     second[lane] = less > second[lane] ? less : second[lane];
     first[lane] = x > first[lane] ? x : first[lane];
-    strange |= x != x;
+    has_nan |= x != x;
   };
   const int64_t whole = size / LANES * LANES;
   for (int64_t i = 0; i < whole; i += LANES)
     for (int64_t lane = 0; lane < LANES; lane++) see(z[i + lane], lane);
   for (int64_t i = whole; i < size; i++) see(z[i], 0);
-  if (strange) {
+  if (has_nan) {
     const auto nan = std::find_if(z, z + size, [](float x) { return x != x; });
     return {static_cast<int32_t>(nan - z), *nan};
   }
@@ -48,13 +47,13 @@ Top top_of(const float* z, int64_t size) {
   return {static_cast<int32_t>(std::find(z, z + size, *best) - z), *best - next};
 }
 
-// The longest path of the most probable tokens, see accept.py: only nodes on it and those
-// that it could have gone on to are looked at.
+// Finds the longest path of most probable tokens, see accept.py. Computes the argmax only
+// for nodes on the path and for nodes that could have continued it.
 ffi::Error accept_greedy(F32 scores, S32 tokens, S32 parents, S32 depth, S32 paths,
                          Out<S32> to_path, Out<S32> to_length, Out<S32> to_tokens,
                          Out<F32> to_margin, int64_t vocabulary) {
   const auto shape = scores.dimensions();
-  const int64_t B = shape[0], T = shape[1], V = shape[2], room = paths.dimensions()[2];
+  const int64_t B = shape[0], T = shape[1], V = shape[2], longest = paths.dimensions()[2];
   if (vocabulary < 1 || vocabulary > V)
     return refused("want scores of all tokens");
   auto* const top = static_cast<Top*>(scratch_of_thread<0>(T * sizeof(Top)));
@@ -79,12 +78,12 @@ ffi::Error accept_greedy(F32 scores, S32 tokens, S32 parents, S32 depth, S32 pat
       last = t, deepest = of(depth)[t];
     }
     to_length->typed_data()[b] = deepest + 1;
-    for (int64_t j = 0; j < room; j++) {
-      const int32_t node = paths.typed_data()[(b * T + last) * room + j];
+    for (int64_t j = 0; j < longest; j++) {
+      const int32_t node = paths.typed_data()[(b * T + last) * longest + j];
       const Top& chosen = look(node);
-      to_path->typed_data()[b * room + j] = node;
-      to_tokens->typed_data()[b * room + j] = chosen.place;
-      to_margin->typed_data()[b * room + j] = chosen.lead;
+      to_path->typed_data()[b * longest + j] = node;
+      to_tokens->typed_data()[b * longest + j] = chosen.place;
+      to_margin->typed_data()[b * longest + j] = chosen.lead;
     }
   }
   return ffi::Error::Success();

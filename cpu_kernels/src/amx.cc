@@ -1,4 +1,4 @@
-// AMX: sums of products of whole tiles, as Intel has them from Sapphire Rapids on.
+// Products with AMX tiles, for Intel CPUs from Sapphire Rapids on.
 #include "kernels.h"
 #if STREE_AMX
 #include <immintrin.h>
@@ -14,9 +14,9 @@ namespace {
 #include "amx_tiles.h"
 #include "int8_body.h"
 
-constexpr int PANEL = 2 * TILE;  // rows of the weight that are gone through together
-constexpr int MOST_BLOCKS = 2;   // of 16 of the product's rows, likewise
-// Registers: sums of tile i of weights and block j of rows, those weights, those rows.
+constexpr int PANEL = 2 * TILE;  // rows of the weight that are processed together
+constexpr int MAX_BLOCKS = 2;    // blocks of 16 rows of the product, likewise
+// Tile registers: sums of weight tile i and row block j; weight tile i; row block j.
 constexpr int sums_of(int i, int j) { return 2 * i + j; }
 constexpr int weights_of(int i) { return 4 + i; }
 constexpr int rows_of(int j) { return 6 + j; }
@@ -29,9 +29,9 @@ struct Int8Tiles {
   }
 };
 
-// What is fetched while a tile is read: the same rows' tile six steps on, into the innermost
-// cache at once, which takes half the buffers; behind the rows' ends come those of the next
-// panel. Always inline: GCC drops calls of a function that does nothing but this.
+// While a tile is read, prefetches the tile six steps ahead in the same rows, directly into
+// the innermost cache, which needs half the fill buffers. Past the end of the rows, prefetches
+// those of the next panel. Always inline: GCC drops calls of a function that only prefetches.
 __attribute__((always_inline)) TARGET inline void fetch_ahead(const char* from, int64_t at,
                                                               int64_t stride) {
   constexpr int64_t AHEAD = 6 * LINE;
@@ -40,7 +40,7 @@ __attribute__((always_inline)) TARGET inline void fetch_ahead(const char* from, 
   for (int r = 0; r < TILE; r++) __builtin_prefetch(from + r * stride, 0, 3);
 }
 
-// Tile `s` along the rows of the weight; what is not there is 0.
+// Loads tile `s` along the rows of the weight. Elements past its rows or columns are 0.
 template <int N>
 TARGET inline void load_weights(const Weights& w, int first, int64_t s) {
   const char* from = w.from + first * w.stride + s * LINE;
@@ -49,16 +49,16 @@ TARGET inline void load_weights(const Weights& w, int first, int64_t s) {
   alignas(LINE) char tile[TILE][LINE];
   const __mmask64 mask = rest >= LINE ? ~0ull : (1ull << rest) - 1;
   for (int r = 0; r < TILE; r++) {
-    const bool here = first + r < w.count;
-    const __m512i line = here ? _mm512_maskz_loadu_epi8(mask, from + r * w.stride)
-                              : _mm512_setzero_si512();
+    const bool exists = first + r < w.count;
+    const __m512i line = exists ? _mm512_maskz_loadu_epi8(mask, from + r * w.stride)
+                                : _mm512_setzero_si512();
     _mm512_store_si512(tile[r], line);
   }
   load<N>(tile, LINE);
 }
 
-// Sums of a panel of weights and `BLOCKS` blocks of rows, whose tiles are `apart`. The
-// weights are those from byte `at` of their rows on.
+// Sums products of a panel of weights and `BLOCKS` blocks of rows, whose tiles are `apart`
+// bytes from each other. The weights begin at byte `at` of their rows.
 template <class D, int BLOCKS>
 TARGET inline void sum_tiles(const Weights& w, int64_t at, const char* rows,
                              int64_t apart) {
@@ -83,7 +83,7 @@ TARGET inline void sum_tiles(const Weights& w, int64_t at, const char* rows,
 }
 
 struct Sums16 {
-  alignas(LINE) float of[2][MOST_BLOCKS][TILE][TILE];  // or int32_t
+  alignas(LINE) float of[2][MAX_BLOCKS][TILE][TILE];  // or int32_t
 };
 
 template <int BLOCKS>
@@ -93,15 +93,15 @@ TARGET inline void store_tiles(Sums16& sums) {
     store<sums_of(0, 1)>(sums.of[0][1]), store<sums_of(1, 1)>(sums.of[1][1]);
 }
 
-// To out[r * m + c] of `t` rows and `count` columns.
-TARGET void turn_out(const Sums16& sums, float* out, int64_t m, int64_t t, int count) {
+// Transposes the sums to out[r * m + c] of `t` rows and `count` columns.
+TARGET void store_transposed(const Sums16& sums, float* out, int64_t m, int64_t t, int count) {
   for (int i = 0; i * TILE < count; i++) {
-    const int here = count - i * TILE;
-    const __mmask16 mask = here >= TILE ? 0xFFFF : (1u << here) - 1;
+    const int left = count - i * TILE;
+    const __mmask16 mask = left >= TILE ? 0xFFFF : (1u << left) - 1;
     for (int j = 0; j * TILE < t; j++) {
       __m512 x[TILE];
       for (int r = 0; r < TILE; r++) x[r] = _mm512_load_ps(sums.of[i][j][r]);
-      turn_block(x);
+      transpose_block(x);
       float* to = out + j * TILE * m + i * TILE;
       for (int r = 0; r < TILE && j * TILE + r < t; r++)
         _mm512_mask_storeu_ps(to + r * m, mask, x[r]);
@@ -109,8 +109,8 @@ TARGET void turn_out(const Sums16& sums, float* out, int64_t m, int64_t t, int c
   }
 }
 
-// `panel(column, count, block, blocks)` for all panels of columns, of one or two blocks of
-// rows at a time.
+// Calls `panel(column, count, block, blocks left)` for all panels of columns, with one or two
+// blocks of rows at a time.
 template <class Panel>
 TARGET inline void for_panels(const Product& p, int64_t begin, int64_t end,
                               const Panel& panel) {
@@ -118,12 +118,12 @@ TARGET inline void for_panels(const Product& p, int64_t begin, int64_t end,
   const int64_t blocks = blocks_of(p.t);
   for (int64_t c = begin; c < end; c += PANEL) {
     const int count = static_cast<int>(end - c < PANEL ? end - c : PANEL);
-    for (int64_t block = 0; block < blocks; block += MOST_BLOCKS)
+    for (int64_t block = 0; block < blocks; block += MAX_BLOCKS)
       panel(c, count, block, blocks - block);
   }
 }
 
-// Rows in bfloat16: tiles [blocks, steps].
+// Rows in bfloat16, packed as tiles [blocks, steps].
 namespace half {
 
 TARGET inline int64_t steps_of(const Product& p) { return (2 * p.k + LINE - 1) / LINE; }
@@ -168,21 +168,22 @@ TARGET void columns(const Product& p, const void* packed, Columns now, Columns) 
       store_tiles<1>(sums);
     }
     const int64_t t = p.t - first < 2 * TILE ? p.t - first : 2 * TILE;
-    turn_out(sums, p.out + first * p.m + c, p.m, t, count);
+    store_transposed(sums, p.out + first * p.m + c, p.m, t, count);
   };
   for_panels(p, begin, end, panel);
 }
 
 }  // namespace half
 
-// Rows in int8, quantised by group as int8_body.h does it: tiles [blocks, groups, steps],
-// their scales [blocks, groups, 16], and room to quantise 16 rows of a group.
+// Rows in int8, quantized per group as in int8_body.h and packed as tiles
+// [blocks, groups, steps], with scales [blocks, groups, 16] and a buffer to quantize 16 rows
+// of a group.
 namespace byte {
 
 struct Packed {
   char* tiles;
   float* scales;
-  int8_t* room;
+  int8_t* buffer;
   int64_t size, steps, padded, bytes;
 
   TARGET Packed(const Product& p, void* packed) {
@@ -192,7 +193,7 @@ struct Packed {
     bytes = groups * steps * TILE_BYTES;
     scales = reinterpret_cast<float*>(tiles + bytes);
     bytes += groups * LINE;
-    room = reinterpret_cast<int8_t*>(tiles + bytes);
+    buffer = reinterpret_cast<int8_t*>(tiles + bytes);
     bytes += TILE * padded;
   }
 };
@@ -207,20 +208,20 @@ TARGET void pack(const Product& p, void* packed) {
     for (int64_t g = 0; g < p.groups; g++, scale += TILE) {
       for (int r = 0; r < TILE; r++) {
         const int64_t row = block * TILE + r;
-        int8_t* q = rows.room + r * rows.padded;
+        int8_t* q = rows.buffer + r * rows.padded;
         const float* from = p.rows + row * p.k + g * rows.size;
-        scale[r] = quantised(from, row < p.t ? rows.size : 0, rows.padded, q);
+        scale[r] = quantized(from, row < p.t ? rows.size : 0, rows.padded, q);
       }
       for (int64_t s = 0; s < rows.steps; s++, to += TILE_BYTES) {
         __m512 lines[TILE];
         for (int r = 0; r < TILE; r++)
-          lines[r] = _mm512_loadu_ps(rows.room + r * rows.padded + s * LINE);
+          lines[r] = _mm512_loadu_ps(rows.buffer + r * rows.padded + s * LINE);
         put_tile(to, lines);
       }
     }
 }
 
-// totals += sums of a group of columns, scaled.
+// Adds the scaled sums of a group of columns to the totals.
 template <int BLOCKS>
 TARGET inline void add_scaled(Sums16& totals, const Sums16& sums, const float* row_scales,
                               int64_t apart, const float* scales, int64_t groups,
@@ -258,12 +259,12 @@ TARGET void panel_of(const Product& p, const Packed& rows, int64_t c, int count,
                        p.groups * TILE, p.scale + c * p.groups + g, p.groups, count);
   }
   const int64_t t = p.t - first < BLOCKS * TILE ? p.t - first : BLOCKS * TILE;
-  turn_out(totals, p.out + first * p.m + c, p.m, t, count);
+  store_transposed(totals, p.out + first * p.m + c, p.m, t, count);
 }
 
 TARGET void columns(const Product& p, const void* packed, Columns now, Columns) {
   const auto [begin, end] = now;
-  const Packed rows(p, const_cast<void*>(packed));  // of which nothing is written
+  const Packed rows(p, const_cast<void*>(packed));  // only read
   const auto panel = [&](int64_t c, int count, int64_t block, int64_t left) TARGET {
     if (left > 1)
       panel_of<2>(p, rows, c, count, block);

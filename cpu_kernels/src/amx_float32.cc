@@ -1,9 +1,9 @@
-// AMX: products in float32, by tiles of bfloat16.
+// float32 products with AMX tiles of bfloat16.
 //
-// A number is the sum of three in bfloat16, whose 24 bits are all it has: most of it, most of
-// the rest, and what is left. Of the nine products of such parts of two numbers the six are
-// added up that are not below 2^-22 of the whole; parts of rows are rounded, so that those of
-// weights may be cut off and what is left out still has either sign.
+// A float32 number is the sum of three bfloat16 parts, which together hold its 24 bits. Of the
+// nine products of the parts of two numbers, the six largest are summed; the others are below
+// 2^-22 of the product. The parts of rows are rounded and those of weights truncated: rounding
+// one factor is enough for the omitted terms to have either sign.
 #include "kernels.h"
 #if STREE_AMX
 #include <immintrin.h>
@@ -18,15 +18,15 @@ namespace {
 #include "avx512_lanes.h"
 #include "amx_tiles.h"
 
-constexpr int PARTS = 3, STEP = 2 * TILE;  // numbers of a line
-constexpr int PANEL = 2 * TILE;            // columns that `columns` likes
-constexpr int AHEAD = 3;                   // steps that weights are fetched before they are split
+constexpr int PARTS = 3, STEP = 2 * TILE;  // STEP: numbers per line of a tile
+constexpr int PANEL = 2 * TILE;            // columns that are processed together
+constexpr int AHEAD = 3;  // weights are prefetched this many steps before they are split
 
 using Parts = char[PARTS][TILE_BYTES];
 
 TARGET inline int64_t steps_of(const Product& p) { return (p.k + STEP - 1) / STEP; }
 
-// Tiles of few rows are narrow: they are gone through again for all columns, and are to stay
+// Tiles of fewer than 16 rows are narrow: they are read again for every column and should stay
 // in the innermost cache.
 TARGET inline int wide(const Product& p) { return p.t < TILE ? static_cast<int>(p.t) : TILE; }
 
@@ -36,7 +36,8 @@ TARGET int64_t packed_bytes(const Product& p) {
   return blocks_of(p.t) * steps_of(p) * PARTS * TILE * line_of(p);
 }
 
-// Lane i of a part has that of number i of 32 in its lower half, of 16 + i in its upper.
+// Splits 32 numbers into parts. Lane i of a part holds number i in its lower half and number
+// 16 + i in its upper half.
 template <bool ROUNDED>
 struct Split {
   __m512i part[PARTS];
@@ -45,7 +46,7 @@ struct Split {
     const __m512i upper = _mm512_set1_epi32(0xFFFF0000u), half = _mm512_set1_epi32(0x8000);
     for (int i = 0; i < PARTS; i++) {
       __m512i l = _mm512_castps_si512(low), h = _mm512_castps_si512(high);
-      if (ROUNDED && i < PARTS - 1)  // the last has nothing to round
+      if (ROUNDED && i < PARTS - 1)  // the last part is exact
         l = _mm512_add_epi32(l, half), h = _mm512_add_epi32(h, half);
       constexpr int OR_AND = 0xF8;
       part[i] = _mm512_ternarylogic_epi32(_mm512_srli_epi32(l, 16), h, upper, OR_AND);
@@ -54,13 +55,13 @@ struct Split {
     }
   }
 
-  // Of `count` numbers; the others are 0.
+  // Loads `count` numbers; the others are 0.
   TARGET inline Split(const float* from, int64_t count)
       : Split(_mm512_maskz_loadu_ps(some(count), from),
               _mm512_maskz_loadu_ps(some(count - 16), from + 16)) {}
 };
 
-// Tiles [blocks, steps, parts].
+// Packs the rows as tiles [blocks, steps, parts].
 TARGET void pack(const Product& p, void* packed) {
   auto* to = static_cast<char*>(packed);
   for (int64_t block = 0; block < blocks_of(p.t); block++)
@@ -73,18 +74,18 @@ TARGET void pack(const Product& p, void* packed) {
         for (int i = 0; i < PARTS; i++) lines[i][r] = _mm512_castsi512_ps(x.part[i]);
       }
       for (int i = 0; i < PARTS; i++) {
-        turn_block(lines[i]);
+        transpose_block(lines[i]);
         for (int j = 0; j < TILE; j++, to += line_of(p))
           _mm512_mask_storeu_ps(to, some(wide(p)), lines[i][j]);
       }
     }
 }
 
-// What splits 16 rows of a weight, `count` of which there are, a third at a time: there is
-// work between tiles then that does not wait for them.
+// Splits 16 rows of a weight (`count` of which exist) into parts, a third of them at a time.
+// The thirds are interleaved with tile instructions, because they do not depend on them.
 struct Splitter {
-  const float* from;  // of a step
-  int64_t k, left;    // numbers of a row, and how many there are from here on
+  const float* from;  // first number of this step
+  int64_t k, left;    // numbers per row, and numbers left in the row from here on
   int count;
   const float* fetched;
   Parts& to;
@@ -110,8 +111,8 @@ struct Splitter {
   }
 };
 
-// Registers: two pairs of sums, each of products of most of a number and of the rest; three
-// parts of what both pairs take; one for parts of either.
+// Tile registers: two pairs of sums (of large and of small products); three parts of the
+// operand that both pairs share; one register for the parts of the other operand.
 constexpr int most_of(int pair) { return 2 * pair; }
 constexpr int rest_of(int pair) { return 2 * pair + 1; }
 constexpr int SHARED = 4, OWN = 7;
@@ -121,7 +122,7 @@ TARGET inline void load_shared(const char* parts, int64_t line) {
   load<SHARED + 2>(parts + 2 * TILE * line, line);
 }
 
-// Products of a tile of weights, and of rows that are shared.
+// Adds the products of a tile of weights with the shared rows.
 template <int PAIR>
 TARGET inline void add_weights(const Parts& weights, const Splitter& next) {
   using D = Bfloat16Tiles;
@@ -139,7 +140,7 @@ TARGET inline void add_weights(const Parts& weights, const Splitter& next) {
   next.split<2>();
 }
 
-// The same sums in the same order, of rows and of weights that are shared.
+// Adds the same products in the same order, of a tile of rows with the shared weights.
 template <int PAIR>
 TARGET inline void add_rows(const char* rows, const Splitter& next) {
   using D = Bfloat16Tiles;
@@ -158,10 +159,11 @@ TARGET inline void add_rows(const char* rows, const Splitter& next) {
 }
 
 struct Sums {
-  alignas(LINE) float of[2][2][TILE][TILE];  // [pair, most and rest, column, row]
+  alignas(LINE) float of[2][2][TILE][TILE];  // [pair, large or small, column, row]
 };
 
-// Columns [first, first + 32) and one block of rows, or 16 columns and two: `BLOCKS`.
+// Sums the products of columns [first, first + 32) and one block of rows, or of 16 columns and
+// two blocks of rows (`BLOCKS`).
 template <int BLOCKS>
 TARGET inline void sum_parts(const Product& p, const char* rows, int64_t first, int count,
                              Sums& sums) {
@@ -170,7 +172,7 @@ TARGET inline void sum_parts(const Product& p, const char* rows, int64_t first, 
   const auto* weight = static_cast<const float*>(p.weight) + first * p.k;
   alignas(LINE) Parts parts[2][TILES];
   const auto splitter = [&](int tile, int64_t s) TARGET {
-    // The next columns' come after these.
+    // Past the end of these columns, prefetch the next ones.
     const int64_t fetched = (s + AHEAD < steps ? 0 : TILES * TILE * p.k - steps * STEP);
     const float* from = weight + tile * TILE * p.k + s * STEP;
     return Splitter{from, p.k, p.k - s * STEP, count - tile * TILE,
@@ -183,7 +185,8 @@ TARGET inline void sum_parts(const Product& p, const char* rows, int64_t first, 
   clear<0>(), clear<1>(), clear<2>(), clear<3>();
   for (int64_t s = 0; s < steps; s++, rows += tiles) {
     const auto& now = parts[s % 2];
-    // Pages of the next columns, one after another: the first steps want all of them at once.
+    // Touch the pages of the next columns one by one, because their first steps need all of
+    // them at once.
     __builtin_prefetch(weight + TILES * TILE * (p.k + s * STEP), 0, 2);
     if constexpr (BLOCKS > 1) {
       const Splitter next = splitter(0, s + 1);
@@ -200,22 +203,23 @@ TARGET inline void sum_parts(const Product& p, const char* rows, int64_t first, 
   store<2>(sums.of[1][0]), store<3>(sums.of[1][1]);
 }
 
-// To out[r * m + c] of `t` rows and `count` of 16 columns.
-TARGET void turn_out(const float (&sums)[2][TILE][TILE], float* out, int64_t m, int64_t t,
+// Transposes the sums to out[r * m + c] of `t` rows and `count` of 16 columns.
+TARGET void store_transposed(const float (&sums)[2][TILE][TILE], float* out, int64_t m, int64_t t,
                      int64_t count) {
   if (count <= 0) return;
   __m512 x[TILE];
   for (int c = 0; c < TILE; c++)
     x[c] = _mm512_add_ps(_mm512_load_ps(sums[0][c]), _mm512_load_ps(sums[1][c]));
-  turn_block(x);
+  transpose_block(x);
   for (int r = 0; r < TILE && r < t; r++)
     _mm512_mask_storeu_ps(out + r * m, some(count), x[r]);
 }
 
 TARGET void columns(const Product& p, const void* packed, Columns now, Columns) {
   const auto [begin, end] = now;
-  constexpr unsigned NARROW = 0b1111 | 0b111 << SHARED;  // sums, and rows of one block
-  const Tiles tiles(wide(p), NARROW);  // with more all are whole
+  // With one block of rows, the tiles of sums and rows are narrow; with more, none is.
+  constexpr unsigned NARROW = 0b1111 | 0b111 << SHARED;
+  const Tiles tiles(wide(p), NARROW);
   const auto* rows = static_cast<const char*>(packed);
   const int64_t apart = steps_of(p) * PARTS * TILE * line_of(p), blocks = blocks_of(p.t);
   Sums sums;
@@ -226,13 +230,13 @@ TARGET void columns(const Product& p, const void* packed, Columns now, Columns) 
       if (block + 1 == blocks) {
         sum_parts<1>(p, rows + block * apart, c, static_cast<int>(end - c), sums);
         for (int64_t i = 0, at = c; i < 2; i++, at += TILE)
-          turn_out(sums.of[i], out + at, p.m, t, end - at);
+          store_transposed(sums.of[i], out + at, p.m, t, end - at);
         continue;
       }
       for (int64_t at = c; at < c + PANEL && at < end; at += TILE) {
         sum_parts<2>(p, rows + block * apart, at, static_cast<int>(end - at), sums);
-        turn_out(sums.of[0], out + at, p.m, t, end - at);
-        turn_out(sums.of[1], out + TILE * p.m + at, p.m, t - TILE, end - at);
+        store_transposed(sums.of[0], out + at, p.m, t, end - at);
+        store_transposed(sums.of[1], out + TILE * p.m + at, p.m, t - TILE, end - at);
       }
     }
 }

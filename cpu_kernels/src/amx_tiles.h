@@ -1,15 +1,15 @@
-// Tiles of AMX; included inside a namespace, with TARGET defined, after avx512_lanes.h.
+// AMX tiles. Include inside a namespace, with TARGET defined, after avx512_lanes.h.
 //
 // A tile has 16 lines of at most 64 bytes. A tile of weights is 16 rows of the weight. A tile
-// of the product's rows holds, 4 bytes at a time, what 16 of them have there: line j has their
-// bytes 4 j to 4 j + 3. Sums then have a line for each row of the weight and a column for
-// each row of the product, and are turned when they are stored.
+// of the product's rows interleaves 16 rows in units of 4 bytes: line j holds bytes 4 j to
+// 4 j + 3 of each row. The sums then have one line per row of the weight and one column per
+// row of the product; they are transposed when they are stored.
 //
-// An element's sum goes through k in order, whatever else is in its tile.
+// Each element sums over k in order, independently of the rest of its tile.
 
 constexpr int TILE = 16, LINE = 64, TILE_BYTES = TILE * LINE;
 
-// The compilers' own functions do not say that a tile is read from memory.
+// Inline assembly, because the compilers' intrinsics do not declare the access to memory.
 template <int N>
 TARGET inline void load(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(N) : "memory");
@@ -32,8 +32,8 @@ struct Bfloat16Tiles {
   }
 };
 
-// Tiles of this thread have 16 lines for as long as this lives, and those of `narrow`, a bit
-// for each register, `columns` of 4 bytes; the others are whole.
+// Configures this thread's tiles for the lifetime of the object. Tiles have 16 lines of 64
+// bytes; those in the bit mask `narrow` (a bit per register) have lines of `columns` * 4 bytes.
 class Tiles {
  public:
   explicit Tiles(int columns = TILE, unsigned narrow = 0) {
@@ -55,20 +55,20 @@ class Tiles {
   };
 };
 
-// Some rows of a weight, and how many bytes of each are in question.
+// Rows of a weight: `count` rows, `stride` bytes apart, of which `bytes` bytes are used.
 struct Weights {
   const char* from;
   int64_t stride, bytes;
   int count;
 };
 
-// Sixteen lines of 64 bytes as a tile.
+// Transposes sixteen lines of 64 bytes into a tile.
 TARGET inline void put_tile(char* to, __m512 (&lines)[TILE]) {
-  turn_block(lines);
+  transpose_block(lines);
   for (int i = 0; i < TILE; i++) _mm512_store_ps(to + i * LINE, lines[i]);
 }
 
-// The first n lanes.
+// Returns the mask of the first n lanes.
 TARGET inline __mmask16 some(int64_t n) {
   return static_cast<__mmask16>(n >= 16 ? 0xFFFF : n <= 0 ? 0 : (1u << n) - 1);
 }

@@ -1,18 +1,17 @@
-// Attention of tree nodes to the committed cache and to each other; after lanes.h.
+// Attention from tree nodes to the KV cache and to each other. Include after lanes.h.
 //
-// Defined by pallas_kernels/attention.py, `tree_attention`. Of some rows of queries and
-// some rows of keys it makes m, the largest score, l, the sum of exp(score - m), and the
-// sum of values with these weights; two such are merged to one. The cache is cut by its
-// length alone, and merged in order: a query has the same bits whatever other queries,
-// rows of the batch and threads there are, and whatever the capacity of the cache.
-
+// The definition is `tree_attention` in pallas_kernels/attention.py. For each query and a
+// range of keys the kernel computes the largest score m, the sum l of exp(score - m), and the
+// sum of the values weighted by exp(score - m); such results of two ranges can be merged. The
+// ranges of the cache depend only on its length and are merged in order. A query's result
+// therefore does not depend on other queries, rows of the batch, threads, or the capacity of
+// the cache, bit for bit, with one exception:
 //
-// Scores of few queries are dot products with the keys as they lie. For more of them it
-// pays to turn a block of keys on its side: then both products are one function. These
-// are two ways to sum: a query among few has other bits than among many.
+// For up to FEW queries per KV head, scores are dot products with the keys as stored. For
+// more it is faster to transpose a block of keys first. The two sum in different orders.
 
-constexpr int64_t KEYS = 64;  // whose scores are made at a time
-constexpr int64_t FEW = 6;    // queries of a head
+constexpr int64_t KEYS = 64;  // keys whose scores are computed at a time
+constexpr int64_t FEW = 6;    // queries of a KV head up to which keys are not transposed
 
 struct Queries {
   float *m, *l;     // [rows]
@@ -20,12 +19,12 @@ struct Queries {
 };
 
 struct Space {
-  void* q;        // [rows, padded] as dot products want them
-  float* wide_q;  // [rows, hd]
+  void* q;        // [rows, padded], in the form for dot products
+  float* wide_q;  // [rows, hd], in float32
   float* scores;  // [rows, KEYS]
-  float* keys;    // [hd, KEYS], turned
-  float* values;  // [KEYS, hd], widened
-  void *k, *v;    // [T, hd] of the nodes
+  float* keys;    // [hd, KEYS], transposed
+  float* values;  // [KEYS, hd], in float32
+  void *k, *v;    // [T, hd], of the nodes
   Queries seen, more;
 };
 
@@ -58,32 +57,32 @@ TARGET int64_t attention_bytes(const Attention& a) {
   return space_layout<L>(a, nullptr, &unused);
 }
 
-// Where the sums of a part of the keys lie, for a tile of queries.
+// Returns the buffer for the sums of a part of the keys, for a tile of queries.
 TARGET inline Queries part_of(const Attention& a, int64_t unit, int64_t part) {
   const int64_t size = a.tile * (a.hd + 2);
   float* base = a.partial + (unit * (a.splits + 1) + part) * size;
   return {base, base + a.tile, base + 2 * a.tile};
 }
 
-// Queries of a row of the batch that share a head of keys.
-TARGET inline int64_t alike(const Attention& a, int64_t b) {
+// Returns the number of queries of a row of the batch that share a KV head.
+TARGET inline int64_t queries_per_head(const Attention& a, int64_t b) {
   return a.queries[b] * (a.Hq / a.Hk);
 }
 
-// Rows [first, last) of the Tq * G queries of a head of keys, in the order of nodes.
+// Rows [first, last) of the Tq * G queries of a KV head, in the order of nodes.
 struct Tile {
   int64_t b, head, first, last;
   TARGET int64_t rows() const { return last - first; }
 };
 
 TARGET inline Tile tile_of(const Attention& a, int64_t unit) {
-  const int64_t b = unit / a.tiles / a.Hk, rows = alike(a, b);
+  const int64_t b = unit / a.tiles / a.Hk, rows = queries_per_head(a, b);
   const int64_t begin = unit % a.tiles * a.tile, first = begin < rows ? begin : rows;
   const int64_t last = first + a.tile;
   return {b, unit / a.tiles % a.Hk, first, last < rows ? last : rows};
 }
 
-// The query, or the output, of a row.
+// Returns the offset of a row's query, which is also that of its output.
 TARGET inline int64_t place_of(const Attention& a, const Tile& tile, int64_t row) {
   const int64_t G = a.Hq / a.Hk, t = row / G, g = row % G;
   return ((tile.b * a.Tq + t) * a.Hq + tile.head * G + g) * a.hd;
@@ -103,7 +102,7 @@ TARGET void pack_queries(const Attention& a, const Tile& tile, const Space& spac
   }
 }
 
-TARGET inline void forget(const Attention& a, const Tile& tile, const Queries& to) {
+TARGET inline void reset(const Attention& a, const Tile& tile, const Queries& to) {
   for (int64_t r = 0; r < tile.rows(); r++) {
     to.m[r] = -__builtin_inff();
     to.l[r] = 0.0f;
@@ -111,12 +110,13 @@ TARGET inline void forget(const Attention& a, const Tile& tile, const Queries& t
   }
 }
 
-// out [R, columns] += left [R, count] times right [count, columns], of which `columns`
-// from here on are wanted; rows of the three are so far apart.
+// Strides between rows of the three matrices of a product.
 struct Apart {
   int64_t out, left, right;
 };
 
+// out [R, columns] += left [R, count] times right [count, columns], for up to VECTORS vectors
+// of columns.
 template <int R, int VECTORS>
 TARGET inline void add_block(float* out, const float* left, const float* right,
                              int64_t count, int64_t columns, Apart apart) {
@@ -173,29 +173,29 @@ TARGET inline void add_product(float* out, const float* left, const float* right
   }
 }
 
-// keys [count, hd] as [hd, KEYS], in float32; what is past the last one is 0.
+// Transposes keys [count, hd] to [hd, KEYS] in float32. Columns past `count` are 0.
 template <class E>
-TARGET void turn(const E* keys, int64_t count, int64_t hd, float* to) {
+TARGET void transpose_keys(const E* keys, int64_t count, int64_t hd, float* to) {
   using V = Lanes;
   for (int64_t s = 0; s < KEYS; s += V::W)
     for (int64_t i = 0; i < hd; i += V::W) {
       V::F block[V::W];
       for (int64_t j = 0; j < V::W; j++)
         block[j] = s + j < count ? V::load(keys + (s + j) * hd + i, hd - i) : V::F{};
-      turn_block(block);
+      transpose_block(block);
       for (int64_t j = 0; j < V::W && i + j < hd; j++)
         V::store(to + (i + j) * KEYS + s, block[j], V::W);
     }
 }
 
-// Products of a row's query with keys become weights, exp(score - m), where `may` (null:
-// everywhere) allows it. Returns exp(old m - m).
-TARGET inline float weigh(float* scores, int64_t count, float scale, const uint8_t* may,
+// Converts products of a row's query with keys to weights exp(score - m), 0 for keys that
+// `allowed` (if not null) masks. Updates m and l. Returns exp(old m - m).
+TARGET inline float weigh(float* scores, int64_t count, float scale, const uint8_t* allowed,
                           float* m, float* l) {
   using V = Lanes;
   const float none = -__builtin_inff();
-  if (may)
-    for (int64_t i = 0; i < count; i++) scores[i] = may[i] ? scores[i] * scale : none;
+  if (allowed)
+    for (int64_t i = 0; i < count; i++) scores[i] = allowed[i] ? scores[i] * scale : none;
   else
     for (int64_t i = 0; i < count; i++) scores[i] *= scale;
   for (int64_t i = count; i < KEYS; i++) scores[i] = none;
@@ -206,10 +206,10 @@ TARGET inline float weigh(float* scores, int64_t count, float scale, const uint8
   }
   float top = *m;
   for (int i = 0; i < V::W; i++) top = most[i] > top ? most[i] : top;
-  bool strange = false;  // a NaN, which is larger than nothing
-  for (int64_t i = 0; i < count && !(top > none); i++) strange |= scores[i] != scores[i];
-  if (strange) top = 0.0f;
-  if (!(top > none)) {  // nothing is allowed yet
+  bool has_nan = false;  // a NaN compares as not larger than anything
+  for (int64_t i = 0; i < count && !(top > none); i++) has_nan |= scores[i] != scores[i];
+  if (has_nan) top = 0.0f;
+  if (!(top > none)) {  // all keys so far are masked
     for (int64_t i = 0; i < KEYS; i++) scores[i] = 0.0f;
     return 1.0f;
   }
@@ -225,15 +225,15 @@ TARGET inline float weigh(float* scores, int64_t count, float scale, const uint8
   return kept;
 }
 
-// Of keys and values [count, hd], at most KEYS, to what was seen before them; `allowed`
-// (or null) says which of them a row's node may see, [Tq, T] from this key on.
+// Adds up to KEYS keys and values [count, hd] to the queries' sums. `allowed` (or null) is the
+// mask [Tq, T], from the first of these keys on.
 template <class L>
 TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
                      const typename L::Weight* k, const typename L::Weight* v,
                      int64_t count, const uint8_t* allowed, const Queries& to) {
   using V = Lanes;
   const int64_t rows = tile.rows(), G = a.Hq / a.Hk, all = count * a.hd;
-  if (alike(a, tile.b) <= FEW) {
+  if (queries_per_head(a, tile.b) <= FEW) {
     const auto* q = static_cast<const typename L::Row*>(space.q);
     for (int64_t c = 0; c < count; c += COLUMNS) {
       const int some = static_cast<int>(count - c < COLUMNS ? count - c : COLUMNS);
@@ -242,15 +242,15 @@ TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
                       KEYS, some);
     }
   } else {
-    turn(k, count, a.hd, space.keys);
+    transpose_keys(k, count, a.hd, space.keys);
     for (int64_t i = 0; i < rows * KEYS; i++) space.scores[i] = 0.0f;
     add_product(space.scores, space.wide_q, space.keys, rows, a.hd, KEYS,
                 {KEYS, a.hd, KEYS});
   }
   for (int64_t r = 0; r < rows; r++) {
-    const uint8_t* may = allowed ? allowed + (tile.first + r) / G * a.T : nullptr;
+    const uint8_t* row_allowed = allowed ? allowed + (tile.first + r) / G * a.T : nullptr;
     float* scores = space.scores + r * KEYS;
-    const float kept = weigh(scores, count, a.scale, may, to.m + r, to.l + r);
+    const float kept = weigh(scores, count, a.scale, row_allowed, to.m + r, to.l + r);
     if (kept != 1.0f)
       for (int64_t i = 0; i < a.hd; i++) to.weighted[r * a.hd + i] *= kept;
   }
@@ -265,7 +265,7 @@ TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
   add_product(to.weighted, space.scores, values, rows, count, a.hd, {a.hd, KEYS, a.hd});
 }
 
-// The nodes' own keys.
+// Adds the keys and values of the nodes themselves.
 template <class L>
 TARGET void add_nodes(const Attention& a, const Tile& tile, const Space& space,
                       const Queries& to) {
@@ -293,7 +293,7 @@ TARGET void add_nodes(const Attention& a, const Tile& tile, const Space& space,
   }
 }
 
-// A part of the cache, [begin, end).
+// Adds rows [begin, end) of the cache.
 template <class L>
 TARGET void add_cache(const Attention& a, const Tile& tile, const Space& space,
                       int64_t begin, int64_t end, const Queries& to) {
@@ -334,11 +334,11 @@ TARGET inline int64_t cached(const Attention& a, int64_t b) {
   return length < 0 ? 0 : length < a.S ? length : a.S;
 }
 
-// Part 0 is the nodes, others are of the cache.
+// Computes the sums of one part of the keys. Part 0 is the nodes, the others are of the cache.
 template <class L>
 TARGET void one_part(const Attention& a, const Tile& tile, const Space& space,
                      int64_t part, const Queries& to) {
-  forget(a, tile, to);
+  reset(a, tile, to);
   const int64_t length = cached(a, tile.b), size = split_rows(length);
   if (part == 0) return add_nodes<L>(a, tile, space, to);
   const int64_t begin = (part - 1) * size, end = begin + size;
@@ -364,7 +364,7 @@ TARGET inline void attention_merge(const Attention& a, int64_t unit) {
   write_tile(a, tile, seen);
 }
 
-// All parts, one after another, by one thread.
+// Computes and merges all parts in one thread.
 template <class L>
 TARGET void attention_whole(const Attention& a, void* scratch, int64_t unit) {
   Space space;

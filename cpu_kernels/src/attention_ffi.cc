@@ -1,4 +1,4 @@
-// What XLA calls for attention.
+// XLA handler for attention.
 #include <algorithm>
 
 #include "handler.h"
@@ -9,17 +9,18 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int64_t TILE = 96;  // queries, whole blocks of six
+constexpr int64_t TILE = 96;  // queries per tile, a multiple of six
 
-// Sets how many queries there are, which see a node at least: nothing comes of others.
+// Counts each row's queries up to the last one whose mask is not empty. The rest is padding,
+// for which nothing is computed.
 void count_queries(Attention& a, int64_t* counts) {
   for (int64_t b = 0; b < a.batch; b++) {
     const uint8_t* const mask = a.mask + b * a.Tq * a.T;
-    const auto is_none = [&](int64_t q) {
+    const auto is_padding = [&](int64_t q) {
       return std::all_of(mask + q * a.T, mask + (q + 1) * a.T, [](auto x) { return !x; });
     };
     int64_t& count = counts[b] = a.Tq;
-    while (count > 0 && is_none(count - 1)) count--;
+    while (count > 0 && is_padding(count - 1)) count--;
   }
   a.queries = counts;
 }
@@ -33,7 +34,7 @@ ffi::Error attention(ffi::ThreadPool pool, F32 q, Any k, Any v, Any k_cache, Any
   const bool wide = k.element_type() == ffi::F32;
   for (const auto* array : {&k, &v, &k_cache, &v_cache})
     if (array->element_type() != (wide ? ffi::F32 : ffi::U16))
-      return refused("want all of k and v in float32, or as bits");
+      return refused("want k, v and both caches in float32, or all as bits of bfloat16");
   Attention a{};
   a.q = q.typed_data(), a.out = out->typed_data(), a.length = length.typed_data();
   a.k = k.untyped_data(), a.v = v.untyped_data();

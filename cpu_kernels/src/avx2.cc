@@ -1,4 +1,4 @@
-// AVX2 and FMA.
+// Kernels for AVX2 and FMA.
 #include "kernels.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -42,7 +42,7 @@ struct Float32 {
   TARGET static inline void store(float* out, const Sum (&sum)[4], int count) {
     store_sums(out, sum, count);
   }
-  // For the scan.
+  // Used by the scan.
   TARGET static inline Loaded all(float x) { return _mm256_set1_ps(x); }
   TARGET static inline Loaded times(Loaded a, Loaded b) { return _mm256_mul_ps(a, b); }
   TARGET static inline void put(float* to, Loaded x) { _mm256_storeu_ps(to, x); }

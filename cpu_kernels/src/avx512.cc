@@ -1,4 +1,4 @@
-// AVX-512 F, BW, DQ and VL.
+// Kernels for AVX-512 F, BW, DQ and VL.
 #include "kernels.h"
 #if defined(__x86_64__)
 #include <immintrin.h>

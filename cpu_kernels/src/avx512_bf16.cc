@@ -1,4 +1,4 @@
-// AVX512-BF16: dot products of bfloat16, added up in float32.
+// Kernels for AVX512-BF16: dot products of bfloat16 with float32 sums.
 #include "kernels.h"
 #if defined(__x86_64__)
 #include <immintrin.h>

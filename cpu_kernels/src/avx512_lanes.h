@@ -1,7 +1,7 @@
-// Lanes of AVX-512; included inside a namespace, with TARGET defined.
+// Vectors of AVX-512. Include inside a namespace, with TARGET defined.
 
 TARGET inline void store_sums(float* out, const __m512 (&sum)[4], int count) {
-  // Halves, then quarters of each sum are added; quarter c of `parts` is column c's.
+  // Add the halves of each sum, then the quarters; quarter c of `parts` belongs to column c.
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(sum[0], sum[1], 0x44),
                                   _mm512_shuffle_f32x4(sum[0], sum[1], 0xEE));
   const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(sum[2], sum[3], 0x44),
@@ -34,7 +34,7 @@ struct Float32 {
   TARGET static inline void store(float* out, const Sum (&sum)[4], int count) {
     store_sums(out, sum, count);
   }
-  // For the scan.
+  // Used by the scan.
   TARGET static inline Loaded all(float x) { return _mm512_set1_ps(x); }
   TARGET static inline Loaded times(Loaded a, Loaded b) { return _mm512_mul_ps(a, b); }
   TARGET static inline void put(float* to, Loaded x) { _mm512_storeu_ps(to, x); }
@@ -59,8 +59,8 @@ struct Bfloat16 : Float32 {
   }
 };
 
-// Rows and columns of 16 x 16 numbers change places.
-TARGET inline void turn_block(__m512 (&x)[16]) {
+// Transposes 16 x 16 numbers.
+TARGET inline void transpose_block(__m512 (&x)[16]) {
   __m512 y[16];
   for (int i = 0; i < 16; i += 2) {
     y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);

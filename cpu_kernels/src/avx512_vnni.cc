@@ -1,12 +1,14 @@
-// AVX512-VNNI: dot products of four bytes, unsigned by signed, added up in int32.
+// int8 products with AVX512-VNNI: dot products of four unsigned by four signed bytes, summed in
+// int32.
 //
-// Of few rows a vector has 64 numbers of one column, and its lanes are added up at a group's
-// end. That costs every row of every group; where it is dearer than to turn the weights of
-// sixteen columns, they are turned first: a vector then has four numbers of each column, and
-// nothing is left to be added up.
+// There are two methods. By lanes: a vector holds 64 numbers of one column, and its lanes are
+// summed at the end of a group, for each row. By columns: the weights of sixteen columns are
+// transposed first; a vector then holds four numbers of each column, and no lanes need to be
+// summed. `by_lanes` chooses the faster method.
 //
-// Sums over a group are exact integers either way, and groups are added up one after another:
-// a row's results are the same bits whatever stands beside it, and those of AMX's tiles.
+// With both methods, sums over a group are exact integers, and groups are added in order. A
+// row's result therefore does not depend on the other rows, bit for bit, and is the same as with
+// AMX.
 #include "kernels.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -21,27 +23,27 @@ namespace {
 #include "avx512_lanes.h"
 #include "int8_body.h"
 
-// With __m512i, which is eight int64 to it, GCC 12 keeps every sum twice.
+// Not __m512i, which to GCC 12 is eight int64: it would keep every sum twice.
 typedef int32_t Ints __attribute__((vector_size(64)));
 
 constexpr int PANEL = 16, LINE = 64;
-constexpr int MOST_AT_ONCE = 64;     // rows of a product
-constexpr int64_t PART = 512;        // of a group, whose weights are turned at once
-constexpr int64_t BY_LANES = 20;     // columns of a group, at least, for each row
-// Rows whose sums are in registers, and how many blocks of the former there may be.
+constexpr int MAX_ROWS = 64;         // rows of a product
+constexpr int64_t PART = 512;        // columns of a group whose weights are transposed at once
+constexpr int64_t BY_LANES = 20;     // method by lanes: least columns of a group per row
+// Rows per block, whose sums are in registers; and most blocks for the method by lanes.
 constexpr int ROWS_BY_LANES = 6, ROWS_BY_COLUMNS = 16, BLOCKS_BY_LANES = 3;
 
-// Whether lanes are added up, which takes less than to turn the weights where groups are long
-// for the number of rows (measured on Zen 5).
+// True if the method by lanes is the faster one, which it is for few rows and long groups
+// (measured on Zen 5).
 TARGET inline bool by_lanes(const Product& p) {
   return p.t <= BLOCKS_BY_LANES * ROWS_BY_LANES && p.t * BY_LANES <= p.k / p.groups;
 }
 
-// The rows of a product, by group, 0 behind `size`: q [groups, t, padded], or where weights are
-// turned [groups, padded / 4, t, 4]; scale and begin [groups, t]. Instructions take w + 128 for
-// w, which is unsigned: so sums begin at what takes 128 times the row's sum away.
+// The rows of a product, quantized per group and padded with 0: q [groups, t, padded] by lanes,
+// [groups, padded / 4, t, 4] by columns; scale and begin [groups, t]. The instructions need
+// unsigned weights and get w + 128. Sums therefore begin at -128 times the sum of the row.
 struct Packed {
-  int8_t* room;  // [padded]
+  int8_t* buffer;  // [padded]
   int8_t* q;
   float* scale;
   int32_t* begin;
@@ -50,12 +52,12 @@ struct Packed {
   TARGET Packed(const Product& p, void* packed) {
     size = p.k / p.groups, padded = rounded_up(size, LINE);
     const int64_t count = p.t * p.groups;
-    room = static_cast<int8_t*>(packed);
-    q = room + padded;
+    buffer = static_cast<int8_t*>(packed);
+    q = buffer + padded;
     bytes = (count + 1) * padded;
-    scale = reinterpret_cast<float*>(room + bytes);
+    scale = reinterpret_cast<float*>(buffer + bytes);
     bytes += 4 * count;
-    begin = reinterpret_cast<int32_t*>(room + bytes);
+    begin = reinterpret_cast<int32_t*>(buffer + bytes);
     bytes += 4 * count;
   }
 };
@@ -72,8 +74,8 @@ TARGET void pack(const Product& p, void* packed) {
   for (int64_t g = 0; g < p.groups; g++)
     for (int64_t r = 0; r < p.t; r++) {
       const int64_t i = g * p.t + r;
-      int8_t* const q = lanes ? rows.q + i * rows.padded : rows.room;
-      rows.scale[i] = quantised(p.rows + r * p.k + g * rows.size, rows.size, rows.padded, q);
+      int8_t* const q = lanes ? rows.q + i * rows.padded : rows.buffer;
+      rows.scale[i] = quantized(p.rows + r * p.k + g * rows.size, rows.size, rows.padded, q);
       Ints sum{};
       for (int64_t s = 0; s < rows.padded; s += LINE)
         sum = dot(sum, _mm512_set1_epi8(1), _mm512_load_si512(q + s));
@@ -84,7 +86,7 @@ TARGET void pack(const Product& p, void* packed) {
     }
 }
 
-// Columns, of which `count` are there; past the last one it comes again.
+// A block of columns, `count` of which exist. Columns past the last one repeat it.
 struct Some {
   const int8_t* first;
   const float* scale;
@@ -108,7 +110,7 @@ TARGET inline __m512i as_unsigned(__m512i w) {
   return _mm512_xor_si512(w, _mm512_set1_epi8(-128));
 }
 
-// The scales of four groups from `group` on, a vector of columns for each.
+// Loads the scales of four groups from `group` on, as one vector of columns per group.
 TARGET inline void scales_of(__m128 (&of)[COLUMNS], const Some& columns, int64_t group) {
   const auto mask = static_cast<__mmask8>(up_to(columns.groups - group));
   for (int c = 0; c < COLUMNS; c++)
@@ -116,7 +118,7 @@ TARGET inline void scales_of(__m128 (&of)[COLUMNS], const Some& columns, int64_t
   _MM_TRANSPOSE4_PS(of[0], of[1], of[2], of[3]);
 }
 
-// Lane c is the sum of the lanes of sums[c].
+// Returns a vector whose lane c is the sum of the lanes of sums[c].
 TARGET inline __m128i lanes_added(const Ints (&sums)[COLUMNS]) {
   __m512i two[2];
   for (int i = 0; i < 2; i++) {
@@ -130,7 +132,7 @@ TARGET inline __m128i lanes_added(const Ints (&sums)[COLUMNS]) {
   return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
 
-// R rows from `first` on, of four columns.
+// Computes R rows from `first` on, of four columns.
 template <int R>
 TARGET void block_by_lanes(const Product& p, const Packed& rows, int64_t first,
                            const Some& columns, float* out, Ahead& from_here) {
@@ -180,7 +182,7 @@ TARGET void block_by_lanes(const Product& p, const Packed& rows, int64_t first,
   STREE_UP_TO_6(CASE) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) \
       CASE(15) CASE(16)
 
-// Four columns at a time.
+// Computes all rows by lanes, four columns at a time.
 TARGET void columns_by_lanes(const Product& p, const Packed& rows, Columns now) {
   const int64_t blocks = (p.t + ROWS_BY_LANES - 1) / ROWS_BY_LANES;
   const int64_t steps = blocks * p.groups * rows.padded / LINE;
@@ -203,15 +205,15 @@ TARGET void columns_by_lanes(const Product& p, const Packed& rows, Columns now) 
   }
 }
 
-// The scales of sixteen groups from `group` on, a vector of columns for each.
+// Loads the scales of sixteen groups from `group` on, as one vector of columns per group.
 TARGET inline void scales_of(__m512 (&of)[PANEL], const Some& panel, int64_t group) {
   const __mmask16 mask = up_to(panel.groups - group);
   for (int c = 0; c < PANEL; c++)
     of[c] = _mm512_maskz_loadu_ps(mask, panel.scale + panel.place(c) * panel.groups + group);
-  turn_block(of);
+  transpose_block(of);
 }
 
-// Sixteen numbers of every fourth column from `first` on.
+// Loads sixteen numbers of every fourth column from `first` on.
 template <bool WHOLE>
 TARGET inline __m512i quarters(const Some& panel, int first, int64_t at, __mmask16 mask) {
   __m128i of[4];
@@ -225,10 +227,10 @@ TARGET inline __m512i quarters(const Some& panel, int first, int64_t at, __mmask
   return as_unsigned(_mm512_inserti32x4(all, of[3], 3));
 }
 
-// The weights of a part of a group, four numbers of each column to a vector; WHOLE: of all
-// columns of the panel, and of 16 numbers of each at a time.
+// Transposes the weights of a part of a group to vectors with four numbers of each column.
+// WHOLE: the panel has all columns and `size` is a multiple of 16, so no masks are needed.
 template <bool WHOLE>
-TARGET __attribute__((noinline)) void turn(__m512i* to, const Some& panel, int64_t at,
+TARGET __attribute__((noinline)) void transpose_weights(__m512i* to, const Some& panel, int64_t at,
                                            int64_t size, Ahead& from_here) {
   Ahead ahead = from_here;
   for (int64_t s = 0; s < size; s += 16, to += 4) {
@@ -248,14 +250,14 @@ TARGET __attribute__((noinline)) void turn(__m512i* to, const Some& panel, int64
   from_here = ahead;
 }
 
-// Adds a part of R of `t` rows, of `steps` vectors of turned weights. Of few rows every other
-// step has another sum, which need not wait for the one before. Apart: elsewhere GCC has no
-// registers left for all sums.
+// Adds the products of R of `t` rows with `steps` vectors of transposed weights. With few rows,
+// even and odd steps have separate sums, so that a step need not wait for the one before. Not
+// inline: GCC would run out of registers for the sums.
 template <int R>
 TARGET __attribute__((noinline)) void add_part(Ints* sums, const int8_t* x, int64_t t,
-                                               const __m512i* turned, int64_t steps,
+                                               const __m512i* transposed, int64_t steps,
                                                Ahead& from_here) {
-  constexpr int OWN = R <= 6 ? 2 : 1;
+  constexpr int OWN = R <= 6 ? 2 : 1;  // sums per row
   Ahead ahead = from_here;
   Ints sum[OWN][R];
 #pragma GCC unroll 16
@@ -267,7 +269,7 @@ TARGET __attribute__((noinline)) void add_part(Ints* sums, const int8_t* x, int6
     ahead.fetch();
 #pragma GCC unroll 2
     for (int o = 0; o < 2; o++, x += 4 * t) {
-      const __m512i w = turned[s + o];
+      const __m512i w = transposed[s + o];
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         int32_t four;
@@ -281,18 +283,18 @@ TARGET __attribute__((noinline)) void add_part(Ints* sums, const int8_t* x, int6
   from_here = ahead;
 }
 
-// Sums [t] over a group, by columns.
+// Computes the sums [t] over a group, by columns.
 TARGET void group_by_columns(Ints* sums, const Product& p, const Packed& rows, int64_t g,
                              const Some& panel, Ahead& ahead) {
-  __m512i turned[PART / 4];
+  __m512i transposed[PART / 4];
   const int64_t blocks = (p.t + ROWS_BY_COLUMNS - 1) / ROWS_BY_COLUMNS;
   for (int64_t r = 0; r < p.t; r++) sums[r] = Ints{} + rows.begin[g * p.t + r];
   for (int64_t from = 0; from < rows.size; from += PART) {
     const int64_t size = rows.size - from < PART ? rows.size - from : PART;
     if (panel.count == PANEL && size % 16 == 0)
-      turn<true>(turned, panel, g * rows.size + from, size, ahead);
+      transpose_weights<true>(transposed, panel, g * rows.size + from, size, ahead);
     else
-      turn<false>(turned, panel, g * rows.size + from, size, ahead);
+      transpose_weights<false>(transposed, panel, g * rows.size + from, size, ahead);
     const int64_t steps = rounded_up(size, 8) / 4;
     for (int64_t b = 0; b < blocks; b++) {
       const int64_t first = b * p.t / blocks, last = (b + 1) * p.t / blocks;
@@ -300,7 +302,7 @@ TARGET void group_by_columns(Ints* sums, const Product& p, const Packed& rows, i
       switch (last - first) {
 #define STREE_ADD(R)                                              \
   case R:                                                         \
-    add_part<R>(sums + first, x, p.t, turned, steps, ahead);      \
+    add_part<R>(sums + first, x, p.t, transposed, steps, ahead);  \
     break;
         STREE_UP_TO_16(STREE_ADD)
 #undef STREE_ADD
@@ -309,11 +311,11 @@ TARGET void group_by_columns(Ints* sums, const Product& p, const Packed& rows, i
   }
 }
 
-// Sixteen columns at a time, whose weights are turned.
+// Computes all rows of sixteen columns, with transposed weights.
 TARGET void panel_by_columns(const Product& p, const Packed& rows, const Some& panel, float* out,
                              Ahead ahead) {
-  Ints sums[MOST_AT_ONCE];
-  __m512 total[MOST_AT_ONCE], scales[PANEL];
+  Ints sums[MAX_ROWS];
+  __m512 total[MAX_ROWS], scales[PANEL];
   for (int64_t r = 0; r < p.t; r++) total[r] = _mm512_setzero_ps();
   for (int64_t g = 0; g < p.groups; g++) {
     if (g % PANEL == 0) scales_of(scales, panel, g);
@@ -329,7 +331,7 @@ TARGET void panel_by_columns(const Product& p, const Packed& rows, const Some& p
 }
 
 TARGET void columns(const Product& p, const void* packed, Columns now, Columns next) {
-  const Packed rows(p, const_cast<void*>(packed));  // of which nothing is written
+  const Packed rows(p, const_cast<void*>(packed));  // only read
   if (by_lanes(p)) return columns_by_lanes(p, rows, now);
   const int64_t blocks = (p.t + ROWS_BY_COLUMNS - 1) / ROWS_BY_COLUMNS;
   const int64_t steps = p.groups * rows.padded / LINE * (4 + 8 * blocks);
@@ -342,7 +344,7 @@ TARGET void columns(const Product& p, const void* packed, Columns now, Columns n
   }
 }
 
-// Small ones, whose next one a thread knows.
+// By columns, pieces are single panels; a thread prefetches the next piece that it will take.
 TARGET int64_t piece(const Product& p) { return by_lanes(p) ? 0 : PANEL; }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// bfloat16 and float; included inside a namespace with TARGET defined.
+// Conversions between bfloat16 and float. Include inside a namespace with TARGET defined.
 
-// A float as bfloat16, to the nearest, ties to even; NaN stays NaN.
+// Rounds a float to bfloat16, to nearest, ties to even. NaN stays NaN.
 TARGET inline uint16_t bfloat16_of(float value) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, 4);

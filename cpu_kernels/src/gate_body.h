@@ -1,4 +1,4 @@
-// silu(multiplier * gate) * up, of rows that hold both; after lanes.h.
+// silu(multiplier * gate) * up, for rows that hold gate and up. Include after lanes.h.
 
 TARGET inline void gate_row(const float* in, int64_t size, float multiplier, float* out) {
   using V = Lanes;

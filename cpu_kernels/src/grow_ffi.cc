@@ -1,7 +1,7 @@
-// What XLA calls for another level of a tree that grows.
+// XLA handlers that add a level to a growing tree of candidates.
 //
-// Defined by stree_jax/speculation/adaptive/best_first.py, `_next_level`: all integers are the
-// same; of equals the first is chosen, as `lax.top_k` does.
+// The definition is `_next_level` in stree_jax/speculation/adaptive/best_first.py. All integers
+// are equal to its results. Of equal values the first is chosen, as in `lax.top_k`.
 //
 // Letters: B rows, K taps, C candidates, W nodes of a level.
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-// What a drafter's probability makes of a node, see calibration.py.
+// Returns the kind of a node by the drafter's probability, see calibration.py.
 int32_t model_kind(float probability, float step, int64_t kinds) {
   const float odds = std::log(probability) - std::log1p(-probability);
   const float place = std::floor((odds + 4.0f) / step);
@@ -23,7 +23,7 @@ int32_t model_kind(float probability, float step, int64_t kinds) {
   return static_cast<int32_t>(std::min(place, static_cast<float>(kinds - 1)));
 }
 
-// What has grown so far, see best_first.py: all that another level changes.
+// The parts of `Grown` in best_first.py that a new level changes.
 struct Grown {
   Out<Bool> mask;  // the frontier
   Out<S32> window;
@@ -37,26 +37,26 @@ struct Grown {
   Out<S32> node_depth, node_window;
 };
 
-// Level d below a frontier.
+// Adds level d below the frontier.
 ffi::Error add_level(const F32& best, const S32& guess, const F32& total, int64_t d, const F32&
                      probability, Grown& grown, int64_t prime, float step, int64_t model_kinds)
                      {
   const int64_t B = grown.mask->dimensions()[0], W = grown.mask->dimensions()[1];
   const int64_t C = grown.mask->dimensions()[2], K = grown.window->dimensions()[2];
   const int64_t Q = best.dimensions()[1], nodes = grown.node_depth->dimensions()[1];
-  constexpr int64_t MOST = 64;
-  if (W > MOST || best.dimensions()[2] != W || (Q != 1 && Q != W))
-    return refused("want at most 64 guesses a node, as many as nodes");
-  if (d < 0 || (d + 1) * W > C) return refused("want room for a level more");
+  constexpr int64_t MAX_WIDTH = 64;
+  if (W > MAX_WIDTH || best.dimensions()[2] != W || (Q != 1 && Q != W))
+    return refused("want at most 64 guesses per node, and as many as nodes of a level");
+  if (d < 0 || (d + 1) * W > C) return refused("want capacity for another level");
   uint32_t power = 1;
   for (int64_t i = 0; i < d; i++) power *= static_cast<uint32_t>(prime);
   const int64_t first = d * W;  // of the level, among the candidates
   auto* const old_mask = static_cast<bool*>(scratch_of_thread<1>(W * C));
   auto* const old_window = static_cast<int32_t*>(scratch_of_thread<2>(4 * W * K));
   for (int64_t b = 0; b < B; b++) {
-    float worth[MOST * MOST], old_value[MOST];
-    uint32_t old_path[MOST];
-    int32_t kind[MOST * MOST], chosen[MOST];
+    float worth[MAX_WIDTH * MAX_WIDTH], old_value[MAX_WIDTH];
+    uint32_t old_path[MAX_WIDTH];
+    int32_t kind[MAX_WIDTH * MAX_WIDTH], chosen[MAX_WIDTH];
     std::copy_n(grown.value->typed_data() + b * W, W, old_value);
     std::copy_n(grown.path->typed_data() + b * W, W, old_path);
     std::copy_n(grown.mask->typed_data() + b * W * C, W * C, old_mask);
@@ -98,7 +98,7 @@ ffi::Error add_level(const F32& best, const S32& guess, const F32& total, int64_
   return ffi::Error::Success();
 }
 
-// The next level of a tree that grows. All is written in place.
+// Adds the next level, in place.
 ffi::Error next_level(F32 best, S32 guess, F32 total, F32 probability, S32 level, Bool mask,
                       S32 window, F32 value, U32 path, S32 tokens, S32 parents, F32 values,
                       S32 kinds, U32 paths, Bool node_mask, S32 node_depth, S32 node_window,
@@ -118,7 +118,7 @@ ffi::Error next_level(F32 best, S32 guess, F32 total, F32 probability, S32 level
                    model_kinds);
 }
 
-// The first level, below the root alone.
+// Adds the first level, below the root.
 ffi::Error first_level(F32 best, S32 guess, F32 total, F32 probability, Out<Bool> mask,
                        Out<S32> window, Out<F32> value, Out<U32> path, Out<S32> tokens,
                        Out<S32> parents, Out<F32> values, Out<S32> kinds, Out<U32> paths,

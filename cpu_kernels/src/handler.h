@@ -1,4 +1,4 @@
-// Kernels as XLA's foreign functions.
+// Registers kernels as XLA custom calls (FFI handlers).
 #pragma once
 #include <string>
 #include <type_traits>
@@ -38,8 +38,8 @@ using Names = std::vector<const char*>;
 template <class...>
 struct Parameters {};
 
-// Binds a kernel to what its parameters say: arrays, results, and attributes, which are
-// numbers and have `names` in their order.
+// Derives an FFI binding from the kernel's parameter types: buffers are arguments, `Result`s
+// are results, and numbers are attributes with the `names` in order.
 template <class Binding, class Kernel>
 xla::ffi::Ffi* bound(Binding&& binding, Parameters<>, const char* const*, Kernel run) {
   return std::move(binding).To(run).release();
@@ -57,8 +57,9 @@ xla::ffi::Ffi* bound(Binding&& binding, Parameters<T, Rest...>, const char* cons
     return bound(std::move(binding).template Arg<T>(), rest, names, run);
 }
 
-// A kernel's handler. One that shares its work takes the pool of threads first, and last the
-// level. Any other is serial, and keeps a thread awake for whatever comes after it.
+// Returns a kernel's handler. A parallel kernel takes the thread pool as its first parameter
+// and the level as its last one. Any other kernel is serial; its handler keeps a pool thread
+// awake for the next kernel.
 template <class Done, class First, class... Args>
 xla::ffi::Ffi* handler_of(Done (*run)(First, Args...), Names names) {
   using Pool = xla::ffi::ThreadPool;
@@ -75,7 +76,7 @@ xla::ffi::Ffi* handler_of(Done (*run)(First, Args...), Names names) {
   }
 }
 
-// All kernels of this library, with a space after each; Python registers them.
+// The names of all kernels of this library, each followed by a space. Python registers them.
 std::string& kernel_names();
 
 struct Listed {
@@ -84,7 +85,7 @@ struct Listed {
 
 }  // namespace stree
 
-// Gives XLA the kernel stree::NAME as stree_NAME; then come its attributes' names.
+// Exports the kernel stree::NAME as stree_NAME. The other arguments name its attributes.
 #define STREE_KERNEL(NAME, ...)                                                    \
   STREE_PUBLIC XLA_FFI_Error* stree_##NAME(XLA_FFI_CallFrame* frame) {             \
     static const auto* handler = stree::handler_of(stree::NAME, {__VA_ARGS__});    \

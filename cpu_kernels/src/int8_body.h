@@ -1,22 +1,23 @@
-// Products of int8 weights with scales; as product_body.h, which comes before it.
+// Products with int8 weights and scales. Include after product_body.h.
 //
-// Rows are quantised by group: q = round(x / scale), scale = max |x| / 127. Sums over a
-// group are exact integers; their lanes are scaled and added up in float32.
+// Rows are quantized per group: q = round(x / scale), scale = max |x| / 127. Sums over a
+// group are exact integers; their lanes are scaled and summed in float32.
 //
-// Instructions that multiply unsigned by signed bytes take w + 128: then 128 times the
-// sum of the row is too much in every lane, and a lane begins at what takes it away.
+// Instructions that multiply unsigned by signed bytes get w + 128. This adds 128 times the sum
+// of the row to every lane, so each lane begins at minus that.
 
-constexpr float LEAST = 1e-30f;  // a group below is 0, as models/weights/int8.py has it
+// A group whose largest magnitude is below this is 0; same as in models/weights/int8.py.
+constexpr float MIN_GROUP_MAX = 1e-30f;
 
-// The rows of one product, packed.
+// The packed rows of one product.
 template <class L>
-struct Quantised {
+struct Quantized {
   typename L::Row* q;  // [t, groups, padded]
   float* scale;        // [t, groups]
   int32_t* begin;      // [t, groups, lanes]
   int64_t size, padded, bytes;
 
-  TARGET Quantised(const Product& p, void* packed) {
+  TARGET Quantized(const Product& p, void* packed) {
     size = p.k / p.groups, padded = rounded_up(size, L::step);
     const int64_t count = p.t * p.groups;
     auto* base = static_cast<char*>(packed);
@@ -31,40 +32,40 @@ struct Quantised {
 
 template <class L>
 TARGET int64_t int8_packed_bytes(const Product& p) {
-  return Quantised<L>(p, nullptr).bytes;
+  return Quantized<L>(p, nullptr).bytes;
 }
 
-// A group of a row as q, of which `padded` are written, and its scale.
+// Quantizes a group of a row to q, padded with 0 to `padded` numbers. Returns its scale.
 template <class Row>
-TARGET inline float quantised(const float* from, int64_t size, int64_t padded, Row* q) {
-  uint32_t bits = 0;  // of the largest magnitude; infinity and NaN come last
+TARGET inline float quantized(const float* from, int64_t size, int64_t padded, Row* q) {
+  uint32_t bits = 0;  // bits of the largest magnitude; infinity and NaN have larger bits
   for (int64_t j = 0; j < size; j++) {
     uint32_t magnitude;
     __builtin_memcpy(&magnitude, from + j, 4);
     magnitude &= 0x7FFFFFFF;
     bits = magnitude > bits ? magnitude : bits;
   }
-  float most;
-  __builtin_memcpy(&most, &bits, 4);
-  const bool finite = bits < 0x7F800000, counts = finite && most >= LEAST;
-  if (counts) {
-    const float inverse = 127.0f / most;
-    // Adding and taking away 1.5 * 2^23 rounds to the nearest, ties to even.
+  float group_max;
+  __builtin_memcpy(&group_max, &bits, 4);
+  const bool finite = bits < 0x7F800000, is_normal = finite && group_max >= MIN_GROUP_MAX;
+  if (is_normal) {
+    const float inverse = 127.0f / group_max;
+    // Adding and subtracting 1.5 * 2^23 rounds to nearest, ties to even.
     for (int64_t j = 0; j < size; j++)
       q[j] = static_cast<Row>(
           static_cast<int32_t>((from[j] * inverse + 12582912.0f) - 12582912.0f));
   }
-  for (int64_t j = counts ? size : 0; j < padded; j++) q[j] = 0;
-  return counts ? most / 127.0f : finite ? 0.0f : __builtin_nanf("");
+  for (int64_t j = is_normal ? size : 0; j < padded; j++) q[j] = 0;
+  return is_normal ? group_max / 127.0f : finite ? 0.0f : __builtin_nanf("");
 }
 
 template <class L>
 TARGET void int8_pack(const Product& p, void* packed) {
-  const Quantised<L> rows(p, packed);
+  const Quantized<L> rows(p, packed);
   constexpr int part = L::step / L::lanes;
   for (int64_t i = 0; i < p.t * p.groups; i++) {
     typename L::Row* to = rows.q + i * rows.padded;
-    rows.scale[i] = quantised(p.rows + i * rows.size, rows.size, rows.padded, to);
+    rows.scale[i] = quantized(p.rows + i * rows.size, rows.size, rows.padded, to);
     for (int lane = 0; lane < L::lanes; lane++) {
       int32_t sum = 0;
       for (int64_t s = 0; s < rows.padded; s += L::step)
@@ -74,16 +75,16 @@ TARGET void int8_pack(const Product& p, void* packed) {
   }
 }
 
-// A group's columns of R rows and 4 columns of the weight.
+// Sums over a group, of R rows and 4 columns of the weight.
 template <class L, int R>
 struct Sums {
   typename L::Sum of[R][COLUMNS];
 };
 
-// Sums over a group.
+// Computes the sums over a group.
 template <class L, int R>
 TARGET inline __attribute__((always_inline)) void int8_sums(
-    Sums<L, R>& sums, const Quantised<L>& rows, int64_t row, int64_t group,
+    Sums<L, R>& sums, const Quantized<L>& rows, int64_t row, int64_t group,
     int64_t groups, const int8_t* const (&weight)[COLUMNS], Ahead& ahead) {
   const int64_t whole = rows.size / L::step, stride = groups * rows.padded;
   const int rest = static_cast<int>(rows.size - whole * L::step);
@@ -114,17 +115,17 @@ TARGET inline __attribute__((always_inline)) void int8_sums(
     for (int c = 0; c < COLUMNS; c++) sums.of[r][c] = sum[r][c];
 }
 
-// The same with all registers to itself, for groups of many columns.
+// The same, not inlined, so that it has all registers. For groups of many columns.
 template <class L, int R>
 TARGET __attribute__((noinline)) void int8_sums_apart(
-    Sums<L, R>& sums, const Quantised<L>& rows, int64_t row, int64_t group,
+    Sums<L, R>& sums, const Quantized<L>& rows, int64_t row, int64_t group,
     int64_t groups, const int8_t* const (&weight)[COLUMNS], Ahead& ahead) {
   int8_sums<L, R>(sums, rows, row, group, groups, weight, ahead);
 }
 
-// R rows from `first` on, 4 columns from `column` on, of which `count` are wanted.
+// Computes R rows from `first` on and `count` of 4 columns from `column` on.
 template <class L, int R, bool APART>
-TARGET void int8_block(const Quantised<L>& rows, int64_t first, const Product& p,
+TARGET void int8_block(const Quantized<L>& rows, int64_t first, const Product& p,
                        int64_t column, Ahead ahead, int count) {
   const int8_t* weight[COLUMNS];
   const float* scale[COLUMNS];
@@ -153,12 +154,12 @@ TARGET void int8_block(const Quantised<L>& rows, int64_t first, const Product& p
   for (int r = 0; r < R; r++) L::store(out + r * p.m, total[r], count);
 }
 
-// All columns. A block's sums and totals fit in registers only for half the rows: APART,
-// for few groups, has more rows and keeps the totals elsewhere.
+// Computes all columns. Sums and totals of a block fit in registers only for half as many
+// rows. APART, for few groups, uses blocks of more rows and keeps the totals in memory.
 template <class L, bool APART>
 TARGET void int8_all(const Product& p, void* packed, int64_t begin, int64_t end) {
   constexpr int most = APART ? L::most_rows : (L::most_rows + 1) / 2;
-  const Quantised<L> rows(p, packed);
+  const Quantized<L> rows(p, packed);
   const int64_t blocks = (p.t + most - 1) / most;
   const int64_t whole = rows.size / L::step, steps = whole ? p.groups * whole : 1;
   const int64_t each = (COLUMNS * p.k + blocks * steps - 1) / (blocks * steps);
@@ -183,7 +184,7 @@ TARGET void int8_all(const Product& p, void* packed, int64_t begin, int64_t end)
 
 template <class L>
 TARGET void int8_columns(const Product& p, const void* packed, Columns now, Columns) {
-  void* rows = const_cast<void*>(packed);  // of which nothing is written
+  void* rows = const_cast<void*>(packed);  // only read
   if (p.k / p.groups >= 8 * L::step)
     int8_all<L, true>(p, rows, now.begin, now.end);
   else

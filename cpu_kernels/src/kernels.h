@@ -1,25 +1,26 @@
-// What the kernels of one instruction set take and give.
+// The interface of the kernels of one instruction set.
 //
-// Letters as in docs/explanation/design.md: T rows or nodes, B batch, H heads, P head
-// size, N state size, G groups; k and m are a weight's columns and rows.
+// Letters: B batch, T nodes, Tq queried nodes, H heads, P head size, N state size, G groups,
+// M longest path, K taps; t rows of a product, k and m columns and rows of its weight.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 #if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
-#define STREE_AMX 1  // the compiler knows its instructions
+#define STREE_AMX 1  // the compiler supports AMX instructions
 #else
 #define STREE_AMX 0
 #endif
 
 namespace stree {
 
-// Whether weights are fetched into all caches, not into the outer ones alone: on AMD's CPUs from
-// Zen 5 on, and int8's of few rows on older ones, too. (bench/RESULTS-KERNELS.md has the times.)
+// True if weights are prefetched into all caches, false if only into the outer ones. True on AMD
+// CPUs from Zen 5 on; for int8 weights and few rows on all AMD CPUs. The measurements are in
+// docs/explanation/cpu-kernels.md.
 extern const bool into_all_caches, int8_into_all_caches;
 
-// Whether a block of one or two rows reads its columns one after another, as memory has them:
-// on AMD's family of Zen 3 and 4; measured on Zen 4.
+// True if a block of one or two rows reads its columns one after another, in the order of
+// memory. True on AMD Zen 3 and 4; measured on Zen 4.
 extern const bool columns_in_order;
 
 // out [t, m] = rows [t, k] times weight [m, k] transposed.
@@ -35,22 +36,23 @@ struct Columns {
   int64_t begin, end;
 };
 
-// Rows are packed once, as the instructions want them; then any columns of `out` can be
-// computed by any thread. One that takes small pieces says what it takes next: those weights are
-// fetched.
+// `pack` converts the rows once to the form that the instructions need. Then any thread can
+// compute any columns of `out`. With small pieces, a thread passes the `next` columns that it
+// will compute, and their weights are prefetched.
 struct ProductKernel {
   int64_t (*packed_bytes)(const Product&);
   void (*pack)(const Product&, void* packed);
   void (*columns)(const Product&, const void* packed, Columns now, Columns next);
-  int64_t together;  // columns that `columns` likes to begin and end at
-  int64_t (*piece)(const Product&);  // of so many columns; 0, or null: large parts
+  int64_t together;  // `now` should begin and end at multiples of this
+  // Columns per piece; if 0, or if the function is null, a thread takes large parts.
+  int64_t (*piece)(const Product&);
 };
 
-// Inputs of tokens, [B, room, ...]: see pallas_kernels/scan.py.
+// Scan inputs of a tree's nodes, [B, capacity, ...]: see pallas_kernels/scan.py.
 struct Tokens {
   const void *x, *B;  // float32 or bfloat16
   const float *dt, *a;
-  int64_t room;  // a tree's nodes are the first ones, and may be fewer
+  int64_t capacity;  // rows per batch row; the nodes are the first ones
 };
 
 struct Scan {
@@ -59,36 +61,37 @@ struct Scan {
   const float* D;
   const float* h0;
   const int32_t *path, *length;
-  const int32_t* rows;  // [Tq], the queried nodes; null: all T
-  const uint8_t* mask;      // [B, T, T]
-  const int64_t *nodes, *queries;  // [B]: behind so many there are none
+  const int32_t* rows;  // [Tq], rows of the queried nodes; if null, all T are queried
+  const uint8_t* mask;  // [B, T, T]
+  const int64_t *nodes, *queries;  // [B], numbers of valid nodes and queries
   float *y, *h;  // [B, Tq, H, P]; h may be h0
   int64_t batch, H, P, N, G, M, T, Tq, K;
-  bool bf16;          // of x, B and C
+  bool bf16;          // dtype of x, B and C: bfloat16 if true, else float32
   bool D_by_channel;  // D is [H, P], not [H, 1]
 };
 
-// Groups of a row of the batch first, then its heads; any thread can do any. Heads are counted
-// over all rows, b * H + head; after one its thread does the `next`, or -1: none.
+// Call `group` for all groups of all batch rows, then `head` for all heads; any thread can take
+// any of them. `head` and `next` are indices b * H + head. `next` is the head that the thread
+// takes after this one, or -1.
 struct ScanKernel {
   int64_t (*shared_bytes)(const Scan&);
-  int64_t (*own_bytes)(const Scan&);  // of a thread
+  int64_t (*own_bytes)(const Scan&);  // scratch per thread
   void (*group)(const Scan&, void* shared, int64_t b, int64_t g);
   void (*head)(const Scan&, void* shared, void* own, int64_t head, int64_t next);
 };
 
-// A Mamba2 mixer between its projections: models/mixers/mamba2.py. `scan` reads what the
-// mixer writes, but for its C.
+// A Mamba2 mixer between its projections, see models/mixers/mamba2.py. The inputs of `scan`,
+// except C, are arrays that the mixer writes.
 struct Mixer {
   Scan scan;
-  const float* in;  // [B, Tq, width], of which z, xBC and dt begin at `to_`
+  const float* in;  // [B, Tq, width]; z, xBC and dt begin at to_z, to_xBC and to_dt
   int64_t width, to_z, to_xBC, to_dt, channels;
   const void *conv_weight, *conv_bias;  // [channels, K], [channels] or null
   const void* norm;                     // [H * P] or null
   const float *dt_bias, *A_log;
   const int32_t* window;       // [B, T, K]
   const void *conv0, *past_xBC;
-  void *conv, *x, *B, *xBC;    // may be the last tree's
+  void *conv, *x, *B, *xBC;    // may be the arrays of the last tree
   float *dt, *a;
   float eps, least_dt, most_dt;
   int64_t norm_groups;
@@ -103,34 +106,34 @@ struct MixerKernel {
   void (*norm)(const Mixer&, void* shared, int64_t b, int64_t query);
 };
 
-// Attention of Tq queries, in tiles, to T nodes and a cache: pallas_kernels/attention.py.
+// Attention from Tq queries, in tiles, to T nodes and a cache: pallas_kernels/attention.py.
 struct Attention {
   const float* q;                          // [B, Tq, Hq, hd]
   const void *k, *v, *k_cache, *v_cache;   // [B, T, Hk, hd], [B, Hk, S, hd]
   const int32_t* length;                   // [B]
   const uint8_t* mask;                     // [B, Tq, T]
-  const int64_t* queries;                  // [B]: behind so many there are none
+  const int64_t* queries;                  // [B], numbers of valid queries
   float* out;                              // [B, Tq, Hq, hd]
-  float* partial;                          // for parts that several threads do
+  float* partial;                          // sums of parts that several threads compute
   int64_t batch, Tq, T, Hq, Hk, S, hd, tile, tiles, splits;
   float scale;
 };
 
-// Rows of a part of a cache of so many; at most MOST_SPLITS parts.
-constexpr int64_t LEAST_SPLIT = 1024, MOST_SPLITS = 16;
+// A cache is split into at most MAX_SPLITS parts, of at least MIN_SPLIT rows each.
+constexpr int64_t MIN_SPLIT = 1024, MAX_SPLITS = 16;
 inline constexpr int64_t split_rows(int64_t length) {
-  const int64_t each = (length + MOST_SPLITS - 1) / MOST_SPLITS, whole = (each + 63) / 64 * 64;
-  return whole < LEAST_SPLIT ? LEAST_SPLIT : whole;
+  const int64_t each = (length + MAX_SPLITS - 1) / MAX_SPLITS, whole = (each + 63) / 64 * 64;
+  return whole < MIN_SPLIT ? MIN_SPLIT : whole;
 }
 inline constexpr int64_t split_count(int64_t length) {
   return (length + split_rows(length) - 1) / split_rows(length);
 }
 
-// A unit is a tile of queries of a head of keys of a row: B * Hk * tiles.
+// A unit is a tile of queries of a KV head of a batch row. There are B * Hk * tiles units.
 struct AttentionKernel {
   int64_t (*own_bytes)(const Attention&);
   void (*part)(const Attention&, void* own, int64_t unit, int64_t part);
-  void (*merge)(const Attention&, int64_t unit);  // after all its parts
+  void (*merge)(const Attention&, int64_t unit);  // after all parts of the unit
   void (*whole)(const Attention&, void* own, int64_t unit);
 };
 
@@ -139,32 +142,32 @@ struct Kernels {
   ScanKernel scan;
   MixerKernel mixer;
   AttentionKernel attention, attention_bfloat16;
-  // out [size] = silu(multiplier * gate) * up, of gate and up one after the other.
+  // out [size] = silu(multiplier * gate) * up; `in` holds gate [size], then up [size].
   void (*gate)(const float* in, int64_t size, float multiplier, float* out);
-  // Numbers [begin, end) of the noise of a key that is folded with `count` numbers.
+  // Writes numbers [begin, end) of the Gumbel noise of a key folded with `count` numbers.
   void (*noise)(const uint32_t* key, const int32_t* numbers, int64_t count, int64_t begin,
                 int64_t end, float* out);
-  // The W largest of `size` scores, their places, log sum exp.
+  // Writes the W largest of `size` scores, their places, and log(sum(exp(scores))).
   void (*best)(const float* scores, int64_t size, int64_t W, float* best, int32_t* place,
                float* total);
-  // Logits by a temperature, 0 for none, and noise.
+  // Divides logits by a temperature and adds noise; temperature 0 is greedy.
   void (*drawn)(const float* logits, int64_t size, float temperature, const float* noise,
                 float* scores);
 };
 
-// Each in a file of its own, compiled for its instructions; called only where the
-// machine has them.
+// Each is in its own file, compiled for its instructions. Call one only on machines that have
+// them.
 const Kernels& portable();
 #if defined(__x86_64__)
 const Kernels& avx2();               // AVX2, FMA
-const Kernels& avx512();             // AVX-512 F, BW, DQ, VL; no `int8`
+const Kernels& avx512();             // AVX-512 F, BW, DQ, VL; without `int8`
 const ProductKernel& avx512_bf16();  // AVX512-BF16, for `bfloat16`
 const AttentionKernel& avx512_bf16_attention();
 const ProductKernel& avx512_vnni();  // AVX512-VNNI, for `int8`
 #endif
 #if STREE_AMX
-const ProductKernel& amx_float32();   // with AVX512-BF16; see float32_product
-const ProductKernel& amx_bfloat16();  // with AVX512-BF16
+const ProductKernel& amx_float32();   // also needs AVX512-BF16; see float32_product
+const ProductKernel& amx_bfloat16();  // also needs AVX512-BF16
 const ProductKernel& amx_int8();
 #endif
 

@@ -1,5 +1,5 @@
-// Rows of numbers in the vectors of one instruction set, in the vector types of GCC and
-// Clang; after Float32 and Bfloat16. What is past a row's end counts as 0.
+// Vector functions for one instruction set, written with the vector types of GCC and Clang.
+// Include after Float32 and Bfloat16. Lanes past the end of a row are 0.
 
 struct Lanes {
   static constexpr int W = Float32::step;
@@ -26,7 +26,7 @@ struct Lanes {
       for (int i = 0; i < count; i++) to[i] = halves[i];
     }
   }
-  // Bits of bfloat16_of, above 16 others.
+  // Returns words whose upper 16 bits are those of bfloat16_of; the lower bits are arbitrary.
   TARGET static inline U rounded_bits(F x) {
     const U bits = (U)x, rounded = bits + 0x7FFF + ((bits >> 16) & 1);
     return (I)(bits & 0x7FFFFFFF) > 0x7F800000 ? bits | 0x400000 : rounded;
@@ -36,9 +36,9 @@ struct Lanes {
   }
   TARGET static inline F rounded(F x, const float*) { return x; }
 
-  // Numbers k, k + 4, ... of those of four vectors.
+  // Returns numbers k, k + 4, ... of four consecutive vectors.
   TARGET static inline F every_fourth(const F (&x)[4], int k) {
-#if defined(__clang__)  // which makes shuffles of it; GCC does not
+#if defined(__clang__)  // Clang compiles this loop to shuffles, GCC does not
     F y;
     for (int i = 0; i < W; i++) y[i] = x[4 * i / W][(4 * i + k) % W];
     return y;
@@ -57,7 +57,7 @@ struct Lanes {
     return lanes[0];
   }
 
-  // Within 2 units in the last place; what is below 2^-126 may be 0.
+  // Accurate to 2 units in the last place. Results below 2^-126 may be 0.
   TARGET static inline F exp(F x) {
     const F low = F{} - 110.0f, high = F{} + 100.0f;
     F bounded = x < low ? low : x;
@@ -78,7 +78,7 @@ struct Lanes {
   TARGET static inline F fma(F a, F b, F c) { return Float32::dot(c, a, b); }
   TARGET static inline F fma(F a, float b, F c) { return fma(a, F{} + b, c); }
 
-  // Within 2 units in the last place, of normal numbers above 0; as Cephes' logf.
+  // Accurate to 2 units in the last place for positive normal numbers; as Cephes' logf.
   TARGET static inline F log(F x) {
     const I bits = (I)x;
     const F half = (F)((bits & 0x007FFFFF) | 0x3F000000);  // [0.5, 1)
@@ -101,7 +101,7 @@ struct Lanes {
 
   TARGET static inline F silu(F x) { return x / (exp(-x) + 1.0f); }
 
-  // log(1 + u) for u in [0, 1], within 3 units in the last place.
+  // Computes log(1 + u) for u in [0, 1], accurate to 3 units in the last place.
   TARGET static inline F log1p(F u) {
     const F s = u / (u + 2.0f), s2 = s * s;  // 2 artanh s; s is at most 1/3
     F y = fma(s2, 1.0f / 15.0f, F{} + 1.0f / 13.0f);

@@ -1,4 +1,4 @@
-// Arrays one after another in a block of memory; after product_body.h.
+// Places arrays one after another in a block of memory. Include after product_body.h.
 
 struct Layout {
   char* base;

@@ -1,9 +1,10 @@
-// All kernels of one instruction set, and the function LEVEL that lists them; after its
-// Float32, Bfloat16 and `int8_products`. Ends the namespaces that the file began.
+// Instantiates all kernels of one instruction set, and the function LEVEL that returns them.
+// Include after Float32, Bfloat16 and `int8_products`. Closes the namespaces of the including
+// file.
 
-// Rows and columns of a square of numbers change places.
+// Transposes a square of numbers.
 template <class V, int N>
-TARGET inline void turn_block(V (&x)[N]) {
+TARGET inline void transpose_block(V (&x)[N]) {
   float numbers[N][N];
   for (int i = 0; i < N; i++)
     for (int j = 0; j < N; j++) numbers[j][i] = x[i][j];

@@ -16,7 +16,7 @@
 namespace stree {
 namespace {
 
-// The family of an AMD CPU, or 0.
+// Returns the family of an AMD CPU; 0 for other CPUs.
 int amd_family() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -28,7 +28,7 @@ int amd_family() {
 #endif
 }
 
-// Whether there are tiles, and the kernel keeps them for this process, which has to ask.
+// True if the CPU has AMX and the Linux kernel grants it to this process, which must ask.
 bool has_amx() {
 #if STREE_AMX
   unsigned a, b, c, d;
@@ -36,8 +36,8 @@ bool has_amx() {
   const unsigned bf16 = 1u << 22, tile = 1u << 24, int8 = 1u << 25;
   if ((d & (bf16 | tile | int8)) != (bf16 | tile | int8)) return false;
   constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM
-  static const bool given = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
-  return given;
+  static const bool granted = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+  return granted;
 #else
   return false;
 #endif
@@ -59,7 +59,7 @@ int64_t instructions_here() {
 #endif
 }
 
-// Asked once: a virtual machine's host answers `cpuid`, in some 20 us.
+// Cached: on a virtual machine `cpuid` traps to the host, which takes about 20 us.
 int64_t instructions() {
   static const int64_t found = instructions_here();
   return found;
@@ -106,7 +106,7 @@ Kernels chosen(int64_t level) {
 
 }  // namespace
 
-constexpr int ZEN4 = 0x19, ZEN5 = 0x1A;  // families; Zen 3 has Zen 4's
+constexpr int ZEN4 = 0x19, ZEN5 = 0x1A;  // families; Zen 3 has the family of Zen 4
 const bool into_all_caches = amd_family() >= ZEN5, int8_into_all_caches = amd_family() > 0;
 const bool columns_in_order = amd_family() == ZEN4;
 
@@ -115,8 +115,8 @@ const Kernels& kernels_of(int64_t level) {
   return levels[std::clamp<int64_t>(level, 0, 3)];
 }
 
-// Tiles are for weights that come from memory, and for rows that are not short: others are
-// sooner done without where there are few of them.
+// AMX is faster for weights that do not fit in the caches and have long rows. Smaller products
+// of few rows are faster without it.
 const ProductKernel& float32_product(int64_t level, int64_t m, int64_t k) {
 #if STREE_AMX
   constexpr int64_t LARGE = 1 << 20, LONG = 512;
@@ -126,7 +126,7 @@ const ProductKernel& float32_product(int64_t level, int64_t m, int64_t k) {
   return kernels_of(level).float32;
 }
 
-// "portable", "avx2", "avx512" or "amx", and what this machine has besides.
+// Returns "portable", "avx2", "avx512" or "amx", followed by the machine's extensions.
 const char* instruction_names() {
   static const std::string name = [] {
     const char* const names[] = {"portable", "avx2", "avx512", "amx"};

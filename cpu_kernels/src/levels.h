@@ -1,13 +1,14 @@
-// The machine's instructions.
+// Kernels by level of CPU instructions.
 #pragma once
 #include "kernels.h"
 
 namespace stree {
 
-// The best kernels of this machine up to a level: 0 portable, 1 AVX2, 2 AVX-512, 3 AMX.
+// Returns the fastest kernels of this machine up to a level: 0 portable, 1 AVX2, 2 AVX-512,
+// 3 AMX.
 const Kernels& kernels_of(int64_t level);
 
-// For a weight [m, k] in float32, whatever the rows.
+// Returns the kernel for a weight [m, k] in float32, for any number of rows.
 const ProductKernel& float32_product(int64_t level, int64_t m, int64_t k);
 
 }  // namespace stree

@@ -1,16 +1,17 @@
-// What stands between a Mamba2 mixer's projections; after scan_body.h.
+// A Mamba2 mixer between its projections. Include after scan_body.h.
 //
-// Defined by models/mixers/mamba2.py, `definition`. Channels do not mix before the scan, so a
-// thread does all of a head, or of a group's B and C: the window of the convolution moves
-// on, inputs are written down, convolved, scanned. The last tree's arrays may be this
-// one's: what is read of a path is read before its channels are written.
+// The definition is `equations` in models/mixers/mamba2.py. Channels do not mix before the
+// scan, so one thread does all work of a head, or of a group's B and C: it advances the
+// convolution's window, writes the inputs to the record, convolves and scans them. The arrays
+// of the last tree may be those of this one: a thread reads the path's values of a channel
+// before it overwrites the channel.
 
-// dt and log decays of the queried nodes.
+// Computes dt and the log decays of the queried nodes.
 TARGET inline void write_steps(const Mixer& m, int64_t b) {
   using V = Lanes;
   const Scan& s = m.scan;
   for (int64_t q = 0; q < s.queries[b]; q++) {
-    const int64_t t = node_of(s, q), row = b * s.now.room + t;
+    const int64_t t = node_of(s, q), row = b * s.now.capacity + t;
     if (t >= s.T) continue;
     const float* in = m.in + (b * s.Tq + q) * m.width + m.to_dt;
     float* dt = m.dt + row * s.H;
@@ -26,15 +27,15 @@ TARGET inline void write_steps(const Mixer& m, int64_t b) {
   }
 }
 
-constexpr int MOST_TAPS = 16;
-constexpr int TOGETHER = 4;  // vectors of channels that are convolved together, at most
+constexpr int MAX_TAPS = 16;
+constexpr int TOGETHER = 4;  // at most this many vectors of channels are convolved together
 
-// Weights of W channels by tap, and their bias.
+// Convolution weights of W channels by tap, and their bias.
 struct Taps {
-  Lanes::F of[MOST_TAPS], bias;
+  Lanes::F of[MAX_TAPS], bias;
 };
 
-// Of W channels, of which `size` are there; their weights are [W, K].
+// Reads the weights [W, K] of W channels, `size` of which exist.
 template <class E>
 TARGET inline void read_taps(const E* weight, const E* bias, int64_t K, int64_t size, Taps& taps) {
   using V = Lanes;
@@ -44,7 +45,7 @@ TARGET inline void read_taps(const E* weight, const E* bias, int64_t K, int64_t 
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) taps.of[k] = V::every_fourth(rows, k);
   } else {
-    float by_tap[MOST_TAPS][V::W];
+    float by_tap[MAX_TAPS][V::W];
     for (int64_t i = 0; i < size && i < V::W; i++)
       for (int64_t k = 0; k < K; k++) by_tap[k][i] = V::load(weight + i * K + k, 1)[0];
     for (int64_t k = 0; k < K; k++) taps.of[k] = V::load(by_tap[k], size);
@@ -62,13 +63,13 @@ TARGET inline void read_taps(const Mixer& m, int64_t channel, int64_t size, Taps
                  : read(static_cast<const float*>(m.conv_weight));
 }
 
-// The window of the convolution after the path, of `size` channels.
+// Advances the convolution's window past the path, for `size` channels.
 template <class E>
 TARGET void move_window(const Mixer& m, int64_t b, int64_t channel, int64_t size) {
   const Scan& s = m.scan;
   const int64_t C = m.channels, K1 = s.K - 1, length = path_length(s, b);
   const E* before = static_cast<const E*>(m.conv0) + b * K1 * C + channel;
-  const E* inputs = static_cast<const E*>(m.past_xBC) + b * s.past.room * C + channel;
+  const E* inputs = static_cast<const E*>(m.past_xBC) + b * s.past.capacity * C + channel;
   E* after = static_cast<E*>(m.conv) + b * K1 * C + channel;
   for (int64_t i = 0; i < K1; i++) {
     const int64_t from = i + length;
@@ -79,8 +80,8 @@ TARGET void move_window(const Mixer& m, int64_t b, int64_t channel, int64_t size
   }
 }
 
-// silu of the convolution of the queried nodes' inputs, of `size` channels, which are
-// written down first; out(query, node, i, silu of channels i to i + W).
+// Writes the queried nodes' inputs of `size` channels to the record, convolves them, and calls
+// out(query, node, i, silu of channels i to i + W).
 template <class L, class E, class Out>
 TARGET inline __attribute__((always_inline)) void convolve(
     const Mixer& m, int64_t b, int64_t channel, int64_t size, const Out& out) {
@@ -89,38 +90,38 @@ TARGET inline __attribute__((always_inline)) void convolve(
   const int64_t T = s.T, C = m.channels, K1 = s.K - 1;
   for (int64_t first = 0; first < size; first += TOGETHER * V::W) {
     const int64_t at = channel + first, left = size - first;
-    const int64_t here = left < TOGETHER * V::W ? left : TOGETHER * V::W;
+    const int64_t count = left < TOGETHER * V::W ? left : TOGETHER * V::W;
     const E* const before = static_cast<const E*>(m.conv) + b * K1 * C + at;
-    E* const inputs = static_cast<E*>(m.xBC) + b * s.now.room * C + at;
+    E* const inputs = static_cast<E*>(m.xBC) + b * s.now.capacity * C + at;
     Taps taps[TOGETHER];
-    for (int64_t i = 0; i < here; i += V::W) read_taps(m, at + i, here - i, taps[i / V::W]);
+    for (int64_t i = 0; i < count; i += V::W) read_taps(m, at + i, count - i, taps[i / V::W]);
     for (int64_t q = 0; q < s.queries[b]; q++) {
       const int64_t t = node_of(s, q);
       if (t >= T) continue;
       const float* in = m.in + (b * s.Tq + q) * m.width + m.to_xBC + at;
-      for (int64_t i = 0; i < here; i += V::W)
-        V::store(inputs + t * C + i, V::load(in + i, here - i), here - i);
+      for (int64_t i = 0; i < count; i += V::W)
+        V::store(inputs + t * C + i, V::load(in + i, count - i), count - i);
     }
     for (int64_t q = 0; q < s.queries[b]; q++) {
       const int64_t t = node_of(s, q);
       if (t >= T) continue;
-      const E* rows[MOST_TAPS];
+      const E* rows[MAX_TAPS];
       for (int64_t k = 0; k <= K1; k++) {
         const int64_t w = m.window[(b * T + t) * s.K + k];
         rows[k] = w < K1 ? before + w * C : inputs + (w - K1) * C;
       }
-      for (int64_t i = 0; i < here; i += V::W) {
+      for (int64_t i = 0; i < count; i += V::W) {
         const Taps& tap = taps[i / V::W];
         auto sum = tap.bias;
         for (int64_t k = 0; k <= K1; k++)
-          sum = L::dot(sum, tap.of[k], V::load(rows[k] + i, here - i));
+          sum = L::dot(sum, tap.of[k], V::load(rows[k] + i, count - i));
         out(q, t, first + i, V::silu(sum));
       }
     }
   }
 }
 
-// B and C of a group; the first one prepares for all.
+// Computes B and C of a group. The first group also prepares what all groups share.
 template <class L, class E>
 TARGET void group_of(const Mixer& m, void* base, int64_t b, int64_t g) {
   using V = Lanes;
@@ -133,7 +134,7 @@ TARGET void group_of(const Mixer& m, void* base, int64_t b, int64_t g) {
     write_steps(m, b);
   }
   read_path<L>(s, b, g, shared);
-  E* const B = static_cast<E*>(m.B) + (b * s.now.room * s.G + g) * s.N;
+  E* const B = static_cast<E*>(m.B) + (b * s.now.capacity * s.G + g) * s.N;
   const int64_t of_B = s.H * s.P + g * s.N, of_C = of_B + s.G * s.N;
   move_window<E>(m, b, of_B, s.N);
   move_window<E>(m, b, of_C, s.N);
@@ -153,7 +154,7 @@ TARGET void mixer_group(const Mixer& m, void* base, int64_t b, int64_t g) {
   m.scan.bf16 ? group_of<L, uint16_t>(m, base, b, g) : group_of<L, float>(m, base, b, g);
 }
 
-// y = y * silu(z), and sums of squares for the norm.
+// Computes y = y * silu(z), and the sums of squares for the norm.
 template <class L>
 TARGET void gate_head(const Mixer& m, int64_t b, int64_t head, const Shared& shared) {
   using V = Lanes;
@@ -173,8 +174,8 @@ TARGET void gate_head(const Mixer& m, int64_t b, int64_t head, const Shared& sha
   }
 }
 
-// What in_proj gave is in the caches of whoever computed it: `size` of its numbers, from `first`
-// on, of all queries, are fetched before they are wanted.
+// Prefetches `size` numbers of in_proj's output, from `first` on, of all queries. They may be in
+// the cache of another core, which computed them.
 TARGET inline void fetch_inputs(const Mixer& m, int64_t b, int64_t first, int64_t size) {
   for (int64_t q = 0; q < m.scan.queries[b]; q++) {
     const float* in = m.in + (b * m.scan.Tq + q) * m.width + first;
@@ -190,8 +191,8 @@ TARGET void head_of(const Mixer& m, void* base, void* scratch, int64_t place, in
   const Shared shared = shared_of<L>(s, base, b);
   Own own;
   own_layout(s, static_cast<char*>(scratch), &own);
-  const float kept = path_weights(s, b, head, shared, own);  // reads x, then it may go
-  E* const x = static_cast<E*>(m.x) + (b * s.now.room * s.H + head) * s.P;
+  const float kept = path_weights(s, b, head, shared, own);  // before x is overwritten
+  E* const x = static_cast<E*>(m.x) + (b * s.now.capacity * s.H + head) * s.P;
   move_window<E>(m, b, channel, s.P);
   convolve<L, E>(m, b, channel, s.P, [&](int64_t, int64_t t, int64_t i, auto of) TARGET {
     V::store(x + t * s.H * s.P + i, of, s.P - i);
@@ -210,7 +211,7 @@ TARGET void mixer_head(const Mixer& m, void* base, void* own, int64_t head, int6
               : head_of<L, float>(m, base, own, head, next);
 }
 
-// The norm of a query's channels, by groups of whole heads.
+// Norms a query's channels, in groups of whole heads.
 template <class L>
 TARGET void mixer_norm(const Mixer& m, void* base, int64_t b, int64_t q) {
   const Scan& s = m.scan;

@@ -1,4 +1,4 @@
-// What XLA calls for a Mamba2 mixer between its projections.
+// XLA handler for a Mamba2 mixer between its projections.
 #include <cstring>
 
 #include "handler.h"
@@ -15,7 +15,7 @@ const void* if_any(const Any& array) {
 }
 
 ffi::Error mixer(ffi::ThreadPool pool, F32 in,
-                 // Weights, the state, records of the last tree with its path, and this tree.
+                 // Weights, state, records of the last tree and its path, and this tree.
                  Any conv_weight, Any conv_bias, Any norm, F32 dt_bias, F32 A_log, F32 D,
                  F32 h0, Any conv0, Any past_x, F32 past_dt, F32 past_a, Any past_B, Any past_xBC,
                  S32 path, S32 length, S32 rows, Bool mask, S32 window,
@@ -24,18 +24,19 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in,
                  Out<Any> B, Out<Any> xBC, int64_t to_z, int64_t norm_groups, bool norm_first,
                  float eps, float least_dt, float most_dt, int64_t level) {
   const auto state = h0.dimensions(), taps = window.dimensions();
-  const auto given = in.dimensions(), groups = B->dimensions();
+  const auto in_shape = in.dimensions(), groups = B->dimensions();
   const bool wide = x->element_type() == ffi::F32;
   const bool weights_wide = conv_weight.element_type() == ffi::F32;
-  const bool partly = rows.element_count() > 0;
+  const bool has_rows = rows.element_count() > 0;
   const int64_t T = taps[1], H = state[1], P = state[2];
   const int64_t channels = conv_weight.dimensions()[0];
-  if (given.size() != 3 || taps[2] > 16 || given[1] != (partly ? rows.dimensions()[0] : T))
+  if (in_shape.size() != 3 || taps[2] > 16 ||
+      in_shape[1] != (has_rows ? rows.dimensions()[0] : T))
     return refused("want [B, Tq, width] and at most 16 taps");
-  if (partly && past_x.dimensions()[1] != T)
+  if (has_rows && past_x.dimensions()[1] != T)
     return refused("want records of this tree");
   if (x->dimensions()[1] != std::max(T, past_x.dimensions()[1]))
-    return refused("want room for the larger one of both trees");
+    return refused("want results with as many rows as the larger tree has nodes");
   Mixer m{};
   Scan& s = m.scan;
   auto* const dt_out = static_cast<float*>(dt->untyped_data());
@@ -44,17 +45,17 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in,
             past_a.typed_data(), past_x.dimensions()[1]};
   s.now = {x->untyped_data(), B->untyped_data(), dt_out, a_out, x->dimensions()[1]};
   s.D = D.typed_data();
-  // A state that is only read has no array of its own to come out in.
+  // A state that does not change has an empty result.
   const bool reads = h->element_count() == 0;
   s.h0 = h0.typed_data(), s.h = reads ? h0.typed_data() : h->typed_data();
   s.y = y->typed_data();
   s.path = path.typed_data(), s.length = length.typed_data();
-  s.rows = partly ? rows.typed_data() : nullptr;
+  s.rows = has_rows ? rows.typed_data() : nullptr;
   s.mask = reinterpret_cast<const uint8_t*>(mask.typed_data());
   s.batch = state[0], s.H = H, s.P = P, s.N = state[3], s.G = groups[2];
-  s.M = path.dimensions()[1], s.T = T, s.Tq = given[1], s.K = taps[2];
+  s.M = path.dimensions()[1], s.T = T, s.Tq = in_shape[1], s.K = taps[2];
   s.bf16 = !wide, s.D_by_channel = D.element_count() > static_cast<size_t>(H);
-  m.in = in.typed_data(), m.width = given[2], m.channels = channels;
+  m.in = in.typed_data(), m.width = in_shape[2], m.channels = channels;
   m.to_z = to_z, m.to_xBC = to_z + H * P, m.to_dt = m.to_xBC + channels;
   m.conv_weight = conv_weight.untyped_data(), m.conv_bias = if_any(conv_bias);
   m.norm = if_any(norm), m.norm_groups = norm_groups, m.norm_first = norm_first;
@@ -68,10 +69,10 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in,
   m.weights_bf16 = !weights_wide;
   count_nodes(s, static_cast<int64_t*>(scratch_of_thread<2>(2 * s.batch * sizeof(int64_t))));
   for (int64_t b = 0; reads && b < s.batch; b++)
-    if (s.length[b] > 0) return refused("a path wants a state to go to");
+    if (s.length[b] > 0) return refused("a path needs a result for the new state");
   if (!paths_inside(s)) return refused(OUTSIDE);
-  if (partly || s.now.room > T) {
-    // What this tree does not write stays.
+  if (has_rows || s.now.capacity > T) {
+    // Rows that this tree does not write keep their values.
     kept(past_x, x), kept(past_B, B), kept(past_xBC, xBC);
     kept(past_dt, dt), kept(past_a, a);
   }

@@ -1,7 +1,7 @@
-// Gumbel noise, and the best of many scores; after lanes.h.
+// Gumbel noise, and the largest of many scores. Include after lanes.h.
 
-// The first of two random words of Threefry-2x32 with 20 rounds, and the second: of
-// stree_jax/sampling/threefry.py.
+// Computes the two random words of Threefry-2x32 with 20 rounds, as
+// stree_jax/sampling/threefry.py does.
 template <class U>
 TARGET inline void threefry(uint32_t first, uint32_t second, U& a, U& b) {
   constexpr int distances[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
@@ -27,7 +27,7 @@ TARGET inline void fold_in(uint32_t (&key)[2], int32_t number) {
   key[0] = a, key[1] = b;
 }
 
-// Numbers [begin, end) of the noise of a key.
+// Writes numbers [begin, end) of the Gumbel noise of a key.
 TARGET inline void gumbel(const uint32_t (&key)[2], int64_t begin, int64_t end,
                           float* out) {
   using V = Lanes;
@@ -37,7 +37,7 @@ TARGET inline void gumbel(const uint32_t (&key)[2], int64_t begin, int64_t end,
   for (int64_t i = begin; i < end; i += V::W) {
     V::U a{}, b = place + static_cast<uint32_t>(i);
     threefry(key[0], key[1], a, b);
-    const V::U bits = ((a ^ b) >> 9) | 0x3F800000u;  // of a float in [1, 2)
+    const V::U bits = ((a ^ b) >> 9) | 0x3F800000u;  // bits of a float in [1, 2)
     V::F uniform = ((V::F)bits - 1.0f) + tiny;
     uniform = uniform > tiny ? uniform : tiny;
     V::store(out + i, -V::log(-V::log(uniform)), end - i);
@@ -57,7 +57,7 @@ TARGET inline bool any(const Lanes::I& marks) {
   return found != 0;
 }
 
-// `best_row` of scores with NaN among them, which come before all numbers, as in
+// `best_row` for scores that contain NaN. NaN counts as larger than all numbers, as in
 // jnp.argmax and lax.top_k.
 TARGET inline void best_row_with_nan(const float* scores, int64_t size, int64_t W,
                                      float* best, int32_t* place, float* total) {
@@ -74,16 +74,16 @@ TARGET inline void best_row_with_nan(const float* scores, int64_t size, int64_t 
   *total = __builtin_nanf("");
 }
 
-// The W largest of `size` scores, best first, of equals the first, and where they are; and
-// the logarithm of the sum of all exponentials.
+// Finds the W largest of `size` scores and their places, largest first, the first of equal ones
+// first; and computes the logarithm of the sum of all exponentials.
 TARGET inline void best_row(const float* scores, int64_t size, int64_t W, float* best,
                             int32_t* place, float* total) {
   using V = Lanes;
-  constexpr float NONE = -__builtin_inff();
-  V::F top = V::F{} + NONE;
+  constexpr float LOWEST = -__builtin_inff();
+  V::F top = V::F{} + LOWEST;
   V::I nan{};
   for (int64_t i = 0; i < size; i += V::W) {
-    if (size - i < V::W) {  // what is past the end counts as 0 elsewhere
+    if (size - i < V::W) {  // V::load would fill lanes past the end with 0
       for (int64_t j = i; j < size; j++) {
         top[0] = scores[j] > top[0] ? scores[j] : top[0];
         if (scores[j] != scores[j]) nan[0] = -1;
@@ -95,17 +95,17 @@ TARGET inline void best_row(const float* scores, int64_t size, int64_t W, float*
     nan |= z != z;
   }
   if (any(nan)) return best_row_with_nan(scores, size, W, best, place, total);
-  float most = NONE;
+  float most = LOWEST;
   for (int i = 0; i < V::W; i++) most = top[i] > most ? top[i] : most;
-  const float from = most > NONE ? most : 0.0f;
+  const float from = most > LOWEST ? most : 0.0f;
   V::F sums = V::F{};
   int64_t found = 0;
   for (int64_t i = 0; i < size; i += V::W) {
     const int64_t count = size - i < V::W ? size - i : V::W;
     V::F z = V::load(scores + i, count);
-    for (int64_t j = count; j < V::W; j++) z[j] = NONE;
+    for (int64_t j = count; j < V::W; j++) z[j] = LOWEST;
     sums += V::exp(z - from);
-    const float least = found < W ? NONE : best[W - 1];
+    const float least = found < W ? LOWEST : best[W - 1];
     bool better = found < W;
     const V::I higher = z > V::F{} + least;
     for (int j = 0; j < V::W; j++) better |= higher[j] != 0;
@@ -118,17 +118,17 @@ TARGET inline void best_row(const float* scores, int64_t size, int64_t W, float*
       best[at] = x, place[at] = static_cast<int32_t>(i + j);
     }
   }
-  const bool finite = most > NONE && most < -NONE;
+  const bool finite = most > LOWEST && most < -LOWEST;
   *total = finite ? V::log(V::F{} + V::sum(sums))[0] + from : most;
 }
 
-// Logits below the largest, by a temperature, and noise; 0 is greedy, and has none. One
-// NaN makes all of them NaN, as it does the largest in JAX.
+// Computes (logits - max) / temperature + noise. Temperature 0 is greedy: no division and no
+// noise. A single NaN makes all scores NaN, because in JAX it makes the maximum NaN.
 TARGET inline void drawn_row(const float* logits, int64_t size, float temperature,
                              const float* noise, float* scores) {
   using V = Lanes;
-  constexpr float NONE = -__builtin_inff();
-  V::F top = V::F{} + NONE;
+  constexpr float LOWEST = -__builtin_inff();
+  V::F top = V::F{} + LOWEST;
   V::I nan{};
   int64_t i = 0;
   for (; i + V::W <= size; i += V::W) {
@@ -140,7 +140,7 @@ TARGET inline void drawn_row(const float* logits, int64_t size, float temperatur
     top[0] = logits[i] > top[0] ? logits[i] : top[0];
     if (logits[i] != logits[i]) nan[0] = -1;
   }
-  float most = NONE;
+  float most = LOWEST;
   for (int lane = 0; lane < V::W; lane++) most = top[lane] > most ? top[lane] : most;
   if (any(nan)) most = __builtin_nanf("");
   const bool greedy = temperature == 0.0f;

@@ -1,4 +1,4 @@
-// What XLA calls for noise, and for the best of many scores.
+// XLA handlers for Gumbel noise, and for the largest of many scores.
 #include <algorithm>
 
 #include "handler.h"
@@ -27,15 +27,15 @@ ffi::Error noise(ffi::ThreadPool pool, U32 keys, S32 numbers, Out<F32> out, int6
   return ffi::Error::Success();
 }
 
-// Of rows of V scores, which `scores_of(row, room)` gives or makes, the W best of each.
+// Finds the W largest scores of each row. `scores_of(row)` returns a row of V scores.
 template <class ScoresOf>
 ffi::Error best_of(ffi::ThreadPool& pool, const F32& scores, Out<F32>& values,
                    Out<S32>& places, Out<F32>& totals, const Kernels& kernels,
                    const ScoresOf& scores_of) {
-  const auto shape = scores.dimensions(), asked = values->dimensions();
-  if (shape.size() == 0 || asked.size() != shape.size() || asked.back() > shape.back())
-    return refused("want scores [.., V], and no more than V of them");
-  const int64_t V = shape.back(), W = asked.back();
+  const auto shape = scores.dimensions(), result = values->dimensions();
+  if (shape.size() == 0 || result.size() != shape.size() || result.back() > shape.back())
+    return refused("want scores [.., V] and results [.., W] with W <= V");
+  const int64_t V = shape.back(), W = result.back();
   const int64_t rows = static_cast<int64_t>(totals->element_count());
   keep_awake(pool);
   share(pool, row_parts(rows, V), rows, [&](int64_t i) {
@@ -58,15 +58,14 @@ ffi::Error best_drawn(ffi::ThreadPool pool, F32 logits, F32 temperature, F32 noi
   const bool fits = shape.size() == 3 && drawn.size() == 2 && drawn[0] == shape[0] &&
                     drawn[1] == shape[2] && temperature.element_count() == shape[0];
   if (!fits)
-    return refused("want logits [B, Q, V], and of each row a temperature "
-                                       "and noise [B, V]");
+    return refused("want logits [B, Q, V], temperatures [B] and noise [B, V]");
   const int64_t Q = shape[1], V = shape[2];
   const Kernels& kernels = kernels_of(level);
   const auto made = [&](int64_t row) {
-    auto* const room = static_cast<float*>(scratch_of_thread<0>(V * sizeof(float)));
+    auto* const buffer = static_cast<float*>(scratch_of_thread<0>(V * sizeof(float)));
     kernels.drawn(logits.typed_data() + row * V, V, temperature.typed_data()[row / Q],
-                  noise.typed_data() + row / Q * V, room);
-    return room;
+                  noise.typed_data() + row / Q * V, buffer);
+    return buffer;
   };
   return best_of(pool, logits, values, places, totals, kernels, made);
 }

@@ -1,7 +1,8 @@
-// What XLA calls for rows over their root mean square, times a scale.
+// XLA handler for the RMSNorm with a scale.
 //
-// Written for no instruction set: a row is small, and stands in a cache. It has sixteen
-// sums, which the compiler makes vectors, and so the same bits on every machine.
+// Uses no specific instruction set, because a row is small and in the cache. A row always has
+// sixteen partial sums, which the compiler vectorizes, so results are bitwise equal on every
+// machine.
 #include "handler.h"
 
 #define TARGET
@@ -33,11 +34,11 @@ void norm_row(const float* __restrict__ x, const E* __restrict__ scale,
 
 template <class E>
 void norm_rows(ffi::ThreadPool& pool, const F32& x, const void* scale,
-               const Live& live, float* out, int64_t rows, int64_t d, float eps) {
+               const ValidRows& valid, float* out, int64_t rows, int64_t d, float eps) {
   const int64_t parts = std::max<int64_t>(1, std::min(rows, rows * d / PART_BYTES));
   share(pool, parts, rows, [&](int64_t i) {
     const float* const row = x.typed_data() + i * d;
-    if (live(i)) norm_row(row, static_cast<const E*>(scale), out + i * d, d, eps);
+    if (valid(i)) norm_row(row, static_cast<const E*>(scale), out + i * d, d, eps);
   });
 }
 
@@ -48,15 +49,15 @@ ffi::Error norm(ffi::ThreadPool pool, F32 x, Any scale, S32 counts, Out<F32> out
   if (d == 0 || shape.size() == 0 || shape[shape.size() - 1] != d)
     return refused("want rows [.., d] and a scale [d]");
   const int64_t rows = static_cast<int64_t>(x.element_count()) / d;
-  const Live live(counts, rows);
-  if (!live.fits()) return refused(NOT_ROWS);
+  const ValidRows valid(counts, rows);
+  if (!valid.fits()) return refused(NOT_ROWS);
   float* const to = out->typed_data();
   switch (scale.element_type()) {
     case ffi::F32:
-      norm_rows<float>(pool, x, scale.untyped_data(), live, to, rows, d, eps);
+      norm_rows<float>(pool, x, scale.untyped_data(), valid, to, rows, d, eps);
       break;
     case ffi::BF16:
-      norm_rows<uint16_t>(pool, x, scale.untyped_data(), live, to, rows, d, eps);
+      norm_rows<uint16_t>(pool, x, scale.untyped_data(), valid, to, rows, d, eps);
       break;
     default:
       return refused("want a scale in float32 or bfloat16");

@@ -1,4 +1,4 @@
-// Any machine with a compiler: the vectors of GCC and Clang, 16 bytes each.
+// Kernels for any machine, written with 16-byte vectors of GCC and Clang.
 #include "kernels.h"
 
 #define TARGET
@@ -82,7 +82,7 @@ struct Int8 {
   }
   static inline Loaded row(const int16_t* x) { return loaded<Shorts>(x); }
   static inline Sum dot(Sum sum, Loaded w, Loaded x) {
-    const Shorts product = w * x;  // at most 128 * 127: it fits
+    const Shorts product = w * x;  // at most 128 * 127, which fits in 16 bits
     HalfShorts low, high;
     __builtin_memcpy(&low, &product, 8);
     __builtin_memcpy(&high, reinterpret_cast<const char*>(&product) + 8, 8);

@@ -1,29 +1,29 @@
-// Products of few rows, for the lanes of one instruction set.
+// Products of few rows with a weight, for the vectors of one instruction set.
 //
-// Included once for every instruction set, inside its namespace, with TARGET defined.
-// No standard header's inline function is used here: the linker keeps one copy of such a
-// function for the whole library, and it must not be the one made for AVX-512.
+// Included once per instruction set, inside its namespace, with TARGET defined. It must not use
+// inline functions of standard headers: the linker keeps one copy of such a function for the
+// whole library, which could be the one compiled for AVX-512.
 //
-// A result is the sum of one accumulator over a chunk of k, in steps of `step`, and then over
-// its lanes; chunks, whose number depends on k alone, are added up one after another. It knows
-// nothing of other rows, columns or threads.
+// A result is summed over a chunk of k in one accumulator, in steps of `step`, and then over its
+// lanes. Chunks, whose number depends only on k, are added in order. The result therefore does
+// not depend on other rows, columns or threads, bit for bit.
 
-// What makes a case of every number of rows.
+// Expands to one switch case for every number of rows in a block.
 #define STREE_UP_TO_6(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 
-constexpr int COLUMNS = 4;  // of a block; their weights are consecutive in memory
-constexpr int IN_ORDER = 2;  // rows of a block, at most, whose columns are read one by one
-constexpr int64_t PANEL_COLUMNS = 16;     // that a group of rows stays in the cache for
-constexpr int64_t GROUP_ROWS = 18;        // of such a group, at most
-constexpr int64_t CHUNK_BYTES = 1536;     // of each of its rows, about
-constexpr int64_t NEAR_BYTES = 40 << 10;  // that stay in the cache beside what is fetched
-constexpr int64_t DISTANCE = 12 << 10;    // of what is fetched from what is read
+constexpr int COLUMNS = 4;   // columns of a block; their weights are consecutive in memory
+constexpr int IN_ORDER = 2;  // blocks of up to this many rows may read columns one by one
+constexpr int64_t PANEL_COLUMNS = 16;     // columns for which a group of rows stays in the cache
+constexpr int64_t GROUP_ROWS = 18;        // most rows of such a group
+constexpr int64_t CHUNK_BYTES = 1536;     // bytes of a row per chunk, about
+constexpr int64_t NEAR_BYTES = 40 << 10;  // bytes that stay in the cache next to prefetched data
+constexpr int64_t DISTANCE = 12 << 10;    // bytes between the data being read and prefetched
 
 TARGET inline int64_t rounded_up(int64_t n, int64_t step) {
   return (n + step - 1) / step * step;
 }
 
-// The first `count` of COUNT numbers, and zeros.
+// The first `count` of COUNT numbers, followed by zeros.
 template <class T, int COUNT>
 struct Tail {
   T values[COUNT];
@@ -32,19 +32,19 @@ struct Tail {
   }
 };
 
-// What is to be in the caches for the next block: `bytes` from `next` on are fetched during
-// each step of this one. Not sooner: memory is to be busy all the time, and what waits for
-// it keeps rows from coming out of the outer caches.
+// Prefetches data for the next block, `bytes` per step of this one. Spreading the prefetches
+// over the steps keeps memory busy all the time, and leaves buffers for the loads of rows from
+// the outer caches.
 struct Ahead {
   const char* next;
-  int64_t bytes;  // a step, be they whole lines or not
-  bool all;       // caches, or the outer ones alone
+  int64_t bytes;  // bytes per step, not necessarily whole cache lines
+  bool all;       // true: into all caches; false: into the outer ones only
   const char* until;
 
   TARGET Ahead(const char* from, int64_t bytes, bool all)
       : next(from), bytes(bytes), all(all), until(from) {}
 
-  // Always inline: GCC drops calls of a function that does nothing but this.
+  // Always inline: GCC drops calls of a function that only prefetches.
   __attribute__((always_inline)) TARGET inline void fetch() {
     for (until += bytes; next < until; next += 64) {
       if (all)
@@ -55,7 +55,7 @@ struct Ahead {
   }
 };
 
-// What sums there are already, and these.
+// Adds the sums to those already in `out`.
 template <class L>
 TARGET inline void store_more(float* out, const typename L::Sum (&sum)[COLUMNS], int count) {
   typedef float Four __attribute__((vector_size(16)));
@@ -72,14 +72,14 @@ TARGET inline void store_more(float* out, const typename L::Sum (&sum)[COLUMNS],
   __builtin_memcpy(out, &before, sizeof before);
 }
 
-// Whole steps of R rows and of N columns from `first` on, which are read in turns.
+// Adds whole steps of R rows and N columns from `first` on, reading the columns in turn.
 template <class L, int R, int N>
 TARGET inline __attribute__((always_inline)) void add_steps(
     typename L::Sum (&sum)[R][COLUMNS], int first, const typename L::Row* rows,
     int64_t row_stride, const typename L::Weight* const (&weight)[COLUMNS], int64_t steps,
     Ahead& ahead) {
   for (int64_t s = 0; s < steps; s++) {
-    if (s % (COLUMNS / N) == 0) ahead.fetch();  // of all columns together, once a step
+    if (s % (COLUMNS / N) == 0) ahead.fetch();  // once per step of all four columns
     typename L::Loaded w[N];
     for (int c = 0; c < N; c++) w[c] = L::weight(weight[first + c] + s * L::step);
 #pragma GCC unroll 8
@@ -90,9 +90,8 @@ TARGET inline __attribute__((always_inline)) void add_steps(
   }
 }
 
-// out[r * stride + c] of R rows and 4 columns, of which `count` are wanted; `more`: to be
-// added to what is there. Where loops over rows are not unrolled early, GCC has the sums in
-// memory, too.
+// Computes out[r * stride + c] of R rows and `count` of 4 columns; adds to it if `more` is true.
+// The loops over rows are unrolled explicitly: otherwise GCC also keeps the sums in memory.
 template <class L, int R>
 TARGET void product_block(const typename L::Row* rows, int64_t row_stride,
                           const typename L::Weight* const (&weight)[COLUMNS],
@@ -132,19 +131,19 @@ TARGET void product_block(const typename L::Row* rows, int64_t row_stride,
   from_here = ahead;
 }
 
-// Equal blocks of at most L::most_rows of t rows.
+// Returns the number of equal blocks, of at most L::most_rows rows each, for t rows.
 template <class L>
 TARGET inline int64_t blocks_of(int64_t t) {
   return (t + L::most_rows - 1) / L::most_rows;
 }
 
-// 4 columns, at most, of all t rows, block by block.
+// Computes up to 4 columns of all t rows, block by block.
 template <class L>
 TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_t t,
                          const typename L::Weight* weight, int64_t weight_stride, int64_t k,
                          Ahead& ahead, float* out, int64_t stride, int count, bool more) {
   const typename L::Weight* columns[COLUMNS];
-  for (int c = 0; c < COLUMNS; c++)  // past the last column: the last one again
+  for (int c = 0; c < COLUMNS; c++)  // past the last column, repeat it
     columns[c] = weight + (c < count ? c : count - 1) * weight_stride;
   const int64_t blocks = blocks_of<L>(t);
   for (int64_t b = 0; b < blocks; b++) {
@@ -163,7 +162,7 @@ TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_
   }
 }
 
-// The same of short rows, which need no chunks; what begins at `next` is read next.
+// The same for short rows, which need no chunks. Prefetches the data at `next`.
 template <class L>
 TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_t t,
                          const typename L::Weight* weight, int64_t k, const char* next,
@@ -174,13 +173,13 @@ TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_
   product_rows<L>(rows, row_stride, t, weight, k, k, ahead, out, stride, count, false);
 }
 
-// Numbers from one packed row to the next: a line more where all rows would fall into
-// the same few sets of the cache.
+// Returns the stride of packed rows. Adds a cache line if otherwise all rows would map to the
+// same few sets of the cache.
 template <class L>
 TARGET int64_t packed_stride(int64_t k) {
   const int64_t stride = rounded_up(k, L::step);
-  const bool alike = stride * static_cast<int64_t>(sizeof(typename L::Row)) % 1024 == 0;
-  return stride + (alike ? L::step : 0);
+  const bool same_sets = stride * static_cast<int64_t>(sizeof(typename L::Row)) % 1024 == 0;
+  return stride + (same_sets ? L::step : 0);
 }
 
 template <class L>
@@ -199,16 +198,16 @@ TARGET void product_pack(const Product& p, void* packed) {
   }
 }
 
-// Rows that stay in the innermost cache as a whole, with a block's weights, need no panels, and
-// weights are read fastest one after another.
+// Panels are not needed if all rows and a block's weights fit in the innermost cache. Then it is
+// fastest to read the weights sequentially.
 template <class L>
 TARGET int64_t product_piece(const Product& p) {
   const int64_t bytes = p.k * static_cast<int64_t>(sizeof(typename L::Row));
   return p.t == 1 || (p.t + COLUMNS) * bytes <= NEAR_BYTES ? 0 : PANEL_COLUMNS;
 }
 
-// One chunk of k after another: a group of rows stays in the innermost cache, and the weights
-// of a few columns go past it, while those of the next ones are fetched.
+// Computes a panel of columns, chunk by chunk of k. A group of rows stays in the innermost cache
+// while the weights of a few columns stream through it and those of the next ones are prefetched.
 template <class L>
 TARGET void product_panel(const Product& p, const void* packed, Columns now, Columns next) {
   const auto* rows = static_cast<const typename L::Row*>(packed);
@@ -222,7 +221,8 @@ TARGET void product_panel(const Product& p, const void* packed, Columns now, Col
     blocks += blocks_of<L>((g + 1) * p.t / groups - g * p.t / groups);
   const int64_t all = (now.end - now.begin + COLUMNS - 1) / COLUMNS * blocks * (steps ? steps : 1);
   const int64_t bytes = (next.end - next.begin) * p.k * static_cast<int64_t>(sizeof(*weight));
-  // For three blocks of rows, the next four columns of a short weight would be asked for too late.
+  // With three or more blocks of rows, the next four columns of a short weight would be prefetched
+  // too late: prefetch at a fixed distance instead.
   const bool apart = product_piece<L>(p) == 0 && blocks_of<L>(p.t) > 2;
   const auto* const from = reinterpret_cast<const char*>(weight + (apart ? now : next).begin * p.k);
   Ahead ahead(from + (apart ? DISTANCE : 0), (bytes + all - 1) / all, into_all_caches);

@@ -1,4 +1,4 @@
-// What XLA calls for products.
+// XLA handlers for products.
 #include <algorithm>
 
 #include "handler.h"
@@ -9,12 +9,13 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int64_t MOST_ROWS = 64;  // that kernels are made for
+constexpr int64_t MAX_ROWS = 64;  // rows that the kernels are designed for
 
-// A product's columns, cut into pieces without rests, but for the last one's.
+// A product's columns, divided into pieces that are multiples of `kernel.together` columns,
+// except for the last one.
 //
-// Few: as many as threads need. Small ones: the first of each thread, which nobody has fetched,
-// are smaller still.
+// There are two kinds. Large pieces: a few per thread. Small pieces (`kernel.piece` columns): each
+// thread's first pieces are smaller still, because their weights have not been prefetched.
 class Pieces {
  public:
   Pieces(const ProductKernel& kernel, const Product& p, int64_t threads, int64_t most)
@@ -37,7 +38,7 @@ class Pieces {
  private:
   int64_t begin(int64_t piece) const {
     if (whole_ == 0) return (m_ + n_ - 1) / n_ * piece / count_ * n_;
-    int64_t blocks = 0;  // before it
+    int64_t blocks = 0;  // blocks before the piece
     for (int64_t size = 1; size < whole_; size *= 2) {
       if (piece < threads_) return (blocks + piece * size) * n_;
       blocks += threads_ * size, piece -= threads_;
@@ -66,14 +67,14 @@ void multiply(ffi::ThreadPool& pool, const ProductKernel& kernel, const Product&
     share_out<false>(pool, threads, pieces.count(), columns);
 }
 
-// Of the rows that are tokens; they are put together, and their results to their places.
+// Computes the product for the valid rows: gathers them, and moves the results to their places.
 ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, Product p,
-               const Live& live, int64_t row_bytes) {
-  if (!live.fits()) return refused(NOT_ROWS);
+               const ValidRows& valid, int64_t row_bytes) {
+  if (!valid.fits()) return refused(NOT_ROWS);
   auto* const place = static_cast<int64_t*>(scratch_of_thread<1>(p.t * sizeof(int64_t)));
   int64_t count = 0;
   for (int64_t t = 0; t < p.t; t++)
-    if (live(t)) place[count++] = t;
+    if (valid(t)) place[count++] = t;
   p.t = count;
   if (count == 0) return ffi::Error::Success();
   const bool together = place[count - 1] == count - 1;
@@ -83,13 +84,13 @@ ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, Product p,
       std::copy_n(p.rows + place[i] * p.k, p.k, rows + i * p.k);
     p.rows = rows;
   }
-  for (int64_t first = 0; first < count; first += MOST_ROWS) {
+  for (int64_t first = 0; first < count; first += MAX_ROWS) {
     Product some = p;
-    some.t = std::min(count - first, MOST_ROWS);
+    some.t = std::min(count - first, MAX_ROWS);
     some.rows += first * p.k, some.out += first * p.m;
     multiply(pool, kernel, some, row_bytes);
   }
-  for (int64_t i = count; !together && i-- > 0;)  // the last first
+  for (int64_t i = count; !together && i-- > 0;)  // from the end, as places only grow
     if (place[i] != i) std::copy_n(p.out + i * p.m, p.m, p.out + place[i] * p.m);
   return ffi::Error::Success();
 }
@@ -101,12 +102,12 @@ ffi::Error product(ffi::ThreadPool pool, F32 rows, Any weight, S32 counts, Out<F
     return refused("want rows [t, k] and a weight [m, k]");
   const Product p{rows.typed_data(), weight.untyped_data(), nullptr, out->typed_data(),
                   shape[0],          shape[1],              wide[0], 1};
-  const Live live(counts, p.t);
+  const ValidRows valid(counts, p.t);
   switch (weight.element_type()) {
     case ffi::F32:
-      return run(pool, float32_product(level, p.m, p.k), p, live, 4 * p.k);
+      return run(pool, float32_product(level, p.m, p.k), p, valid, 4 * p.k);
     case ffi::BF16:
-      return run(pool, kernels_of(level).bfloat16, p, live, 2 * p.k);
+      return run(pool, kernels_of(level).bfloat16, p, valid, 2 * p.k);
     default:
       return refused("want a weight in float32 or bfloat16");
   }
@@ -123,7 +124,7 @@ ffi::Error product_int8(ffi::ThreadPool pool, F32 rows, S8 weight, F32 scale, S3
   const Product p{rows.typed_data(), weight.typed_data(), scale.typed_data(),
                   out->typed_data(), shape[0],            shape[1],
                   wide[0],           groups[1]};
-  return run(pool, kernels_of(level).int8, p, Live(counts, p.t), p.k);
+  return run(pool, kernels_of(level).int8, p, ValidRows(counts, p.t), p.k);
 }
 
 }  // namespace

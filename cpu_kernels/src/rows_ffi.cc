@@ -1,6 +1,6 @@
-// What XLA calls for rows of a table, such as an embedding.
+// XLA handler for the lookup of rows in a table, such as an embedding.
 //
-// Written for no instruction set: a row is copied, or its numbers are widened.
+// Uses no specific instruction set: it copies rows, or widens their numbers.
 #include <algorithm>
 
 #include "handler.h"
@@ -21,13 +21,13 @@ void copy_row(const E* from, int64_t size, float* to) {
   for (int64_t i = 0; i < size; i++) to[i] = widened(from[i]);
 }
 
-// As in JAX a row below 0 is counted from the end, and one outside is the nearest.
+// Looks up the rows. As in JAX, negative ids count from the end, and ids out of range are clamped.
 ffi::Error copied(Any& table, S32& ids, Out<F32>& out) {
   const auto shape = table.dimensions();
   if (shape.size() != 2 || shape[0] < 1 ||
       static_cast<int64_t>(out->element_count()) !=
           static_cast<int64_t>(ids.element_count()) * shape[1])
-    return refused("want a table [V, d], ids and room for their rows");
+    return refused("want a table [V, d], ids [..] and results [.., d]");
   const int64_t V = shape[0], d = shape[1];
   const auto copy = [&](const auto* numbers) {
     for (int64_t i = 0; i < static_cast<int64_t>(ids.element_count()); i++) {
@@ -47,7 +47,7 @@ ffi::Error copied(Any& table, S32& ids, Out<F32>& out) {
   }
 }
 
-// Every pass of a model begins with it.
+// Every forward pass begins with this kernel, so it also moves the program to a pool thread.
 ffi::Future rows(ffi::ThreadPool pool, Any table, S32 ids, Out<F32> out, int64_t) {
   return going_on_in(pool, copied(table, ids, out));
 }

@@ -1,32 +1,32 @@
-// The replay of the last path and the scan of this tree; after lanes.h.
+// The replay of the last path and the scan of this tree. Include after lanes.h.
 //
-// What is computed is defined by pallas_kernels/scan.py, replay_tree_scan. A head's state
-// [P, N] is read and written once: replayed, then multiplied by C as a product whose
-// weight it is. A node's output sums over its ancestors in their order, so that it knows
-// nothing of other nodes, rows of the batch or threads.
+// The definition is `replay_tree_scan` in pallas_kernels/scan.py. A head's state [P, N] is read
+// and written once: it is replayed, then multiplied by C as the weight of a product. A node's
+// output sums over its ancestors in order, so it does not depend on other nodes, rows of the
+// batch or threads, bit for bit.
 
-constexpr double FORGOTTEN = -128.0;  // log decays below are no different: exp is 0
+constexpr double FORGOTTEN = -128.0;  // exp of this or less is 0: log decays are clamped to it
 
 TARGET inline int64_t path_length(const Scan& s, int64_t b) {
   return s.length[b] < s.M ? s.length[b] : s.M;
 }
 
-// Sizes in floats, rows padded with zeros. Of a row of the batch, for all heads:
+// Scratch of a batch row, shared by all heads. Sizes in floats; rows are padded with zeros.
 struct Shared {
   float *C, *B, *past_B;      // [G, Tq, n], [G, T, n], [G, M, n]
   float* scores;              // [G, Tq, T], C . B
   float *path_dt, *path_a;    // [M, H]
   float* squares;             // [Tq, H], for a norm
-  int32_t* ancestors;         // [T, T], of which a node has `count`
+  int32_t* ancestors;         // [T, T]; row t holds count[t] ancestors
   int32_t* count;             // [T]
 };
 
-// and what a thread needs for one head.
+// Scratch of a thread for one head.
 struct Own {
   float *x, *carried;    // [T, p], [Tq, p]
-  float *weight, *past;  // of all nodes' ancestors; [M, P] of a path's tokens
-  double* sum;           // [T], log decays along a node's path
-  float* decay;          // [T], exp of that
+  float *weight, *past;  // weights of all nodes' ancestors; [M, P] of the path's tokens
+  double* sum;           // [T], sum of log decays along a node's path
+  float* decay;          // [T], exp(sum)
 };
 
 template <class L>
@@ -76,12 +76,12 @@ TARGET inline int64_t own_bytes(const Scan& s) {
   return own_layout(s, nullptr, &unused);
 }
 
-// The node that is queried; T or more: none is.
+// Returns the row of a queried node. T or more means that the query is padding.
 TARGET inline int64_t node_of(const Scan& s, int64_t query) {
   return s.rows ? s.rows[query] : query;
 }
 
-// to [padded] = from [size] in float32, and zeros; `from` counts elements.
+// Copies `size` numbers from element `from` of an array, in float32, and pads with zeros.
 TARGET inline void widen_row(float* to, const void* array, int64_t from, int64_t size,
                              int64_t padded, bool bf16) {
   if (bf16) {
@@ -101,17 +101,17 @@ TARGET inline void find_ancestors(const Scan& s, int64_t b, const Shared& shared
     int32_t* found = shared.ancestors + t * T;
     int32_t count = 0;
     for (int64_t u = 0; u < T; u++) {
-      found[count] = static_cast<int32_t>(u);  // stays if it is one
+      found[count] = static_cast<int32_t>(u);  // overwritten unless u is an ancestor
       count += mask[u] != 0;
     }
     shared.count[t] = count;
   }
 }
 
-// The path's steps; arrays of the last tree may be overwritten by this one's after it.
+// Copies dt and a of the path. This tree may overwrite the last tree's arrays afterwards.
 TARGET inline void read_steps(const Scan& s, int64_t b, const Shared& shared) {
   for (int64_t j = 0; j < path_length(s, b); j++) {
-    const int64_t row = b * s.past.room + s.path[b * s.M + j];
+    const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
     for (int64_t h = 0; h < s.H; h++) {
       shared.path_dt[j * s.H + h] = s.past.dt[row * s.H + h];
       shared.path_a[j * s.H + h] = s.past.a[row * s.H + h];
@@ -119,13 +119,13 @@ TARGET inline void read_steps(const Scan& s, int64_t b, const Shared& shared) {
   }
 }
 
-// B of the path, in a group.
+// Copies a group's B of the path.
 template <class L>
 TARGET void read_path(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
   const int64_t n = rounded_up(s.N, L::step);
   float* to = shared.past_B + g * s.M * n;
   for (int64_t j = 0; j < path_length(s, b); j++) {
-    const int64_t row = b * s.past.room + s.path[b * s.M + j];
+    const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
     widen_row(to + j * n, s.past.B, (row * s.G + g) * s.N, s.N, n, s.bf16);
   }
 }
@@ -138,13 +138,13 @@ TARGET void read_C(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
               n, s.bf16);
 }
 
-// B of all nodes, and its products with C.
+// Copies a group's B of all nodes, and computes its products with C.
 template <class L>
 TARGET void read_B(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
   const int64_t T = s.T, nodes = s.nodes[b], n = rounded_up(s.N, L::step);
   float* rows = shared.B + g * T * n;
   for (int64_t t = 0; t < nodes; t++)
-    widen_row(rows + t * n, s.now.B, ((b * s.now.room + t) * s.G + g) * s.N, s.N, n,
+    widen_row(rows + t * n, s.now.B, ((b * s.now.capacity + t) * s.G + g) * s.N, s.N, n,
               s.bf16);
   for (int64_t u = 0; u < nodes && s.queries[b] > 0; u += COLUMNS) {
     const int count = static_cast<int>(nodes - u < COLUMNS ? nodes - u : COLUMNS);
@@ -155,19 +155,19 @@ TARGET void read_B(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
   }
 }
 
-// Four rows [N] of a state, at most, and what it takes to replay them.
+// Up to four rows [N] of a state, and the inputs of their replay.
 struct Rows {
-  const float* h0[COLUMNS];  // past the last row: that one again
+  const float* h0[COLUMNS];  // past the last row, the last one is repeated
   float* h[COLUMNS];
   const float* weight[COLUMNS];  // [M, P], from the row on
   const float* B;                // [M, n], of the path
-  int64_t length;                // of the path
+  int64_t length;                // tokens of the path
   float kept;
-  bool same;  // as before: nothing is to be replayed
+  bool same;  // the path is empty and the state is updated in place: nothing to write
 };
 
-// h = kept * h0 + sum over the path of weight * x (outer) B, and C . h of R queries. Every
-// number is read once for both.
+// Computes h = kept * h0 + sum over the path of weight * x (outer) B, and C . h for R queries.
+// Reads every number of the state once for both.
 template <class L, int R>
 TARGET void replay_rows(const Scan& s, const Rows& rows, const float* C, Ahead& from_here,
                         float* out, int64_t stride, int count) {
@@ -211,12 +211,12 @@ TARGET void replay_rows(const Scan& s, const Rows& rows, const float* C, Ahead& 
   from_here = ahead;
 }
 
-// Of the path's tokens j: exp(sum_{i > j} a_i) dt_j x_j [M, P]. Returns exp(sum a).
+// Computes exp(sum_{i > j} a_i) dt_j x_j [M, P] for the path's tokens j. Returns exp(sum a).
 TARGET inline float path_weights(const Scan& s, int64_t b, int64_t head,
                                  const Shared& shared, const Own& own) {
   float after = 0.0f;
   for (int64_t j = path_length(s, b) - 1; j >= 0; j--) {
-    const int64_t row = b * s.past.room + s.path[b * s.M + j];
+    const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
     float* weight = own.past + j * s.P;
     const float factor = exp_of(after) * shared.path_dt[j * s.H + head];
     widen_row(weight, s.past.x, (row * s.H + head) * s.P, s.P, s.P, s.bf16);
@@ -226,8 +226,8 @@ TARGET inline float path_weights(const Scan& s, int64_t b, int64_t head,
   return exp_of(after);
 }
 
-// The state after the path, and what it gives every query: carried [Tq, p] = C . h. That of
-// the next head is fetched meanwhile.
+// Computes the state after the path, and its contribution to every query,
+// carried [Tq, p] = C . h. Prefetches the state of the next head meanwhile.
 template <class L>
 TARGET void replay_head(const Scan& s, int64_t b, int64_t head, int64_t next, float kept,
                         const Shared& shared, const Own& own) {
@@ -266,18 +266,18 @@ TARGET void replay_head(const Scan& s, int64_t b, int64_t head, int64_t next, fl
   }
 }
 
-// x = exp(x), of `size` numbers.
+// Computes x = exp(x) for `size` numbers.
 TARGET inline void exp_row(float* x, int64_t size) {
   using V = Lanes;
   for (int64_t i = 0; i < size; i += V::W)
     V::store(x + i, V::exp(V::load(x + i, size - i)), size - i);
 }
 
-// x of all nodes, and the decays along their paths.
+// Copies x of all nodes, and computes the decays along their paths.
 TARGET inline void read_nodes(const Scan& s, int64_t b, int64_t head,
                               const Shared& shared, const Own& own) {
   const int64_t T = s.T, p = rounded_up(s.P, 16);
-  const int64_t first = b * s.now.room;
+  const int64_t first = b * s.now.capacity;
   const float* a = s.now.a + first * s.H + head;
   for (int64_t t = 0; t < s.nodes[b]; t++) {
     const int64_t from = ((first + t) * s.H + head) * s.P;
@@ -292,8 +292,8 @@ TARGET inline void read_nodes(const Scan& s, int64_t b, int64_t head,
   exp_row(own.decay, s.nodes[b]);
 }
 
-// exp(A_t - A_u) for the ancestors u of queried nodes t, one node after the other: all
-// exponentials together, which are vectors of W.
+// Computes exp(A_t - A_u) for the ancestors u of the queried nodes t, node after node. All
+// exponentials are computed together, in full vectors.
 TARGET inline void weigh_ancestors(const Scan& s, int64_t b, const Shared& shared,
                                    const Own& own) {
   float* to = own.weight;
@@ -307,8 +307,7 @@ TARGET inline void weigh_ancestors(const Scan& s, int64_t b, const Shared& share
   exp_row(own.weight, to - own.weight);
 }
 
-// The sum over a node's ancestors u of weight * x_u, and what the state gave it times its
-// decay, of N vectors.
+// Computes N vectors of decay * carried + sum over a node's ancestors u of weight * x_u.
 template <int N>
 TARGET inline void add_ancestors(Lanes::F (&sum)[N], const float* carried, float decay,
                                  const float* weight, const int32_t* ancestors, int32_t count,
@@ -330,7 +329,7 @@ TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
   using V = Lanes;
   const int64_t T = s.T, p = rounded_up(s.P, 16), g = head / (s.H / s.G);
   const int64_t width = rounded_up(s.P, V::W);
-  const float* dt = s.now.dt + b * s.now.room * s.H + head;
+  const float* dt = s.now.dt + b * s.now.capacity * s.H + head;
   const float* D = s.D + (s.D_by_channel ? head * s.P : head);
   weigh_ancestors(s, b, shared, own);
   float* weight = own.weight;
@@ -365,7 +364,7 @@ TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
   }
 }
 
-// What the heads of a group read; the first group prepares for all.
+// Prepares what the heads of a group read. The first group also prepares what all groups share.
 template <class L>
 TARGET void scan_group(const Scan& s, void* base, int64_t b, int64_t g) {
   const Shared shared = shared_of<L>(s, base, b);

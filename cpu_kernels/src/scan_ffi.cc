@@ -1,4 +1,4 @@
-// What XLA calls for a replay and scan.
+// XLA handlers for the replay of a path, alone or with the scan of a tree.
 #include "handler.h"
 #include "levels.h"
 #include "scan_work.h"
@@ -8,13 +8,13 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-// Tokens [B, room, ...] of one tree.
+// Returns the scan inputs [B, capacity, ...] of one tree.
 Tokens tokens_of(const Any& x, const F32& dt, const F32& a, const Any& B) {
   return {x.untyped_data(), B.untyped_data(), dt.typed_data(), a.typed_data(),
           x.dimensions()[1]};
 }
 
-// A path of the last tree; what this tree has is set by `scan`.
+// Returns a scan with the last tree and its path; `scan` adds this tree.
 Scan replay_of(const F32& h0, const Tokens& past, int64_t groups, const S32& path,
                const S32& length, Out<F32>& h) {
   const auto state = h0.dimensions();
@@ -42,7 +42,7 @@ ffi::Error run(ffi::ThreadPool& pool, Scan& s, int64_t level) {
   return ffi::Error::Success();
 }
 
-// Whether all have the same of two dtypes, which becomes that of the scan.
+// True if all arrays are bfloat16 or all are float32. Sets the dtype of the scan.
 bool of_one_dtype(Scan& s, std::initializer_list<const Any*> arrays) {
   const auto dtype = (*arrays.begin())->element_type();
   s.bf16 = dtype == ffi::BF16;
@@ -59,19 +59,19 @@ ffi::Error scan(ffi::ThreadPool pool, F32 h0, Any past_x, F32 past_dt, F32 past_
   if (!of_one_dtype(s, {&x, &past_x, &past_B, &B, &C}))
     return refused("want all of x, B, C in float32 or bfloat16");
   s.now = tokens_of(x, dt, a, B);
-  s.T = s.Tq = s.now.room;
+  s.T = s.Tq = s.now.capacity;
   s.C = C.untyped_data(), s.D = D.typed_data(), s.y = y->typed_data();
   s.mask = reinterpret_cast<const uint8_t*>(mask.typed_data());
   s.D_by_channel = D.element_count() > static_cast<size_t>(s.H);
   return run(pool, s, level);
 }
 
-// A scan of a tree of no nodes.
+// A scan of an empty tree.
 ffi::Error replay(ffi::ThreadPool pool, F32 h0, Any x, F32 dt, F32 a, Any B, S32 path,
                   S32 length, Out<F32> h, int64_t level) {
   Scan s = replay_of(h0, tokens_of(x, dt, a, B), B.dimensions()[2], path, length, h);
   if (!of_one_dtype(s, {&x, &B})) return refused("want x and B in float32 or bfloat16");
-  s.now.room = 0;
+  s.now.capacity = 0;
   return run(pool, s, level);
 }
 

@@ -1,4 +1,4 @@
-// How the work of a scan is cut.
+// Divides the work of a scan among threads.
 #pragma once
 #include <algorithm>
 
@@ -13,19 +13,20 @@ inline bool paths_inside(const Scan& s) {
   for (int64_t b = 0; b < s.batch; b++)
     for (int64_t j = 0; j < std::min<int64_t>(s.length[b], s.M); j++) {
       const int32_t row = s.path[b * s.M + j];
-      if (row < 0 || row >= s.past.room) return false;
+      if (row < 0 || row >= s.past.capacity) return false;
     }
   return true;
 }
 
-// Of `count` flags, `apart` from one to the next, how many there are up to the last one set.
+// Returns the number of flags up to and including the last one set; flags are `apart` bytes
+// from each other.
 inline int64_t up_to_last(const uint8_t* flags, int64_t count, int64_t apart) {
   while (count > 0 && !flags[(count - 1) * apart]) count--;
   return count;
 }
 
-// Sets how many nodes and queries there are: what is no node does not descend from itself.
-// `counts` has room for 2 B numbers.
+// Counts each row's valid nodes and queries. A padding node is not its own ancestor in the mask.
+// `counts` has 2 B elements.
 inline void count_nodes(Scan& s, int64_t* counts) {
   for (int64_t b = 0; b < s.batch; b++) {
     const uint8_t* const mask = s.mask + b * s.T * s.T;
@@ -46,7 +47,7 @@ inline int64_t head_parts(const Scan& s, int64_t threads) {
   return std::min({most, heads, PARTS_A_THREAD * threads});
 }
 
-// work(head, next) for all heads, see ScanKernel.
+// Calls work(head, next) for all heads, see ScanKernel.
 template <class Work>
 void share_heads(xla::ffi::ThreadPool& pool, const Scan& s, const Work& work) {
   const int64_t heads = s.batch * s.H, parts = head_parts(s, pool.num_threads());

@@ -1,4 +1,4 @@
-// What files of trees share: names of arrays, and the places of the best.
+// Functions shared by the files about trees.
 #pragma once
 #include <algorithm>
 
@@ -6,8 +6,8 @@
 
 namespace stree {
 
-// The places of the `wanted` largest values, of equals the first: -1 where there are no
-// more. Values are at least 0.
+// Finds the places of the `wanted` largest values, the first of equal ones first. If there are
+// fewer values, the remaining places are -1. Values must be at least 0.
 inline void best_places(const float* value, int64_t count, int64_t wanted, int32_t* places) {
   auto* const left = static_cast<float*>(scratch_of_thread<0>(count * sizeof(float)));
   std::copy_n(value, count, left);

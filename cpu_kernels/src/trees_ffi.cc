@@ -1,8 +1,8 @@
-// Bookkeeping of trees, one call each instead of dozens of XLA's smallest operations.
+// XLA handlers for the bookkeeping of trees. Each replaces dozens of small XLA operations.
 //
-// What each computes is defined in JAX: models/nodes.py, and layout.py, lookup.py,
-// and pool.py of stree_jax/speculation. All integers are the same; of equals
-// the first is chosen, as `lax.top_k` and `argmax` do.
+// The definitions in JAX are in models/nodes.py, and in layout.py, lookup.py and pool.py of
+// stree_jax/speculation. All integers are equal to theirs. Of equal values the first is chosen,
+// as in `lax.top_k` and `argmax`.
 //
 // Letters: B rows, T nodes, K taps, M depth, C candidates, W nodes of a level.
 #include <algorithm>
@@ -17,15 +17,15 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int32_t NO_NODE = -2;  // as a parent, see models/nodes.py
+constexpr int32_t NO_NODE = -2;  // parent of a padding row, see models/nodes.py
 
-// The parent of a node, or -1; also where a table is damaged.
+// Returns the parent of a node, or a negative number for a root, padding or an invalid table.
 inline int32_t above(const int32_t* parents, int64_t T, int32_t node) {
   const int32_t parent = parents[node];
   return parent < T ? parent : -1;
 }
 
-// mask [B, T, T], depth [B, T] and window [B, T, K] of parents [B, T].
+// Computes mask [B, T, T], depth [B, T] and window [B, T, K] from parents [B, T].
 ffi::Error tree_nodes(S32 parents, Out<Bool> mask, Out<S32> depth, Out<S32> window) {
   const int64_t B = parents.dimensions()[0], T = parents.dimensions()[1];
   const int64_t K = window->dimensions()[2];
@@ -43,14 +43,14 @@ ffi::Error tree_nodes(S32 parents, Out<Bool> mask, Out<S32> depth, Out<S32> wind
       }
       const int32_t deep = std::max(count - 1, 0);
       depth->typed_data()[row] = deep;
-      for (int64_t back = count; back < K; back++)  // tokens of the text
+      for (int64_t back = count; back < K; back++)  // committed tokens
         taps[K - 1 - back] = static_cast<int32_t>(K - 1 - (back - deep));
     }
   }
   return ffi::Error::Success();
 }
 
-// depth [B, T], paths [B, T, M + 1] and children [B, T, most] of parents [B, T].
+// Computes depth [B, T], paths [B, T, M + 1] and children [B, T, most] from parents [B, T].
 ffi::Error tree_layout(S32 parents, Out<S32> depth, Out<S32> paths, Out<S32> children) {
   const int64_t B = parents.dimensions()[0], T = parents.dimensions()[1];
   const int64_t longest = paths->dimensions()[2], most = children->dimensions()[2];
@@ -82,7 +82,8 @@ struct Place {
   int32_t at, matched;
 };
 
-// The places of a text [S] up to whose end `length` tokens match those at its own.
+// Finds the places of a text whose preceding tokens match the last tokens of the text, with the
+// number of matching tokens, at most `longest`.
 void find_matches(const int32_t* text, int64_t length, int64_t longest, Place* found,
                   int64_t* count) {
   *count = 0;
@@ -96,7 +97,7 @@ void find_matches(const int32_t* text, int64_t length, int64_t longest, Place* f
   }
 }
 
-// Continuations [B, W * M] of texts [B, S]: candidates, see pool.py.
+// Looks up candidates [B, W * M] that continue texts [B, S] (prompt lookup), see pool.py.
 ffi::Error look_up(S32 tokens, S32 length, F32 probability, Out<S32> token, Out<S32> parent,
                    Out<F32> value, Out<S32> kind, Out<U32> path, int64_t W, int64_t M,
                    int64_t longest, int64_t prime, int64_t first_kind) {
@@ -104,7 +105,7 @@ ffi::Error look_up(S32 tokens, S32 length, F32 probability, Out<S32> token, Out<
   const int64_t C = token->dimensions()[1];
   constexpr int64_t MOST = 8;
   if (W < 1 || W > MOST || M < 0 || C < W * M || S < 1)
-    return refused("want room for W * M candidates");
+    return refused("want capacity for W * M candidates");
   for (int64_t b = 0; b < B; b++) {
     const int32_t* const text = tokens.typed_data() + b * S;
     const int64_t count = std::min<int64_t>(length.typed_data()[b], S);
@@ -113,10 +114,11 @@ ffi::Error look_up(S32 tokens, S32 length, F32 probability, Out<S32> token, Out<
     find_matches(text, count, longest, found, &matches);
     Place chosen[MOST];
     for (int64_t w = 0; w < W; w++) {
-      // The longest match, of equals the latest; the second goes on otherwise.
+      // Choose the longest match, the latest of equal ones. The second match must continue with
+      // another token than the first.
       Place* best = nullptr;
       for (Place* here = found; here < found + matches; here++) {
-        if (here->matched == 0) continue;  // chosen before
+        if (here->matched == 0) continue;  // already chosen
         if (w == 1 && chosen[0].matched > 0 &&
             text[here->at + 1] == text[chosen[0].at + 1])
           continue;
@@ -132,7 +134,7 @@ ffi::Error look_up(S32 tokens, S32 length, F32 probability, Out<S32> token, Out<
     int32_t* const z = kind->typed_data() + base;
     float* const v = value->typed_data() + base;
     uint32_t* const p = path->typed_data() + base;
-    int64_t owner[MOST] = {};  // of each place's path so far: whose came first
+    int64_t owner[MOST] = {};  // the first place whose path so far is the same as this one's
     float worth[MOST];
     uint32_t power = 1;
     for (int64_t w = 0; w < W; w++) numbers[w] = 0, worth[w] = 1;
@@ -180,10 +182,10 @@ struct Pool {
     return {tokens + at, parents + at, value + at, kind + at, path + at, guessed + at, C};
   }
 };
-using Given = Pool<const int32_t, const float, const uint32_t, const bool>;
-using Made = Pool<int32_t, float, uint32_t, bool>;
+using ReadPool = Pool<const int32_t, const float, const uint32_t, const bool>;
+using WritePool = Pool<int32_t, float, uint32_t, bool>;
 
-void copy_to(const Made& to, int64_t at, const Given& from) {
+void copy_to(const WritePool& to, int64_t at, const ReadPool& from) {
   std::copy_n(from.tokens, from.C, to.tokens + at);
   std::copy_n(from.parents, from.C, to.parents + at);
   std::copy_n(from.value, from.C, to.value + at);
@@ -192,9 +194,9 @@ void copy_to(const Made& to, int64_t at, const Given& from) {
   std::copy_n(from.guessed, from.C, to.guessed + at);
 }
 
-// Two pools as one, in `to`, whose first C candidates are the first; a path that both
-// have is its, and worth the more.
-void merge(const Given& second, int64_t C, const Made& to) {
+// Appends the second pool to `to`, which holds the C candidates of the first. A path that is in
+// both stays in the first pool and gets the higher value.
+void merge(const ReadPool& second, int64_t C, const WritePool& to) {
   copy_to(to, C, second);
   const auto twin_of = [&](int64_t j) {
     int64_t i = 0;
@@ -226,13 +228,13 @@ ffi::Error merged(S32 tokens, S32 parents, F32 value, S32 kind, U32 path, Bool g
                   Out<S32> to_kind, Out<U32> to_path, Out<Bool> to_guessed) {
   const int64_t B = tokens.dimensions()[0];
   const int64_t C = tokens.dimensions()[1], C2 = tokens2.dimensions()[1];
-  if (C < C2) return refused("want room for both pools");
-  const Given first{tokens.typed_data(), parents.typed_data(), value.typed_data(),
+  if (C < C2) return refused("want capacity for both pools");
+  const ReadPool first{tokens.typed_data(), parents.typed_data(), value.typed_data(),
                     kind.typed_data(),   path.typed_data(),    guessed.typed_data(), C};
-  const Given second{tokens2.typed_data(), parents2.typed_data(), value2.typed_data(),
+  const ReadPool second{tokens2.typed_data(), parents2.typed_data(), value2.typed_data(),
                      kind2.typed_data(),   path2.typed_data(),    guessed2.typed_data(),
                      C2};
-  const Made to{to_tokens->typed_data(), to_parents->typed_data(), to_value->typed_data(),
+  const WritePool to{to_tokens->typed_data(), to_parents->typed_data(), to_value->typed_data(),
                 to_kind->typed_data(),   to_path->typed_data(), to_guessed->typed_data(), C};
   for (int64_t b = 0; b < B; b++) {
     if (first.tokens != to.tokens) copy_to(to.row(b), 0, first.row(b));
@@ -241,7 +243,7 @@ ffi::Error merged(S32 tokens, S32 parents, F32 value, S32 kind, U32 path, Bool g
   return ffi::Error::Success();
 }
 
-// The T - 1 best candidates of a pool, with the root [B] before them; see pool.py.
+// Chooses the T - 1 best candidates of a pool as nodes after the root [B]; see pool.py.
 ffi::Error best_nodes(S32 tokens, S32 parents, F32 value, S32 kind, Bool guessed, S32 root,
                       Out<S32> to_tokens, Out<S32> to_parents, Out<F32> to_value,
                       Out<S32> to_kind, Out<Bool> to_guessed, int64_t no_kind) {
@@ -275,7 +277,7 @@ ffi::Error best_nodes(S32 tokens, S32 parents, F32 value, S32 kind, Bool guessed
   return ffi::Error::Success();
 }
 
-// 1 and the sums [B, K] of the best values [B, C], so many [K].
+// Computes 1 + the sum of the `last` [K] largest values [B, C], as [B, K].
 ffi::Error gains(F32 value, S32 last, Out<F32> gained) {
   const int64_t B = value.dimensions()[0], C = value.dimensions()[1];
   const auto K = static_cast<int64_t>(last.element_count());

@@ -1,4 +1,4 @@
-// Work shared with XLA's own threads.
+// Divides work among the threads of XLA's pool.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -17,16 +17,18 @@
 
 namespace stree {
 
-constexpr int64_t PART_BYTES = 1 << 15;  // of weights: less is not worth a hand-over
+// Smallest part of work that is worth a task for another thread: bytes of weights to read, and
+// numbers to process.
+constexpr int64_t PART_BYTES = 1 << 15;
+constexpr int64_t NUMBERS = 1 << 14;
 constexpr int64_t PARTS_A_THREAD = 4;
-constexpr int64_t NUMBERS = 1 << 14;  // to be gone through: fewer are not worth one, either
 
-// Parts of `rows` rows of n numbers, of whole rows.
+// Returns the number of parts, of whole rows, for `rows` rows of n numbers.
 inline int64_t row_parts(int64_t rows, int64_t n) {
   return std::max<int64_t>(1, std::min(rows, rows * n / NUMBERS));
 }
 
-// `after`, holding what `before` does: XLA may not have given us the same memory.
+// Copies `before` to `after`, unless XLA has aliased them to the same memory. Returns `after`.
 template <class Before, class After>
 char* kept(const Before& before, After& after) {
   if (before.untyped_data() != after->untyped_data())
@@ -34,11 +36,11 @@ char* kept(const Before& before, After& after) {
   return static_cast<char*>(after->untyped_data());
 }
 
-// Which rows of [B, T] are tokens: in each row of the batch the first `counts` [B]; all
-// where there are no counts. Nothing becomes of the others, nor is anything written.
-class Live {
+// The valid rows among rows [B, T]: the first counts[b] of each batch row, or all rows if `counts`
+// is empty. The rest is padding, for which kernels compute and write nothing.
+class ValidRows {
  public:
-  Live(const xla::ffi::Buffer<xla::ffi::S32>& counts, int64_t rows)
+  ValidRows(const xla::ffi::Buffer<xla::ffi::S32>& counts, int64_t rows)
       : counts_(counts.typed_data()),
         batch_(static_cast<int64_t>(counts.element_count())),
         tokens_(batch_ > 0 ? rows / batch_ : 1),
@@ -56,8 +58,8 @@ class Live {
 
 constexpr char NOT_ROWS[] = "want counts [B] of rows [B, T]";
 
-// Numbers too small to be normal are 0 here, whatever thread computes them: threads of
-// XLA's pool and callers may be set differently, and results must not be.
+// Flushes denormal numbers to 0 in this scope. Pool threads and callers may have different
+// settings, and results must not depend on the thread.
 class FlushDenormals {
 #if defined(__x86_64__)
  public:
@@ -69,8 +71,8 @@ class FlushDenormals {
 #endif
 };
 
-// An array of this thread's own, aligned to 64 bytes, which grows and is kept; another
-// for every PLACE.
+// Returns a scratch buffer of this thread, aligned to 64 bytes. It grows and is reused; each PLACE
+// has its own buffer.
 template <int PLACE>
 inline void* scratch_of_thread(int64_t bytes) {
   thread_local std::unique_ptr<char[]> memory;
@@ -83,14 +85,14 @@ inline void* scratch_of_thread(int64_t bytes) {
   return memory.get() + (64 - address % 64) % 64;
 }
 
-// Whether this thread is one of the pool's.
+// True if this thread belongs to the pool.
 inline thread_local bool in_pool = false;
 
-// Has what comes after a call go on in a thread of the pool.
+// Makes the rest of the program continue in a thread of the pool.
 //
-// XLA begins a program in a thread of its own, and may stay there. With it the pool has a
-// thread too many for its cores: one looks for work and the others sleep, and Eigen wakes
-// one that sleeps for every task there is.
+// XLA starts a program in a separate thread and may stay there. Together with the pool that is
+// one thread more than there are cores: one pool thread spins for work while the others sleep,
+// and Eigen wakes a sleeping one for every task.
 inline xla::ffi::Future going_on_in(xla::ffi::ThreadPool& pool, const xla::ffi::Error& error) {
   xla::ffi::Promise promise;
   xla::ffi::Future future(promise);
@@ -107,19 +109,19 @@ inline xla::ffi::Future going_on_in(xla::ffi::ThreadPool& pool, const xla::ffi::
   return future;
 }
 
-// Has a thread of the pool look for work, so that it has not gone to sleep by the time
-// there is some: to wake one can take as long as a small product (40 us on a virtual
-// machine), and takes it of whoever has the work.
+// Gives a pool thread an empty task, so that it is awake when there is work. Waking a thread can
+// take as long as a small product (40 us on a virtual machine), and delays the thread that has the
+// work.
 inline void keep_awake(xla::ffi::ThreadPool& pool) {
   if (pool.num_threads() > 1) pool.Schedule([] {});
 }
 
-// work(part, next) for every part below `parts`, by this thread and up to `threads` - 1 of the
-// pool's. AHEAD: a thread takes its next part before it does this one, and so knows it; of
-// many small parts. Otherwise `next` is `parts`, which is none.
+// Calls work(part, next) for every part below `parts`, in this thread and up to `threads` - 1 pool
+// threads. With AHEAD, for many small parts, a thread takes its next part before it computes this
+// one, and passes it as `next`. Otherwise, or if there is no next part, `next` is `parts`.
 //
-// Whoever is free takes the next part. The caller takes parts, too, and so never waits
-// for a task that has not begun: it may itself be one of the pool's threads.
+// A free thread takes the next part. The caller takes parts, too, so it never waits for a task
+// that has not begun: the caller may itself be a pool thread.
 template <bool AHEAD, class Work>
 void share_out(xla::ffi::ThreadPool& pool, int64_t threads, int64_t parts, const Work& work) {
   struct Shared {
@@ -133,7 +135,7 @@ void share_out(xla::ffi::ThreadPool& pool, int64_t threads, int64_t parts, const
     return;
   }
   auto shared = std::make_shared<Shared>();
-  // A task that comes too late finds no part left and touches nothing of the caller's.
+  // A task that starts too late finds no part left and does not touch the caller's variables.
   auto take = [shared, parts, &work] {
     const FlushDenormals flush;
     int64_t part = shared->next.fetch_add(1);
@@ -141,7 +143,7 @@ void share_out(xla::ffi::ThreadPool& pool, int64_t threads, int64_t parts, const
       const int64_t next = AHEAD ? shared->next.fetch_add(1) : parts;
       try {
         work(part, next < parts ? next : parts);
-      } catch (...) {  // no memory; the caller's locals stay until all parts are done
+      } catch (...) {  // out of memory; the caller's variables live until all parts are done
         shared->failed = true;
       }
       shared->done.fetch_add(1, std::memory_order_release);
@@ -157,16 +159,16 @@ void share_out(xla::ffi::ThreadPool& pool, int64_t threads, int64_t parts, const
       _mm_pause();
 #endif
   }
-  if (shared->failed) throw std::runtime_error("RESOURCE_EXHAUSTED: no memory for a kernel");
+  if (shared->failed) throw std::runtime_error("RESOURCE_EXHAUSTED: a kernel ran out of memory");
 }
 
-// work(part) for every part below `parts`.
+// Calls work(part) for every part below `parts`.
 template <class Work>
 void share(xla::ffi::ThreadPool& pool, int64_t parts, const Work& work) {
   share_out<false>(pool, parts, parts, [&](int64_t part, int64_t) { work(part); });
 }
 
-// The same of `count` pieces of work in `parts` runs.
+// Calls work(i) for every i below `count`, in `parts` consecutive runs.
 template <class Work>
 void share(xla::ffi::ThreadPool& pool, int64_t parts, int64_t count, const Work& work) {
   share(pool, parts, [&](int64_t part) {

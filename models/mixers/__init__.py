@@ -1,6 +1,7 @@
-"""Mixers, one per file: config, parameters, state, record, commit, module and bytes.
+"""The mixers, one per file.
 
-A new mixer is one file here and one entry of `MIXERS`.
+Each file has a mixer's config, parameters, state, record, commit, Flax module and
+memory formulas. To add a mixer, add a file here and an entry to `MIXERS`.
 """
 
 from typing import Any
@@ -17,10 +18,10 @@ MIXERS: dict[str, Mixer[Any]] = {
 
 
 def mixer_of(config: Any) -> Mixer[Any]:
-    """Returns the mixer that a config is of.
+    """Returns the mixer that a config belongs to.
 
     Raises:
-      ValueError: the config is of no mixer in `MIXERS`.
+      ValueError: no mixer in `MIXERS` has a config of this type.
     """
     for mixer in MIXERS.values():
         if type(config) is mixer.Config:

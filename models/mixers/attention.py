@@ -1,4 +1,4 @@
-"""Attention of tree nodes to the committed tokens and to their ancestors."""
+"""Attention from tree nodes to the committed tokens and to their own ancestors."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,17 +35,18 @@ class AttentionConfig:
 
     Attributes:
       num_heads, num_kv_heads, head_dim: Hq, Hk, hd.
-      rope: rotary embedding, or None for none.
-      scale: softmax scale; None: head_dim ** -0.5.
-      qkv_bias, out_bias: which biases exist.
+      rope: rotary embedding. If None, there is none.
+      scale: softmax scale. If None, it is head_dim ** -0.5.
+      qkv_bias, out_bias: True if the projection has a bias.
       in_multiplier, key_multiplier, out_multiplier: scales of the input, of the keys
-        (before they rotate) and of the output.
-      d_conv: taps of a depthwise convolution over q, k and v, before they rotate
-        (native mamba2attn); 0: none.
-      d_mlp: width of a parallel gated MLP inside the projections (native), or 0.
-      d_out: width of the output; 0: that of the input.
-      qk_norm_eps: epsilon of an RMSNorm of each head of q and of k, before they rotate
-        (Qwen3). If None, there is no such norm.
+        (before the rotary embedding) and of the output.
+      d_conv: taps of a depthwise convolution over q, k and v before the rotary
+        embedding (native mamba2attn). If 0, there is no convolution.
+      d_mlp: width of a parallel gated MLP inside the projections (native). If 0, there
+        is no MLP.
+      d_out: width of the output. If 0, it is that of the input.
+      qk_norm_eps: epsilon of an RMSNorm of each head of q and k before the rotary
+        embedding (Qwen3). If None, there is no such norm.
     """
 
     num_heads: int
@@ -73,9 +74,10 @@ class AttentionState:
     """The caches of an attention mixer.
 
     Attributes:
-      k, v: [B, Hk, S, hd]; rows below the committed length are valid. 16-bit numbers
-        are kept `as_bits`, to be viewed as numbers where they are read.
-      conv: [B, K-1, C], the last inputs of the convolution over q, k and v, or None.
+      k, v: [B, Hk, S, hd], KV cache. Rows below the committed length are valid. 16-bit
+        floats are stored as uint16 (see `as_bits`).
+      conv: [B, K-1, C], the last inputs of the convolution over q, k and v. None
+        without a convolution.
     """
 
     k: jax.Array = leaf("cache", part_axis=1, capacity_axis=2)
@@ -94,8 +96,9 @@ class AttentionRecord:
     """Keys and values of T tokens.
 
     Attributes:
-      k, v: [B, T, Hk, hd]; k is rotated.
-      qkv: [B, T, C], the inputs of the convolution over q, k and v, or None.
+      k, v: [B, T, Hk, hd], after the rotary embedding.
+      qkv: [B, T, C], inputs of the convolution over q, k and v. None without a
+        convolution.
     """
 
     k: jax.Array = leaf("record", part_axis=2)
@@ -106,21 +109,27 @@ class AttentionRecord:
 def append_rows(
     cache: jax.Array, rows: jax.Array, path: jax.Array, start: jax.Array
 ) -> jax.Array:
-    """Write the path's rows [B, T, Hk, hd] into cache [B, Hk, S, hd] from `start`.
+    """Writes the rows of an accepted path into a KV cache and returns the cache.
 
-    All M rows are written; those past the path's length lie past the committed length
-    and are overwritten by the next step, so S must leave M rows of room.
+    All M rows are written. Those past the path's length end up past the committed
+    length, where the next step overwrites them, so S needs space for M more rows.
+
+    Args:
+      cache: [B, Hk, S, hd].
+      rows: [B, T, Hk, hd], keys or values of the tree's nodes.
+      path: [B, M] int32, rows of the accepted tokens in order.
+      start: [B] int32, cache row that the path begins at.
     """
     chosen = jax.vmap(lambda z, p: z[p])(rows, path).swapaxes(1, 2)
     zero = np.int32(0)
-    for b in range(cache.shape[0]):  # one in-place slice update a row
+    for b in range(cache.shape[0]):  # XLA updates one slice per batch row in place
         place = (np.int32(b), zero, start[b], zero)
         row = as_bits(chosen[b : b + 1])
         cache = jax.lax.dynamic_update_slice(cache, row, place)
     return cache
 
 
-def _other_arrays(
+def _append_unsupported(
     caches: tuple[jax.Array, jax.Array],
     rows: tuple[jax.Array, jax.Array],
     path: jax.Array,
@@ -134,7 +143,7 @@ def _other_arrays(
 @cpu_kernel(
     "stree_append",
     outputs=lambda caches, *_: like(caches),
-    unsupported=_other_arrays,
+    unsupported=_append_unsupported,
     aliases={"caches": None},
 )
 def append_both(
@@ -143,12 +152,13 @@ def append_both(
     path: jax.Array,
     start: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Appends rows of keys and of values; on a CPU by a kernel that copies them.
+    """Appends an accepted path to the key and the value cache; see `append_rows`.
 
     Args:
-      caches: of both, [B, Hk, S, hd].
-      rows: of both, of the tree's nodes [B, T, Hk, hd].
-      path, start: [B, M] and [B] int32.
+      caches: keys and values, each [B, Hk, S, hd].
+      rows: keys and values of the tree's nodes, each [B, T, Hk, hd].
+      path: [B, M] int32.
+      start: [B] int32.
     """
     (k_cache, v_cache), (k, v), place = caches, rows, (path, start)
     return append_rows(k_cache, k, *place), append_rows(v_cache, v, *place)
@@ -158,7 +168,8 @@ def append_both(
 def commit_attention(
     state: AttentionState, pending: MixerPending[AttentionRecord], start: jax.Array
 ) -> AttentionState:
-    """The path's rows written into the caches from `start` [B] on."""
+    """Returns the state after an accepted path whose first token is cache row `start`
+    [B] int32."""
     record, path, conv = pending.record, pending.path, state.conv
     if conv is not None and record.qkv is not None:
         conv = commit_window(conv, record.qkv, path, pending.length)
@@ -167,7 +178,7 @@ def commit_attention(
 
 
 def head_runs(c: AttentionConfig) -> tuple[Run, Run, Run]:
-    """Returns what the channels of q, k and v consist of."""
+    """Returns the channels of q, k and v as runs of heads."""
     kv = Run(c.num_kv_heads * c.head_dim, c.num_kv_heads, True)
     return Run(c.num_heads * c.head_dim, c.num_heads), kv, kv
 
@@ -190,7 +201,7 @@ def attention_params(c: AttentionConfig, d_model: int) -> Table:
     if c.d_conv:
         table["conv_weight"] = Param((c.d_qkv, c.d_conv), conv_init(c.d_conv), heads)
         table["conv_bias"] = Param((c.d_qkv,), ZEROS, heads)
-    if c.qk_norm_eps is not None:  # one scale for all heads, so every part has it
+    if c.qk_norm_eps is not None:  # one scale for all heads: every device has it whole
         table["q_norm"] = Param((c.head_dim,), ONES)
         table["k_norm"] = Param((c.head_dim,), ONES)
     return table
@@ -199,14 +210,15 @@ def attention_params(c: AttentionConfig, d_model: int) -> Table:
 def normed_heads(
     qkv: jax.Array, q_scale: jax.Array, k_scale: jax.Array, c: AttentionConfig
 ) -> jax.Array:
-    """Divides each head of q and k by its root mean square and scales its channels.
+    """Applies an RMSNorm to each head of q and k.
 
     Args:
-      qkv: [B, T, d_qkv] float32.
-      q_scale, k_scale: [hd], the same for all heads.
+      qkv: [B, T, d_qkv] float32, the channels of q, k and v.
+      q_scale, k_scale: [hd], the norms' scales, the same for all heads.
+      c: the config.
 
     Returns:
-      qkv [B, T, d_qkv] float32, of which v is unchanged.
+      [B, T, d_qkv] float32. The channels of v are unchanged.
     """
     assert c.qk_norm_eps is not None
     norm = ScaledNorm(c.qk_norm_eps)
@@ -217,10 +229,13 @@ def normed_heads(
 
 
 class Attention(nn.Module):
-    """Projects, convolves, norms, rotates, attends, and projects back.
+    """Attention: projection, convolution, norms, rotary embedding, attention,
+    projection.
 
     Attributes:
-      parts: devices that share the mixer.
+      config: the config of this device's share.
+      dtype: dtype of the caches and records.
+      parts: number of devices that share the mixer.
     """
 
     config: AttentionConfig
@@ -239,7 +254,7 @@ class Attention(nn.Module):
         """Runs the mixer on u [B, Tq, d]; see `Pass` for the contract.
 
         Args:
-          adapter: [B, Tq, d_qkv], added to q, k and v.
+          adapter: [B, Tq, d_qkv], added to q, k and v. If None, nothing is added.
         """
         c, length, pending = self.config, pass_.length, pass_.pending
         p = declare(self, attention_params(c, u.shape[-1]), self.dtype)
@@ -247,8 +262,8 @@ class Attention(nn.Module):
             state = commit_attention(state, pending, length - pending.length)
 
         with jax.named_scope("qkv"):
-            u, live = scaled(u, c.in_multiplier), pass_.live
-            projected = linear(u, p["qkv"], p.get("qkv_bias"), live=live)
+            u, valid_count = scaled(u, c.in_multiplier), pass_.valid_count
+            projected = linear(u, p["qkv"], p.get("qkv_bias"), valid_count=valid_count)
             qkv, mlp = jnp.split(projected, [c.d_qkv], axis=-1)
             if adapter is not None:
                 qkv = qkv + adapter
@@ -263,7 +278,7 @@ class Attention(nn.Module):
                 qkv = normed_heads(qkv, p["q_norm"], p["k_norm"], c)
             depth, mask = map(pass_.of_queries, (pass_.nodes.depth, pass_.nodes.mask))
             turns = angles(length[:, None] + depth, c.rope)
-            q, *kv = cut_heads(qkv, *turns, live, config=c, dtype=self.dtype)
+            q, *kv = cut_heads(qkv, *turns, valid_count, config=c, dtype=self.dtype)
             new = AttentionRecord(*kv)
             before = None if record is None else replace(record, qkv=None)
             record = replace(pass_.merged(before, new), qkv=inputs)
@@ -277,7 +292,7 @@ class Attention(nn.Module):
             if c.d_mlp:
                 up, gate = jnp.split(mlp, 2, axis=-1)
                 y = jnp.concatenate([y, up * jax.nn.silu(gate)], axis=-1)
-            out = linear_summed(y, p["out"], p.get("out_bias"), self.parts, live)
+            out = linear_summed(y, p["out"], p.get("out_bias"), self.parts, valid_count)
             return scaled(out, c.out_multiplier), record, state
 
 
@@ -289,40 +304,44 @@ def _heads_shapes(
     return floats(*lead, config.num_heads, width), k, k
 
 
-def _other_dtypes(qkv: jax.Array, *_: Any, config: AttentionConfig, dtype: Any) -> bool:
+def _heads_unsupported(
+    qkv: jax.Array, *_: Any, config: AttentionConfig, dtype: Any
+) -> bool:
     return qkv.dtype != jnp.float32 or dtype not in (jnp.float32, jnp.bfloat16)
 
 
-# XLA makes eight operations of it, of which those that join rotated halves go number by
-# number. In the kernel a number has the same bits whatever stands beside it.
+# XLA:CPU compiles this to eight operations, and concatenates the rotated halves with
+# scalar code. The kernel's results do not depend on the other tokens of the pass.
 @cpu_kernel(
     "stree_heads",
     outputs=_heads_shapes,
-    unsupported=_other_dtypes,
+    unsupported=_heads_unsupported,
     attributes=lambda config, dtype: {"key_multiplier": float(config.key_multiplier)},
 )
 def cut_heads(
     qkv: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
-    live: jax.Array | None,
+    valid_count: jax.Array | None,
     *,
     config: AttentionConfig,
     dtype: Any,
 ) -> tuple[jax.Array, ...]:
-    """Cuts the projection into heads and rotates queries and keys.
+    """Splits the projection into heads and applies the rotary embedding to q and k.
 
     Args:
       qkv: [B, T, (Hq + 2 Hk) hd] float32.
-      cos, sin: [B, T, half] float32, of the angles; half may be 0.
-      live: as of `linear`; keys and values of other rows are 0.
+      cos, sin: [B, T, half] float32, cosines and sines of the angles; half may be 0.
+      valid_count: as in `linear`. Keys and values of padding are 0.
+      config: the config.
+      dtype: dtype of k and v.
 
     Returns:
-      q [B, T, Hq, hd] float32 and k, v [B, T, Hk, hd] of `dtype`.
+      q [B, T, Hq, hd] float32, and k and v [B, T, Hk, hd] in `dtype`.
     """
-    if live is not None:  # queries look at all keys, if only to leave them out
+    if valid_count is not None:  # products also read masked keys, which must be finite
         place = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
-        qkv = jnp.where((place < live[:, None])[..., None], qkv, 0.0)
+        qkv = jnp.where((place < valid_count[:, None])[..., None], qkv, 0.0)
     heads = np.cumsum([config.num_heads, config.num_kv_heads])
     whole = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
     q, k, v = jnp.split(whole, heads, axis=2)
@@ -390,11 +409,11 @@ class AttentionMixer(Mixer[AttentionConfig]):
 
 
 def _scores_bytes(c: AttentionConfig, batch: int, nodes: int, dtype: Any) -> int:
-    """Returns the bytes of attention itself.
+    """Returns the bytes of temporaries of the attention operation.
 
-    A kernel holds queries and outputs. Without one there are the scores
-    [B, Hq, T, block] float32 of one block and their exponentials, the sums of the
-    blocks before it, and the block's keys or values as they are sliced.
+    The CPU kernel needs queries and outputs. Without it there are the scores
+    [B, Hq, T, block] float32 of one block and their exponentials, the running sums, and
+    the block's slice of the keys or values.
     """
     queries = batch * c.num_heads * nodes
     if cpu_kernels.level() is not None:
@@ -402,8 +421,8 @@ def _scores_bytes(c: AttentionConfig, batch: int, nodes: int, dtype: Any) -> int
     scores = FLOAT * queries * max(ATTENTION_BLOCK, nodes)
     sums = FLOAT * queries * (c.head_dim + 2)
     sliced = FLOAT * batch * c.num_kv_heads * ATTENTION_BLOCK * c.head_dim
-    asked = queries * c.head_dim * np.dtype(dtype).itemsize
-    return 2 * scores + 2 * sums + sliced + asked
+    rounded_queries = queries * c.head_dim * np.dtype(dtype).itemsize
+    return 2 * scores + 2 * sums + sliced + rounded_queries
 
 
 ATTENTION = AttentionMixer()

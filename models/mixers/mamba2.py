@@ -1,5 +1,7 @@
-"""Mamba2's mixer over the nodes of a tree (Dao and Gu 2024); MambaInLlama's with
-`x_heads`."""
+"""The Mamba2 mixer over the nodes of a tree (Dao and Gu 2024).
+
+With `MambaConfig.x_heads` it is MambaInLlama's variant.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ from stree_jax.cpu_kernels import (
     mixer_outputs,
     mixer_unsupported,
 )
-from stree_jax.cpu_kernels.scan import MOST_NODES
+from stree_jax.cpu_kernels.scan import MAX_NODES
 from stree_jax.models.mixer import (
     FLOAT,
     Mixer,
@@ -49,7 +51,7 @@ from stree_jax.pallas_kernels import (
     tree_scan,
 )
 
-CHUNK = 64  # tokens per chunk of a causal scan
+CHUNK = 64  # tokens per chunk of `chunk_scan`
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,21 @@ class MambaConfig:
     Attributes:
       num_heads, head_dim, d_state, d_conv: H, P, N, K.
       n_groups: G, groups of C (and of B, unless x_heads is set).
-      x_heads: MambaInLlama's grouped heads: x and B come with this many heads and
-        are repeated to num_heads after the convolution. None: x has num_heads.
-      d_mlp: width of a parallel gated MLP inside the mixer (native d_ssm), or 0.
-      norm: gated norm of the output: "gate_first" norms y * silu(z), "norm_first"
-        gates after the norm, None only gates.
-      norm_groups: groups of channels normed apart.
-      norm_eps: epsilon of that norm.
-      proj_in_bias, proj_out_bias, conv_bias: which biases exist.
-      D_per_channel: D is [H * P] instead of [H].
-      dt_limit: (low, high) clamp of dt after softplus.
+      x_heads: MambaInLlama's grouped heads. x and B have this many heads and are
+        repeated to num_heads after the convolution. If None, x has num_heads.
+      d_mlp: width of a parallel gated MLP inside the mixer (native d_ssm). If 0, there
+        is no MLP.
+      norm: gated norm of the output. "gate_first" is norm(y * silu(z)), "norm_first" is
+        norm(y) * silu(z), and None is y * silu(z).
+      norm_groups: number of channel groups that are normed separately.
+      norm_eps: epsilon of the norm.
+      proj_in_bias, proj_out_bias, conv_bias: True if the bias exists.
+      D_per_channel: True if D is [H * P] instead of [H].
+      dt_limit: (low, high), clamp of dt after softplus.
       in_multiplier, out_multiplier: scales of the mixer's input and output.
       part_multipliers: scales of z, x, B, C, dt after in_proj (and its bias).
-      norm_parts: devices that one group of the norm spans; 1 except in the config of
-        one device's share (`Mamba2.part`).
+      norm_parts: number of devices that one group of the norm spans. It is 1 except in
+        the config of one device's share (`Mamba2.part`).
     """
 
     num_heads: int
@@ -101,7 +104,7 @@ class MambaConfig:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Channels of x, B and C, in the order the convolution sees them."""
+        """Channels of x, B and C, in the convolution's order."""
         C = self.n_groups * self.d_state
         if self.x_heads is None:
             return self.d_inner, C, C
@@ -113,7 +116,7 @@ class MambaConfig:
 
     @property
     def d_in_proj(self) -> int:
-        """Rows of in_proj: [z0, x0 (d_mlp each)], z, x, B, C, dt."""
+        """Rows of in_proj's weight: z0 and x0 (d_mlp each), z, x, B, C, dt."""
         return 2 * self.d_mlp + self.d_inner + self.d_xBC + self.num_heads
 
 
@@ -123,7 +126,7 @@ class MambaState:
 
     Attributes:
       ssm: [B, H, P, N] float32.
-      conv: [B, K-1, C], the last inputs of the convolution.
+      conv: [B, K-1, C], the last K-1 inputs of the convolution.
     """
 
     ssm: jax.Array = leaf("state", part_axis=1)
@@ -138,13 +141,14 @@ class MambaState:
 
 @struct.dataclass
 class MambaRecord:
-    """What the replay of T tokens needs; see `pallas_kernels.scan`.
+    """The inputs of the scan for T tokens, from which a path can be replayed; see
+    `pallas_kernels.scan`.
 
     Attributes:
       x: [B, T, H, P].
       dt, a: [B, T, H] float32.
       B: [B, T, G, N].
-      xBC: [B, T, C], the inputs of the convolution.
+      xBC: [B, T, C], inputs of the convolution.
     """
 
     x: jax.Array = leaf("record", part_axis=2)
@@ -155,7 +159,7 @@ class MambaRecord:
 
 
 def replayed(pending: MixerPending[MambaRecord]) -> Replayed:
-    """Returns what the SSM state replays of a path."""
+    """Returns a pending path in the form that the scan kernels replay."""
     r = pending.record
     return Replayed(r.x, r.dt, r.a, r.B, pending.path, pending.length)
 
@@ -187,14 +191,18 @@ def _init_A_log(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array
 
 
 def _init_dt_bias(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Inverse softplus of steps drawn log-uniformly from 0.001 to 0.1 (Mamba2)."""
+    """Draws dt log-uniformly from 0.001 to 0.1 and returns its inverse softplus, as
+    Mamba2 does."""
     dt = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(0.1)))
     return dt + jnp.log(-jnp.expm1(-dt))
 
 
 def channel_runs(c: MambaConfig) -> dict[str, tuple[Run, ...]]:
-    """Returns what the channels of a mixer consist of, by name: "inner" those of y,
-    "heads", "xBC" those of the convolution, "first" those of the MLP inside."""
+    """Returns the channels of a mixer as runs of heads, groups or channels.
+
+    The keys are "inner" (the channels of y), "heads" (one number per head), "xBC" (the
+    channels of the convolution) and "first" (the channels of the MLP inside).
+    """
     H, inside = c.num_heads, (Run(c.d_mlp, c.d_mlp),) if c.d_mlp else ()
     x, B, C = c.widths
     grouped = c.x_heads is not None
@@ -239,10 +247,12 @@ def mamba_params(c: MambaConfig, d_model: int) -> Table:
 
 
 class Mamba2Module(nn.Module):
-    """Projects, convolves, scans, gates and norms, and projects back.
+    """Mamba2: projection, convolution, scan, gated norm, projection.
 
     Attributes:
-      parts: devices that share the mixer.
+      config: the config of this device's share.
+      dtype: dtype of the records and of the convolution's window.
+      parts: number of devices that share the mixer.
     """
 
     config: MambaConfig
@@ -262,8 +272,9 @@ class Mamba2Module(nn.Module):
         p = declare(self, mamba_params(c, u.shape[-1]), self.dtype)
         with jax.named_scope("in_proj"):
             u = scaled(u, c.in_multiplier)
-            live = pass_.live
-            zxbcdt = linear(u, p["in_proj"], p.get("in_proj_bias"), live=live)
+            valid_count = pass_.valid_count
+            first = p["in_proj"], p.get("in_proj_bias")
+            zxbcdt = linear(u, *first, valid_count=valid_count)
             zxbcdt = scaled_parts(zxbcdt, c)
         weights = MixerWeights(
             p["conv_weight"],
@@ -277,7 +288,7 @@ class Mamba2Module(nn.Module):
                 z0, x0, _ = jnp.split(zxbcdt, [c.d_mlp, 2 * c.d_mlp], axis=-1)
                 y = jnp.concatenate([jax.nn.silu(z0) * x0, y], axis=-1)
             last = p["out_proj"], p.get("out_proj_bias")
-            out = linear_summed(y, *last, self.parts, live)
+            out = linear_summed(y, *last, self.parts, valid_count)
         return scaled(out, c.out_multiplier), record, state
 
 
@@ -292,19 +303,26 @@ def mixed(
     state: MambaState,
     record: MambaRecord | None,
 ) -> Mixed:
-    """Runs the mixer between its projections: by the CPU kernel where it can, else by
-    `equations`.
+    """Runs the mixer between its two projections, with the CPU kernel if it supports
+    the arguments and `equations` otherwise.
+
+    Args:
+      c: the config.
+      zxbcdt: [B, Tq, W] float32, output of in_proj for the queried nodes.
+      weights: the weights between the projections.
+      pass_, state, record: see `Pass`.
 
     Returns:
-      the input of out_proj [B, Tq, H * P] float32, record and state.
+      The input of out_proj [B, Tq, H * P] float32, the record and the state.
     """
     nodes, pending = pass_.nodes, pass_.pending
     last = record if pending is None else pending.record
-    alone = c.x_heads is None and c.norm_parts == 1
-    if not alone or nodes.scan not in ("tree", "chain"):
+    supported = c.x_heads is None and c.norm_parts == 1
+    if not supported or nodes.scan not in ("tree", "chain"):
         return equations(c, zxbcdt, weights, pass_, state, record)
     if last is None:
-        # The kernel replays a last tree; where there was none, no node of an empty one.
+        # The kernel always takes the last tree's records; without a last tree it gets
+        # an empty record and a path of length 0.
         last = empty_record(c, state.ssm.shape[0], 1, state.conv.dtype)
     zeros = partial(jnp.zeros, dtype=jnp.int32)
     tree = MixerTree(
@@ -320,9 +338,9 @@ def mixed(
     options: dict[str, Any] = dict(
         config=c,
         scan=nodes.scan,
-        of_last=record is None,
+        records_of_last_tree=record is None,
         replays=pending is not None,
-        has_padding=pass_.live is not None and pass_.rows is None,
+        has_padding=pass_.valid_count is not None and pass_.rows is None,
     )
     if mixer_kernel.unsupported(zxbcdt, weights, memory, tree, **options) is not None:
         return equations(c, zxbcdt, weights, pass_, state, record)
@@ -336,7 +354,7 @@ def mixed(
 def _attributes(config: MambaConfig, **options: Any) -> dict[str, Any]:
     least, most = config.dt_limit
     return dict(
-        to_z=2 * config.d_mlp,  # where z, xBC and dt begin among the outputs of in_proj
+        to_z=2 * config.d_mlp,  # first output of in_proj that is z; xBC and dt follow
         norm_groups=config.norm_groups,
         norm_first=config.norm == "norm_first",
         eps=float(config.norm_eps),
@@ -361,35 +379,42 @@ def mixer_kernel(
     *,
     config: MambaConfig,
     scan: Scan,
-    of_last: bool,
+    records_of_last_tree: bool,
     replays: bool,
     has_padding: bool,
 ) -> tuple[jax.Array, MixerMemory]:
-    """Runs `equations` on the arrays that the kernel takes.
+    """Runs `equations` on arrays in the kernel's layout; the definition of the kernel.
 
     Args:
-      zxbcdt: [B, Tq, W] float32, of the queried nodes.
-      memory: the state before the path, and records of the last tree.
-      of_last: True if there are records of a last tree only; otherwise `memory` has
-        those of this tree's nodes so far, and `tree.rows` are the new ones.
-      replays: True if there is a path. Without one the state is not returned.
-      has_padding: True if nodes that do not descend from themselves are padding.
+      zxbcdt: [B, Tq, W] float32, output of in_proj for the queried nodes.
+      weights: the weights between the projections.
+      memory: the state before the path, and the records.
+      tree: the last tree's path, and this tree.
+      config: the config.
+      scan: see `Nodes.scan`.
+      records_of_last_tree: True if the records are those of the last tree. Otherwise
+        they are those of this tree's nodes so far, and `tree.rows` are the new nodes.
+      replays: True if there is a path to replay. If False, the state is not returned.
+      has_padding: True if nodes that are not their own ancestors in `tree.mask` are
+        padding.
 
     Returns:
       The mixer's output before out_proj [B, Tq, H * P] float32, and the new memory. Its
-      records are this tree's, then those that a larger last tree has more.
+      first T records are this tree's; if the last tree was larger, its other records
+      follow.
     """
     record = MambaRecord(*memory[2:])
-    alone = jnp.diagonal(tree.mask, axis1=1, axis2=2)
+    is_node = jnp.diagonal(tree.mask, axis1=1, axis2=2)
     pass_ = Pass(
         Nodes(tree.mask, tree.window[..., 0], tree.window, scan=scan),
         tree.rows,
-        MixerPending(record, tree.path, tree.length) if of_last else None,
+        MixerPending(record, tree.path, tree.length) if records_of_last_tree else None,
         tree.length,
-        alone.sum(axis=1, dtype=jnp.int32) if has_padding else None,
+        is_node.sum(axis=1, dtype=jnp.int32) if has_padding else None,
     )
-    state, given = MambaState(memory.ssm, memory.conv), None if of_last else record
-    y, new, state = equations(config, zxbcdt, weights, pass_, state, given)
+    state = MambaState(memory.ssm, memory.conv)
+    so_far = None if records_of_last_tree else record
+    y, new, state = equations(config, zxbcdt, weights, pass_, state, so_far)
     r = jax.tree.map(written_over, record, new)
     ssm, conv = state.ssm, state.conv
     if not replays:
@@ -405,7 +430,7 @@ def equations(
     state: MambaState,
     record: MambaRecord | None,
 ) -> Mixed:
-    """Computes what `mixed` does, equation by equation."""
+    """Computes `mixed` in plain JAX; same arguments and results."""
     pending, zxbcdt = pass_.pending, pass_.nodes_only(zxbcdt)
     with jax.named_scope("steps"):
         z, xBC, dt = split_in_proj(zxbcdt, c)
@@ -447,7 +472,11 @@ def scaled_parts(zxbcdt: jax.Array, c: MambaConfig) -> jax.Array:
 
 
 def split_in_proj(zxbcdt: jax.Array, c: MambaConfig) -> list[jax.Array]:
-    """z [B,T,H*P], xBC [B,T,C], dt [B,T,H], which follow the MLP inside."""
+    """Splits the output of in_proj into z [B, T, H * P], xBC [B, T, C] and dt
+    [B, T, H].
+
+    The channels of the MLP inside, which come first, are dropped.
+    """
     first = 2 * c.d_mlp
     parts = np.cumsum([first, c.d_inner, c.d_xBC])
     return jnp.split(zxbcdt, parts, axis=-1)[1:]
@@ -456,7 +485,7 @@ def split_in_proj(zxbcdt: jax.Array, c: MambaConfig) -> list[jax.Array]:
 def split_heads(
     xBC: jax.Array, c: MambaConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Convolved channels as x [B,T,H,P], B [B,T,G,N], C [B,T,G,N]."""
+    """Splits the convolution's output into x [B, T, H, P], B and C [B, T, G, N]."""
     lead = xBC.shape[:2]
     x, B, C = jnp.split(xBC, np.cumsum(c.widths)[:-1], axis=-1)
     x = x.reshape(*lead, -1, c.head_dim)
@@ -471,11 +500,21 @@ def split_heads(
 def scan_nodes(
     inputs: ScanInputs, h0: jax.Array, pass_: Pass[MambaRecord]
 ) -> tuple[jax.Array, jax.Array]:
-    """y [B, Tq, H, P] of the queried nodes, and h0 [B, H, P, N] after `pending`."""
+    """Scans the tree's nodes, after replaying the pending path.
+
+    Args:
+      inputs: scan inputs of all T nodes; C of the queried ones.
+      h0: [B, H, P, N] float32, state before the pending path.
+      pass_: the forward pass.
+
+    Returns:
+      y [B, Tq, H, P] float32 of the queried nodes, and the state [B, H, P, N] float32
+      after the pending path.
+    """
     nodes, pending = pass_.nodes, pass_.pending
     if pending is not None and nodes.scan == "tree":
         return replay_tree_scan(h0, replayed(pending), inputs, nodes.mask)
-    if pending is not None:  # the chunk of text before, as many tokens again
+    if pending is not None:  # a chain during prefill: replay the previous chunk
         h0 = replay(h0, replayed(pending))
     if nodes.scan == "step":
         return step_scan(inputs, h0), h0
@@ -536,16 +575,16 @@ class Mamba2(Mixer[MambaConfig]):
         return empty_record(c, batch, nodes, dtype)
 
     def record_bytes(self, c: MambaConfig, batch: int, nodes: int) -> int:
-        # x, B and C as the convolution made them, in one array.
+        # The convolution's output xBC, of which x, B and C are slices.
         return FLOAT * batch * nodes * c.d_xBC
 
     def work_bytes(self, c: MambaConfig, batch: int, nodes: int, dtype: Any) -> int:
         rows = padded_rows(batch * nodes)
-        in_kernel = cpu_kernels.level() is not None and nodes <= MOST_NODES
+        in_kernel = cpu_kernels.level() is not None and nodes <= MAX_NODES
         if nodes == 1 or (in_kernel and c.x_heads is None):
             return FLOAT * rows * (c.d_in_proj + c.d_inner)
         decay = batch * c.num_heads * nodes * nodes
-        # The scan has x, the sums over nodes and over the state, and their factors.
+        # The scan holds x, the sums over nodes and over the state, and their factors.
         return FLOAT * (rows * (c.d_in_proj + 5 * c.d_inner) + decay)
 
 

@@ -1,4 +1,4 @@
-"""The MLP of every token."""
+"""The MLP mixer, gated or not."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,10 +19,15 @@ Activation = Literal["silu", "relu2", "gelu"]
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated.
+    """An MLP: down(act(gate(x)) * up(x)) if gated, down(act(up(x))) otherwise.
 
     Attributes:
-      gate_multiplier: scale of gate(x); down_multiplier: of the output.
+      d_hidden: width of the hidden layer.
+      bias: True if the projections have biases.
+      gated: True if there is a gate projection.
+      activation: act, the activation function.
+      gate_multiplier: scale of gate(x).
+      down_multiplier: scale of the output.
     """
 
     d_hidden: int
@@ -34,13 +39,17 @@ class MLPConfig:
 
 
 def hidden_runs(d_hidden: int, gated: bool) -> tuple[Run, ...]:
-    """Returns what the rows of an MLP's first product consist of."""
+    """Returns the rows of an MLP's first projection as runs of channels: gate, then
+    up."""
     return (Run(d_hidden, d_hidden),) * (2 if gated else 1)
 
 
 def mlp_params(c: MLPConfig, d_model: int) -> Table:
-    """Returns the parameters; `gate_up` holds the rows [gate; up], and an MLP without a
-    gate has `up` instead."""
+    """Returns the parameters by name.
+
+    A gated MLP has `gate_up`, the rows of gate followed by those of up; an MLP without
+    a gate has `up`.
+    """
     first, rows = ("gate_up", 2 * c.d_hidden) if c.gated else ("up", c.d_hidden)
     into = hidden_runs(c.d_hidden, c.gated)
     table = {
@@ -68,18 +77,24 @@ def activate_gated(
     h: jax.Array,
     name: Activation,
     multiplier: float = 1.0,
-    live: jax.Array | None = None,
+    valid_count: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns act(multiplier * gate) * up, of h [..., gate and up].
+    """Computes act(multiplier * gate) * up.
 
     Args:
-      live: as of `linear`.
+      h: [..., 2 * d_hidden], gate followed by up.
+      name: act, the activation function.
+      multiplier: scale of gate.
+      valid_count: as in `linear`.
+
+    Returns:
+      [..., d_hidden].
     """
-    return _gated(h, live, name=name, multiplier=float(multiplier))
+    return _gated(h, valid_count, name=name, multiplier=float(multiplier))
 
 
-def _no_silu(
-    h: jax.Array, live: jax.Array | None, *, name: Activation, **options: float
+def _gate_unsupported(
+    h: jax.Array, valid_count: jax.Array | None, *, name: Activation, **options: float
 ) -> bool:
     return name != "silu" or h.dtype != jnp.float32 or h.ndim < 2 or h.shape[-1] % 2 > 0
 
@@ -87,18 +102,24 @@ def _no_silu(
 @cpu_kernel(
     "stree_gate",
     outputs=lambda h, *_, **__: floats(*h.shape[:-1], h.shape[-1] // 2),
-    unsupported=_no_silu,
+    unsupported=_gate_unsupported,
     attributes=lambda name, multiplier: {"multiplier": multiplier},
 )
 def _gated(
-    h: jax.Array, live: jax.Array | None, *, name: Activation, multiplier: float
+    h: jax.Array, valid_count: jax.Array | None, *, name: Activation, multiplier: float
 ) -> jax.Array:
     gate, up = jnp.split(h, 2, axis=-1)
     return activate(scaled(gate, multiplier), name) * up
 
 
 class MLP(nn.Module):
-    """An MLP, of which this device has one of `parts` shares."""
+    """An MLP, or one device's share of it.
+
+    Attributes:
+      config: the config of this device's share.
+      dtype: dtype of new parameters.
+      parts: number of devices that share the MLP.
+    """
 
     config: MLPConfig
     dtype: Any
@@ -116,22 +137,23 @@ class MLP(nn.Module):
         """Runs the MLP on u [B, T, d]; see `Pass` for the contract.
 
         Args:
-          pass_: if None, there is no padding.
-          adapter: [B, T, rows], added to the rows of the first product.
+          pass_: the forward pass. If None, there is no padding.
+          adapter: [B, T, rows], added to the output of the first projection. If None,
+            nothing is added.
         """
-        c, live = self.config, None if pass_ is None else pass_.live
+        c, valid_count = self.config, None if pass_ is None else pass_.valid_count
         p = declare(self, mlp_params(c, u.shape[-1]), self.dtype)
         first = "gate_up" if c.gated else "up"
         with jax.named_scope("mlp"):
-            h = linear(u, p[first], p.get(f"{first}_bias"), live=live)
+            h = linear(u, p[first], p.get(f"{first}_bias"), valid_count=valid_count)
             if adapter is not None:
                 h = h + adapter
             if c.gated:
-                h = activate_gated(h, c.activation, c.gate_multiplier, live)
+                h = activate_gated(h, c.activation, c.gate_multiplier, valid_count)
             else:
                 h = activate(h, c.activation)
             last = p["down"], p.get("down_bias")
-            down = linear_summed(h, *last, self.parts, live)
+            down = linear_summed(h, *last, self.parts, valid_count)
             return scaled(down, c.down_multiplier), None, None
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts: every token takes a few of many MLPs."""
+"""The mixture-of-experts mixer: a router selects a few of many MLPs for each token."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,17 +27,19 @@ from stree_jax.models.weights.linear import linear
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts beside an MLP that every token passes.
+    """A mixture of experts, optionally with a shared MLP that every token uses.
 
     Attributes:
-      num_experts, top_k: E experts, of which a token takes k.
-      d_hidden: width of an expert.
-      shared: the MLP of every token, or None.
-      router: "softmax" over the k largest logits (Granite), or "sigmoid" of each, with
-        a correction bias that takes part in the choice alone (Nemotron-H).
+      num_experts, top_k: E experts, of which each token uses k.
+      d_hidden: hidden width of an expert.
+      shared: config of the shared MLP. If None, there is none.
+      router: "softmax" over the k largest logits (Granite), or "sigmoid" of each logit,
+        with a correction bias that affects only which experts are chosen (Nemotron-H).
       groups, top_groups: experts are chosen from the best `top_groups` of `groups`.
-      normalize, scale: of a sigmoid router's weights.
-      d_latent: width that experts work in, between two projections; 0: d_model.
+      normalize: True if a sigmoid router's weights are divided by their sum.
+      scale: factor of a sigmoid router's weights.
+      d_latent: width of the experts' input and output, between two extra projections.
+        If 0, it is d_model and there are no such projections.
       gated, activation: of the experts, as in `MLPConfig`.
     """
 
@@ -57,22 +59,23 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if not 0 < self.top_k <= self.num_experts // self.groups * self.top_groups:
             raise ValueError(
-                f"moe: {self.top_k} experts a token from {self.top_groups} of "
-                f"{self.groups} groups of {self.num_experts} experts"
+                f"moe: cannot choose {self.top_k} experts per token from "
+                f"{self.top_groups} of {self.groups} groups of {self.num_experts} "
+                "experts"
             )
         if self.num_experts % self.groups or self.top_groups > self.groups:
             raise ValueError(
-                f"moe: {self.num_experts} experts in {self.groups} groups, of which "
-                f"{self.top_groups} are taken"
+                f"moe: cannot choose {self.top_groups} of {self.groups} groups of "
+                f"{self.num_experts} experts"
             )
 
 
 def moe_params(c: MoEConfig, d_model: int) -> Table:
-    """Returns the parameters; `into` holds the rows [gate; up] of each of the E experts
-    if they are gated.
+    """Returns the parameters by name.
 
-    Every device has some channels of every expert, so that all have equal work whatever
-    experts are chosen.
+    `into` holds each expert's rows of gate followed by those of up, or of up only if
+    experts are not gated. Under tensor parallelism every device has some channels of
+    every expert, so the work is balanced whatever experts are chosen.
     """
     E, width = c.num_experts, c.d_latent or d_model
     into = hidden_runs(c.d_hidden, c.gated)
@@ -95,8 +98,16 @@ def moe_params(c: MoEConfig, d_model: int) -> Table:
 def route(
     logits: jax.Array, bias: jax.Array | None, c: MoEConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the experts [n, k] int32 of each token and their weights [n, k], from the
-    router's logits [n, E]."""
+    """Chooses the experts of each token.
+
+    Args:
+      logits: [n, E] float32, of the router.
+      bias: [E] float32, correction bias of a sigmoid router, or None.
+      c: the config.
+
+    Returns:
+      The experts [n, k] int32 of each token, and their weights [n, k] float32.
+    """
     if c.router == "softmax":
         best, chosen = lax.top_k(logits, c.top_k)
         return chosen, jax.nn.softmax(best, axis=-1)
@@ -118,10 +129,12 @@ def route(
 
 
 class MoE(nn.Module):
-    """sum of weight * expert(x) over the chosen experts, and the shared MLP of x.
+    """Computes the sum of weight * expert(x) over the chosen experts, plus shared(x).
 
     Attributes:
-      parts: devices that share the experts.
+      config: the config of this device's share.
+      dtype: dtype of new parameters.
+      parts: number of devices that share the experts.
     """
 
     config: MoEConfig
@@ -144,8 +157,8 @@ class MoE(nn.Module):
             logits = linear(x, p["router"])
             chosen, weight = route(logits, p.get("router_bias"), c)
             if c.d_latent:
-                # Or XLA:CPU takes the transpose that ends it into the experts' product,
-                # and then has no code for it in bfloat16.
+                # Without the barrier XLA:CPU fuses the transpose at the end of `linear`
+                # into the experts' product, which it cannot compile in bfloat16.
                 x = lax.optimization_barrier(linear(x, p["latent_in"]))
             y = self._experts(x, chosen, weight, p["into"], p["down"])
             y = total(y, self.parts)
@@ -164,10 +177,20 @@ class MoE(nn.Module):
         into: jax.Array,
         down: jax.Array,
     ) -> jax.Array:
-        """Returns the weighted sum of each token's experts, [n, d'] float32.
+        """Computes the weighted sum of each token's experts.
 
-        Few tokens read the weights of their own experts only; for many, all experts run
-        on all tokens, which reads every weight once.
+        If the tokens need fewer expert evaluations (n * k) than there are experts, only
+        the chosen experts' weights are read. Otherwise all experts run on all tokens,
+        which reads every weight once.
+
+        Args:
+          x: [n, d'] float32; d' is `d_latent`, or d.
+          chosen: [n, k] int32, each token's experts.
+          weight: [n, k] float32, their weights.
+          into, down: the experts' projections, see `moe_params`.
+
+        Returns:
+          [n, d'] float32.
         """
         c = self.config
         (n, k), E = chosen.shape, c.num_experts

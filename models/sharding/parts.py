@@ -1,4 +1,4 @@
-"""Which layers of a model n devices share, and the architecture of one share."""
+"""Decides which parts of a model n devices divide, and derives one share's config."""
 
 from dataclasses import replace
 
@@ -12,8 +12,9 @@ from stree_jax.models.sharding.shards import VOCAB, WIDTH, Cut
 def cut_of(c: ModelConfig, n: int) -> Cut:
     """Returns how n devices share a model.
 
-    What does not divide is on every device: a mixer whose heads do not divide, or whose
-    groups and key/value heads neither divide by n nor n by them, and so on.
+    A part that does not divide is whole on every device: for example a mixer whose
+    heads are not a multiple of n, or whose groups or KV heads are neither a multiple
+    nor a divisor of n.
     """
     d = c.d_model
     owners = [name for name, m in c.mixers.items() if mixer_of(m).divides(m, d, n)]
@@ -23,13 +24,13 @@ def cut_of(c: ModelConfig, n: int) -> Cut:
 
 
 def part_config(c: ModelConfig, cut: Cut) -> ModelConfig:
-    """Returns the architecture of one device's share: the sizes that it has."""
+    """Returns the config of one device's share of a model."""
     mixers = {name: mixer_of(m).part(m, cut.of(name)) for name, m in c.mixers.items()}
     return replace(c, vocab_size=c.vocab_size // cut.of(VOCAB), mixers=mixers)
 
 
 def cut_at(c: ModelConfig, cut: Cut, path: Path) -> tuple[Param | None, int]:
-    """Returns a parameter's facts and over how many devices it is divided; (None, 1) if
-    every device has it whole."""
+    """Returns a parameter's entry and the number of devices that divide it; (None, 1)
+    if every device has it whole."""
     param, owner = param_table(c)[path]
     return (param, cut.of(owner)) if param.runs else (None, 1)

@@ -1,4 +1,4 @@
-"""Puts parameters on the devices of a mesh: each device has its own part of them."""
+"""Places parameters on the devices of a mesh, each device with its own part."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,9 +28,9 @@ from stree_jax.models.sharding.shards import (
 from stree_jax.models.weights.formats import format_named
 from stree_jax.models.weights.weight import Format, take, unit
 
-AnyModel = TypeVar("AnyModel", bound=Model)  # with a tokenizer or without
+AnyModel = TypeVar("AnyModel", bound=Model)  # `Model`, or a subclass with a tokenizer
 Slices = tuple[slice, ...]
-Make = Callable[[int], Any]  # part i of a parameter: host arrays, a pytree of one kind
+Make = Callable[[int], Any]  # returns part i of a parameter, a pytree of host arrays
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
@@ -39,24 +39,25 @@ def axis_size(mesh: Mesh, axis: str) -> int:
 
 
 def automatic(mesh: Mesh) -> Mesh:
-    """Returns the mesh with axes of type Auto, which `jax.shard_map` runs over here.
-
-    `jax.make_mesh` makes axes of type Explicit unless told otherwise.
-    """
+    """Returns the mesh with axes of type Auto, which this library's `jax.shard_map`
+    calls need. The default of `jax.make_mesh` is Explicit."""
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 
 
 def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) -> Cut:
-    """Returns how a model is cut over a mesh.
+    """Returns how the devices of a mesh divide a model.
 
     Args:
-      dtype: of the weights, or their format.
-      whole: if True, the model is not cut: every device has all of it.
+      config: the architecture.
+      mesh: the mesh.
+      dtype: dtype or format of the weights.
+      whole: True if every device has the whole model.
 
     Raises:
-      ValueError: the mesh has other axes than "data" and "model"; nothing of the model
-        divides by the devices of "model"; the weight format cannot be cut so.
+      ValueError: the mesh has axes other than "data" and "model"; no part of the model
+        divides by the size of "model"; or the weight format does not allow the
+        division.
     """
     if unknown := set(mesh.axis_names) - {DATA, MODEL}:
         raise ValueError(
@@ -71,7 +72,7 @@ def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) ->
         works = ", ".join(str(k) for k in range(2, 65) if cut_of(config, k) != WHOLE)
         raise ValueError(
             f"mesh: no layer of this model divides by {MODEL}={n}; "
-            f"these sizes work: {works or '1 alone'}"
+            f"these sizes work: {works or 'only 1'}"
         )
     format = format_named(dtype)
     for path, shape in param_shapes(config).items():
@@ -84,27 +85,27 @@ def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) ->
 def _check_units(
     path: Path, shape: tuple[int, ...], param: Param, parts: int, format: Format
 ) -> None:
-    """Raises ValueError if a part of a weight would end within a unit of its arrays."""
+    """Raises ValueError if the division would split a unit of a weight; see `unit`."""
     size = unit(format.abstract(shape), param.axis)
     runs = [run for i in range(parts) for run in part_indices(param, i, parts)]
     if any(run.start % size or run.stop % size for run in runs):
-        what = ("rows", "columns")[param.axis]
+        axis_name = ("rows", "columns")[param.axis]
         raise ValueError(
-            f"mesh: {'/'.join(path)}: {shape[param.axis]} {what} in units of {size} do "
-            f"not divide by {MODEL}={parts} in {format}; load in bfloat16, or take "
-            "fewer devices"
+            f"mesh: {'/'.join(path)}: {shape[param.axis]} {axis_name} in units of "
+            f"{size} do not divide by {MODEL}={parts} in {format}; load in bfloat16, "
+            "or use fewer devices"
         )
 
 
 def spec_of(param: Param | None, parts: int, ndim: int) -> P:
-    """Returns along which axis of a mesh an array of a parameter is cut."""
+    """Returns the partition spec of an array of a parameter."""
     if param is None or parts == 1:
         return P()
     return P(*(MODEL if axis == param.axis else None for axis in range(ndim)))
 
 
 def param_specs(model: Model) -> Params:
-    """Returns `spec_of` every parameter that a model has."""
+    """Returns the partition specs of all parameters of a model, nested as they are."""
     flat = {}
     for path, leaf in by_path(model.params).items():
         param, parts = cut_at(model.config, model.cut, path)
@@ -115,24 +116,30 @@ def param_specs(model: Model) -> Params:
 
 
 def part_of(model: Model) -> Model:
-    """Returns a device's part of a model; its parameters are that part already."""
+    """Returns a device's part of a model as a model.
+
+    For use inside `jax.shard_map`, where `model.params` is already the device's part.
+    """
     config = part_config(model.config, model.cut)
     return Model(model.params, config, cut=model.cut)
 
 
 def part_indices(param: Param, i: int, parts: int) -> Slices:
-    """Returns the places of part i along `param.axis`."""
+    """Returns the slices along `param.axis` that belong to part i."""
     return tuple(part_slices(param.runs, i, parts))
 
 
 def placed(make: Make, param: Param | None, parts: int, mesh: Mesh) -> Any:
-    """Puts a parameter on a mesh.
+    """Places a parameter on a mesh.
 
     Args:
-      make: called for the parts of this process's devices alone, one after another.
-      param: its entry in the layer's table. If None, every device has all of it.
+      make: returns part i. Called only for the parts of this process's devices, one
+        after another.
+      param: the parameter's entry in the table. If None, every device has it whole.
+      parts: number of devices that divide it.
+      mesh: the mesh.
     """
-    once = lru_cache(1)(make)  # a part at a time is held beside those on devices
+    once = lru_cache(1)(make)  # the host holds one part at a time
     leaves: list[list[jax.Array]] = []
     kind: Any = None
     cutting = param is not None and parts > 1
@@ -147,7 +154,8 @@ def placed(make: Make, param: Param | None, parts: int, mesh: Mesh) -> Any:
 
 
 def _own_devices(mesh: Mesh) -> list[tuple[Any, int]]:
-    """Returns this process's devices and their places along "model", in that order."""
+    """Returns this process's devices with their indices along "model", sorted by
+    index."""
     here = jax.process_index()
     axis = mesh.axis_names.index(MODEL) if MODEL in mesh.axis_names else None
     found = [
@@ -161,7 +169,7 @@ def _own_devices(mesh: Mesh) -> list[tuple[Any, int]]:
 def _assembled(
     pieces: Sequence[jax.Array], param: Param | None, parts: int, mesh: Mesh
 ) -> jax.Array:
-    """Returns the array whose parts on this process's devices are these pieces."""
+    """Builds the global array from its parts on this process's devices."""
     shape, spec = list(pieces[0].shape), spec_of(param, parts, pieces[0].ndim)
     if MODEL in spec:
         shape[spec.index(MODEL)] *= parts
@@ -171,30 +179,35 @@ def _assembled(
 
 @with_hints
 def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
-    """Returns the same model on the devices of a mesh.
+    """Places a model on the devices of a mesh (tensor and data parallelism).
 
-    Along the mesh's axis "model" each device has a part of every layer. Along "data"
-    each has the same part, and other rows of a batch. Layers whose heads or channels do
-    not divide are on every device.
+    Along the mesh axis "model" each device has a part of every layer. Along "data" each
+    device has the same part and works on other rows of the batch. Layers whose heads or
+    channels do not divide are whole on every device.
 
     Args:
-      model: on one device.
-      mesh: of `jax.make_mesh` or `stree_jax.make_mesh`, with axes "data" and "model",
-        or one of them. The model's own mesh has its axes made automatic.
-      whole: if True, every device has the whole model, as for a small drafter.
+      model: a model on one device.
+      mesh: from `stree_jax.make_mesh` or `jax.make_mesh`, with axes "data", "model" or
+        both. The returned model's mesh has axes of type Auto.
+      whole: True if every device gets the whole model, as for a small draft model.
+
+    Returns:
+      The model on the mesh.
 
     Raises:
-      ValueError: the mesh has other axes; nothing of the model divides, or its weight
-        format cannot be cut so; it is on a mesh already.
+      ValueError: the mesh has other axes; no part of the model divides; the weight
+        format does not allow the division; or the model is on a mesh already.
     """
     if not isinstance(model, Model):
         raise ValueError(
-            f"model: want a model of stree_jax.load, got {shown(type(model))}"
+            f"model: want a model from stree_jax.load, got {shown(type(model))}"
         )
     if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh: want a mesh of stree_jax.make_mesh, got {shown(mesh)}")
+        raise ValueError(
+            f"mesh: want a mesh from stree_jax.make_mesh, got {shown(mesh)}"
+        )
     if model.mesh is not None:
-        raise ValueError("model: it is on a mesh already; load it again")
+        raise ValueError("model: already on a mesh; load it again")
     whole, mesh = flag("whole", whole), automatic(mesh)
     cut = cut_for(model.config, mesh, model.weight_format, whole)
 
@@ -214,17 +227,19 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
 
 
 def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> Model:
-    """Returns what `shard` would make of a model: shapes and shardings, no arrays.
+    """Returns the model that `shard` would return, with `jax.ShapeDtypeStruct`s that
+    have shardings instead of arrays.
 
     Raises:
-      ValueError: as `shard`.
+      ValueError: as for `shard`.
     """
     cut = cut_for(config, mesh, dtype)
 
     def placing(path: Path, leaf: Any) -> Any:
         param, n = cut_at(config, cut, path)
         shape, spec = list(leaf.shape), spec_of(param, n, leaf.ndim)
-        if param is not None and MODEL in spec:  # what repeats is there more than once
+        # Units that several devices share (`Run.repeats`) occur more than once.
+        if param is not None and MODEL in spec:
             every = n * part_width(param.runs, n)
             shape[param.axis] = shape[param.axis] * every // run_width(param.runs)
         sharding = NamedSharding(mesh, spec)

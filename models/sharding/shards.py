@@ -1,12 +1,12 @@
-"""Tensor parallelism: how the devices of a mesh's axis "model" divide a model.
+"""Tensor parallelism: how the devices along a mesh's axis "model" divide a model.
 
 Each device has a smaller model with the same layers: some heads of each mixer with
-their groups, some channels of each MLP, some rows of the vocabulary (Megatron-LM,
-Shoeybi et al. 2019; for Mamba2 Dao and Gu 2024, section 8.1). The last product of a
-layer gives a partial sum on each device, so every layer has one sum over the devices.
+their groups, some channels of each MLP, and some rows of the vocabulary (Megatron-LM,
+Shoeybi et al. 2019; for Mamba2 Dao and Gu 2024, section 8.1). The last projection of a
+layer gives a partial sum on each device, so each layer needs one all-reduce.
 
-The functions below with an argument `n` run on every device of the axis at once, inside
-`jax.shard_map`. With n = 1 there is no axis, and they return their input.
+The functions below with an argument `n` run inside `jax.shard_map` on all n devices of
+the axis. With n = 1 they work without `jax.shard_map` and return their input.
 """
 
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-DATA, MODEL = "data", "model"  # axes of a mesh: rows of a batch, parts of a model
+DATA, MODEL = "data", "model"  # mesh axes: rows of the batch, parts of the model
 
 
 class Run(NamedTuple):
-    """Consecutive indices of an axis that hold units of equal width.
+    """Consecutive indices of an axis that hold units of equal width, such as heads.
 
     Attributes:
-      width: indices of all units together.
-      units: number of heads, groups or channels.
-      repeats: True if several devices may have the same unit, as they do of key/value
-        heads and of groups, which several heads read.
+      width: number of indices of all units together.
+      units: number of units (heads, groups or channels).
+      repeats: True if several devices may have the same unit. KV heads and groups
+        repeat, because several heads read them.
     """
 
     width: int
@@ -35,7 +35,7 @@ class Run(NamedTuple):
     repeats: bool = False
 
     def divides(self, n: int) -> bool:
-        """True if n devices can divide it."""
+        """True if n devices can divide the run."""
         return self.units % n == 0 or (self.repeats and n % self.units == 0)
 
     def part(self, i: int, n: int) -> tuple[int, int]:
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 
 def part_slices(runs: tuple[Run, ...], i: int, n: int) -> Iterator[slice]:
-    """Yields the slices of an axis that part i of n has, run after run."""
+    """Yields the slices of an axis that belong to part i of n, one slice per run."""
     begin = 0
     for run in runs:
         place, width = run.part(i, n)
@@ -54,16 +54,16 @@ def part_slices(runs: tuple[Run, ...], i: int, n: int) -> Iterator[slice]:
 
 
 def run_width(runs: tuple[Run, ...]) -> int:
-    """Returns the size of an axis."""
+    """Returns the size of an axis that consists of these runs."""
     return sum(run.width for run in runs)
 
 
 def part_width(runs: tuple[Run, ...], n: int) -> int:
-    """Returns the size of an axis in one part of n."""
+    """Returns the size of the axis in one of n parts."""
     return sum(run.part(0, n)[1] for run in runs)
 
 
-WIDTH, VOCAB = ":width", ":vocab"  # of `Cut`, beside the names of mixers
+WIDTH, VOCAB = ":width", ":vocab"  # owners in `Cut.parts` that are not mixers
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class Cut:
     """The number of devices that divide each part of a model.
 
     Attributes:
-      parts: pairs of an owner and its number of devices, where that is above 1. Owners
-        are the names of mixers; `WIDTH`, the columns of products that read two vectors
-        of the model's width; and `VOCAB`, the embedding and the head.
+      parts: pairs (owner, number of devices), for numbers above 1. An owner is the name
+        of a mixer; `WIDTH`, the columns of the projections in MTP modules and after
+        shared transformer blocks; or `VOCAB`, the embedding and the head.
     """
 
     parts: tuple[tuple[str, int], ...] = ()
 
     def of(self, owner: str) -> int:
-        """Returns the number of devices that share what an owner has."""
+        """Returns the number of devices that share an owner's parameters."""
         return dict(self.parts).get(owner, 1)
 
 
@@ -95,30 +95,33 @@ def over_rows(x: jax.Array, rows: str | None) -> jax.Array:
     """Returns the sum of x over the devices that share the rows of a batch.
 
     Args:
-      rows: mesh axis that rows are spread over. If None, this device has all rows.
+      x: the device's value.
+      rows: mesh axis that the rows are divided over. If None, this device has all rows.
     """
     return x if rows is None else lax.psum(x, rows)
 
 
 def any_row(x: jax.Array, rows: str | None) -> jax.Array:
-    """True ([] bool) if any row of the batch is marked in x [B] bool."""
+    """True ([] bool) if x [B] bool is True for any row of the batch, on any device."""
     return over_rows(x.any().astype(jnp.int32), rows) > 0
 
 
 def least_of(x: jax.Array, rows: str | None) -> jax.Array:
-    """Returns the smallest x [] of the devices that share the rows of a batch."""
+    """Returns the minimum of x [] over the devices that share the rows of a batch."""
     return x if rows is None else lax.pmin(x, rows)
 
 
 def gathered(x: jax.Array, n: int) -> jax.Array:
-    """Returns x with the last axes of all n devices concatenated, on every device."""
+    """Concatenates x of all n devices along the last axis; every device gets the
+    result."""
     if n == 1:
         return x
     return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
 
 def own(x: jax.Array, n: int) -> jax.Array:
-    """Returns this device's share of the last axis of x, which all have whole."""
+    """Returns this device's share of the last axis of x, which is whole on every
+    device."""
     if n == 1:
         return x
     width = x.shape[-1] // n
@@ -135,12 +138,17 @@ def mean_of_neighbours(x: jax.Array, n: int) -> jax.Array:
 
 
 def own_rows(ids: jax.Array, rows: int, n: int) -> tuple[jax.Array, jax.Array]:
-    """Finds ids among this device's rows of a table that n devices share.
+    """Finds ids in this device's part of a table whose rows n devices share.
+
+    Args:
+      ids: int32, rows of the whole table. Ids past its end count as the last one, as in
+        `table[ids]`.
+      rows: number of rows in this device's part.
+      n: number of devices.
 
     Returns:
-      the places of the ids among the device's `rows`, 0 for ids of other devices, and a
-      mask that is True where this device has the id. An id past the end of the table
-      counts as the last one, as in `table[ids]`.
+      The ids' rows in the device's part (0 for rows of other devices), and a mask that
+      is True for ids of this device.
     """
     if n == 1:
         return ids, jnp.ones_like(ids, bool)

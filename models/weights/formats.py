@@ -1,4 +1,4 @@
-"""The table of weight formats, and which of them a weight is stored in."""
+"""The table of weight formats, and functions that find a weight's format."""
 
 from typing import Any
 
@@ -15,7 +15,8 @@ FORMATS: dict[str, Format] = {
 
 
 def format_named(dtype: Any) -> Format:
-    """Returns the format of a `dtype=` argument: a format, its name, or a dtype."""
+    """Returns the format for a `dtype=` argument, which is a format, its name, or a
+    dtype."""
     if isinstance(dtype, Format):
         return dtype
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
@@ -23,16 +24,15 @@ def format_named(dtype: Any) -> Format:
 
 
 def is_weight(leaf: Any) -> bool:
-    """True if a parameter is a weight that is not a plain array."""
+    """True if a parameter is a `Weight` and not a plain array."""
     return isinstance(leaf, Weight)
 
 
 def as_weight(leaf: Any) -> Weight:
-    """Returns a parameter as a weight: itself, or a plain array with the methods of
-    one."""
+    """Returns a parameter as a `Weight`; wraps a plain array in `PlainWeight`."""
     return leaf if isinstance(leaf, Weight) else PlainWeight(leaf)
 
 
 def format_of(params: Any) -> Format:
-    """Returns the format of a model's weights, which is that of its embedding."""
+    """Returns the format of a model's weights, as seen from its embedding."""
     return as_weight(params["embedding"]).format

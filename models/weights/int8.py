@@ -1,8 +1,9 @@
-"""Weights in int8 with scales: half the bytes of bfloat16 to be read.
+"""int8 weights with scales, which halve the bytes read compared with bfloat16.
 
-A weight [m, k] is q * scale, in groups of k / G columns: q [m, k] int8, scale [m, G]
-float32. A product rounds its rows in the same way, by row and group, and adds up exact
-integers within a group, by a kernel where there is one.
+A weight [m, k] is stored as q [m, k] int8 and scale [m, G] float32; each group of k / G
+columns of a row shares a scale. A product quantizes its input rows in the same way, per
+row and group, and sums exact integers within a group. CPU kernels compute it if they
+are available.
 """
 
 from dataclasses import dataclass
@@ -17,21 +18,22 @@ from jax import lax
 
 from stree_jax.cpu_kernels import by_platform, cpu_kernel, int8_unsupported
 from stree_jax.models.serialization import register_for_export
-from stree_jax.models.weights.plain import GPU_LEAST, in_float32, product_shape
+from stree_jax.models.weights.plain import MIN_GPU_ROWS, in_float32, product_shape
 from stree_jax.models.weights.weight import BFLOAT16, Format, Weight
 
-LARGEST = 127  # of q, either sign
-LEAST = 1e-30  # a group whose largest number is below is 0; src/int8_body.h has it too
-# Columns of a weight that share a scale: bench/RESULTS.md, "int8 weights".
-GROUP = 128
+MAX_Q = 127  # q is from -MAX_Q to MAX_Q
+# A group whose largest magnitude is below this becomes 0; same as in src/int8_body.h.
+MIN_GROUP_MAX = 1e-30
+GROUP = 128  # columns that share a scale; measured in bench/RESULTS.md, "int8 weights"
 
 
 @dataclass(frozen=True)
 class Int8Format(Format):
-    """Matrices in int8, all else in bfloat16.
+    """The format with matrices in int8 and other parameters in bfloat16.
 
     Attributes:
-      group: about how many columns share a scale. If None, a row has one scale.
+      group: columns that share a scale, or the nearest fitting number (`group_of`). If
+        None, each row has one scale.
     """
 
     name: str = "int8"
@@ -48,8 +50,10 @@ INT8 = Int8Format()
 
 
 def group_of(columns: int, group: int = GROUP) -> int | None:
-    """Returns the largest divisor of the columns that is half to all of a group, or
-    None if there is no such divisor, so that the whole row has one scale."""
+    """Returns the largest divisor of `columns` between group / 2 and `group`.
+
+    Returns None if there is no such divisor; then the whole row has one scale.
+    """
     sizes = range(min(group, columns), group // 2 - 1, -1)
     return next((n for n in sizes if n and columns % n == 0), None)
 
@@ -60,7 +64,7 @@ class Quantized(Weight):
 
     Attributes:
       q: [m, k] int8.
-      scale: [m, G] float32; G divides k, 1 is a scale an output channel.
+      scale: [m, G] float32; G divides k. With G = 1 each output channel has one scale.
     """
 
     q: jax.Array
@@ -80,7 +84,10 @@ class Quantized(Weight):
     def product(
         self, rows: jax.Array, valid_count: jax.Array | None, native: bool
     ) -> jax.Array:
-        """Rounds the rows to int8, too; sums within a group are exact."""
+        """Computes rows @ matrix.T with the rows quantized to int8 as well.
+
+        Sums within a group are exact.
+        """
         args = rows, self.q, self.scale, valid_count
         cpu = _product if native else _product.definition
         return by_platform(*args, cpu=cpu, cuda=_cuda, default=_product.definition)
@@ -94,7 +101,7 @@ class Quantized(Weight):
 register_for_export(Quantized)
 
 
-@partial(jax.jit, static_argnums=1)  # or each step of it would be an array
+@partial(jax.jit, static_argnums=1)  # without jit every operation would make an array
 def _quantized(weight: jax.Array, group: int | None) -> Quantized:
     return quantize(weight, group)
 
@@ -109,7 +116,7 @@ def _quantized(weight: jax.Array, group: int | None) -> Quantized:
 def _product(
     rows: jax.Array, weight: jax.Array, scale: jax.Array, valid_count: jax.Array | None
 ) -> jax.Array:
-    """Computes rows [t, k] @ (weight * scale).T, the rows rounded to int8."""
+    """Computes rows [t, k] @ (weight * scale).T with the rows quantized to int8."""
     return int8_product(rows.astype(jnp.float32), weight, scale)
 
 
@@ -120,14 +127,14 @@ def _cuda(
 
 
 def quantize(weight: jax.Array, group: int | None = None) -> Quantized:
-    """Rounds a matrix to the nearest int8 numbers.
+    """Quantizes a matrix to int8.
 
     Args:
       weight: [m, k] of any float dtype.
-      group: columns of a row that share a scale. If None, all k share one.
+      group: columns of a row that share a scale. If None, all k columns share one.
 
     Raises:
-      ValueError: groups of this size do not fill k columns.
+      ValueError: k is not a multiple of `group`.
     """
     k = weight.shape[1]
     size = k if group is None else group
@@ -137,26 +144,34 @@ def quantize(weight: jax.Array, group: int | None = None) -> Quantized:
 
 
 def rounded(x: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
-    """Rounds x [n, k] to q [n, k] int8 with scale [n, G] float32, ties to even.
+    """Quantizes rows to int8, ties to even.
 
     A group that contains NaN or infinity gets scale NaN, so the fault stays visible.
+
+    Args:
+      x: [n, k] of any float dtype.
+      groups: G, number of groups of columns.
+
+    Returns:
+      q [n, k] int8 and scale [n, G] float32.
     """
     parts = x.astype(jnp.float32).reshape(x.shape[0], groups, -1)
-    most = jnp.abs(parts).max(axis=-1, keepdims=True)
-    counts = (most >= LEAST) & (most < jnp.inf)
-    inverse = jnp.where(counts, LARGEST / jnp.where(counts, most, 1.0), 0.0)
-    q = jnp.round(jnp.where(counts, parts * inverse, 0.0)).astype(jnp.int8)
-    zero = jnp.where(jnp.isfinite(most), 0.0, jnp.nan)
-    scale = jnp.where(counts, most / LARGEST, zero)
+    group_max = jnp.abs(parts).max(axis=-1, keepdims=True)
+    is_normal = (group_max >= MIN_GROUP_MAX) & (group_max < jnp.inf)
+    inverse = jnp.where(is_normal, MAX_Q / jnp.where(is_normal, group_max, 1.0), 0.0)
+    q = jnp.round(jnp.where(is_normal, parts * inverse, 0.0)).astype(jnp.int8)
+    zero_or_nan = jnp.where(jnp.isfinite(group_max), 0.0, jnp.nan)
+    scale = jnp.where(is_normal, group_max / MAX_Q, zero_or_nan)
     return q.reshape(x.shape), scale[..., 0]
 
 
 def int8_product(rows: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """Computes rows @ (weight * scale).T in plain JAX, the rows rounded to int8.
+    """Computes rows @ (weight * scale).T in plain JAX, with the rows quantized to int8.
 
     Args:
       rows: [t, k] float32.
-      weight, scale: q [m, k] and scale [m, G] of a `Quantized`.
+      weight: [m, k] int8, `Quantized.q`.
+      scale: [m, G] float32, `Quantized.scale`.
 
     Returns:
       [t, m] float32.
@@ -164,7 +179,7 @@ def int8_product(rows: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Ar
     t, k = rows.shape
     m, groups = scale.shape
     size = k // groups
-    # XLA:CPU streams int8 from two rows on.
+    # XLA:CPU reads an int8 weight at memory speed only with two or more rows.
     q, row_scale = rounded(jnp.pad(rows, ((0, max(2 - t, 0)), (0, 0))), groups)
 
     def add(g: jax.Array, total: jax.Array) -> jax.Array:
@@ -186,15 +201,15 @@ def int8_product(rows: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Ar
 def int8_product_cuda(
     rows: jax.Array, weight: jax.Array, scale: jax.Array
 ) -> jax.Array:
-    """Computes `int8_product` on a GPU: bfloat16 holds every int8, and float32 their
-    sums.
+    """Computes `int8_product` on a GPU, in bfloat16 with float32 sums.
 
-    For int8 factors with two rows XLA gives wrong sums there (jax 0.11.2, an H200), and
-    group by group it takes 176 us where all groups at once take 23 (10576 x 2560).
-    Sums are exact up to 1,040 columns a group.
+    bfloat16 represents every int8 exactly, and the sums are exact for groups of up to
+    1,040 columns. An int8 product is not an option: with two rows XLA:GPU returns wrong
+    sums (jax 0.11.2, H200). All groups run in one product, because group by group it
+    takes 176 us instead of 23 us (weight of 10576 x 2560, H200).
     """
     t, groups = rows.shape[0], scale.shape[1]
-    padded = jnp.pad(rows, ((0, max(GPU_LEAST - t, 0)), (0, 0)))
+    padded = jnp.pad(rows, ((0, max(MIN_GPU_ROWS - t, 0)), (0, 0)))
     q, row_scale = rounded(padded, groups)
     left, right = (
         z.astype(jnp.bfloat16).reshape(z.shape[0], groups, -1) for z in (weight, q)

@@ -1,4 +1,4 @@
-"""Products with weights of any format."""
+"""Matrix products with weights of any format."""
 
 from typing import Any, Literal
 
@@ -14,35 +14,37 @@ def linear(
     weight: Any,
     bias: jax.Array | None = None,
     *,
-    live: jax.Array | None = None,
+    valid_count: jax.Array | None = None,
     implementation: Literal["xla", "native"] | None = None,
 ) -> jax.Array:
-    """Computes x @ weight.T + bias in float32; the weight's format says how x is
+    """Computes x @ weight.T + bias in float32. The weight's format decides how x is
     rounded first.
 
     Args:
       x: [..., k].
-      weight: [m, k], PyTorch's own layout: an array or a `Weight`.
+      weight: [m, k] as in PyTorch, an array or a `Weight`.
       bias: [m] or None.
-      live: [B] int32, for x [B, T, k]: how many tokens of each row are valid. The rest
-        is padding, whose results are unspecified. If None, there is no padding.
-      implementation: "native" is the compiled kernel (`cpu_kernels`), None takes it on
-        a CPU where it can, "xla" never.
+      valid_count: [B] int32, for x [B, T, k]: the first valid_count[b] tokens of row b
+        are valid. The rest is padding, whose results are unspecified. If None, there is
+        no padding.
+      implementation: "native" for the compiled CPU kernel (`cpu_kernels`), "xla" for
+        plain JAX. If None, the CPU kernel is used on a CPU if it supports the
+        arguments.
 
     Returns:
       [..., m] float32.
 
     Raises:
-      ValueError: the implementation is unknown or cannot take these.
+      ValueError: the implementation is unknown or does not support the arguments.
     """
     rows, value = x.reshape(-1, x.shape[-1]), as_weight(weight)
-    reason = value.unsupported(rows, live)
+    reason = value.unsupported(rows, valid_count)
     if implementation not in (None, "xla", "native"):
-        raise ValueError(f"linear: no implementation {implementation!r}")
+        raise ValueError(f"linear: unknown implementation {implementation!r}")
     if implementation == "native" and reason is not None:
         raise ValueError(f"linear: native: {reason}")
     native = reason is None and implementation != "xla"
-    y = value.product(rows, live, native)
+    y = value.product(rows, valid_count, native)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.reshape(*x.shape[:-1], value.shape[0])
@@ -53,18 +55,29 @@ def linear_summed(
     weight: Any,
     bias: jax.Array | None,
     parts: int,
-    live: jax.Array | None = None,
+    valid_count: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `linear` where x and the weight's columns are cut into so many parts."""
-    y = total(linear(x, weight, live=live), parts)
+    """Computes `linear` with x and the weight's columns divided over devices.
+
+    Args:
+      x: [..., k / parts], this device's part.
+      weight: [m, k / parts], this device's part.
+      bias: [m] or None; every device has it whole.
+      parts: number of devices.
+      valid_count: as in `linear`.
+
+    Returns:
+      [..., m] float32, the same on every device.
+    """
+    y = total(linear(x, weight, valid_count=valid_count), parts)
     return y if bias is None else y + as_row(bias, y.ndim)
 
 
 def as_row(v: jax.Array, ndim: int) -> jax.Array:
-    """Returns a vector as the last axis of an ndim-dimensional array, in float32."""
+    """Reshapes a vector to `ndim` axes, with its elements along the last; float32."""
     return v.astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
 
 
 def scaled(x: jax.Array, multiplier: float) -> jax.Array:
-    """Returns x times a constant of the config, which mostly is 1."""
+    """Returns x * multiplier, without an operation if the multiplier is 1."""
     return x if multiplier == 1.0 else x * multiplier

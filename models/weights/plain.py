@@ -1,5 +1,5 @@
-"""Weights that are arrays, float32 or bfloat16: their products, in the form that each
-platform streams fastest."""
+"""float32 and bfloat16 weights, with products in the form that each platform reads
+fastest."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.cpu_kernels import MOST_ROWS as SKINNY
+from stree_jax.cpu_kernels import MAX_ROWS as SKINNY
 from stree_jax.cpu_kernels import by_platform, cpu_kernel, floats, product_unsupported
 from stree_jax.models.weights.weight import Format, Weight
 
-GPU_LEAST = 16  # rows of a product of 8 or 16 bits on a GPU, where there are few
+MIN_GPU_ROWS = 16  # on a GPU, small 8- and 16-bit products are padded to so many rows
 
 
 class PlainFormat(Format):
-    """Arrays of one float dtype, as most files and libraries have them."""
+    """The format whose weights are plain arrays of one float dtype."""
 
     plain = True
 
@@ -28,15 +28,15 @@ class PlainFormat(Format):
 
 
 def plain_format(dtype: Any) -> PlainFormat:
-    """Returns the format of arrays of this dtype."""
+    """Returns the format for plain arrays of this dtype."""
     found = np.dtype(dtype)
     return PlainFormat(found.name, found)
 
 
 @dataclass(frozen=True)
 class PlainWeight(Weight):
-    """An array [m, k] with the methods of a weight; in a model's parameters it is the
-    array alone."""
+    """A `Weight` around a plain array [m, k]. A model's parameters contain only the
+    array."""
 
     array: Any
 
@@ -54,7 +54,8 @@ class PlainWeight(Weight):
     def product(
         self, rows: jax.Array, valid_count: jax.Array | None, native: bool
     ) -> jax.Array:
-        """Rounds the rows to the weight's dtype; sums are float32."""
+        """Computes rows @ matrix.T with the rows rounded to the weight's dtype and sums
+        in float32."""
         if rows.shape[0] > SKINNY and not native:
             return _whole(rows, self.array)
         cpu = _skinny_cpu if native else _skinny_cpu.definition
@@ -65,35 +66,43 @@ class PlainWeight(Weight):
         return table_rows(self.array, ids)
 
 
-def _other_arrays(table: jax.Array, ids: jax.Array) -> bool:
+def _rows_unsupported(table: jax.Array, ids: jax.Array) -> bool:
     known = table.dtype in (jnp.float32, jnp.bfloat16) and ids.dtype == jnp.int32
     return not known or 0 in (table.size, ids.size)
 
 
-# XLA looks numbers of 16 bits up one by one: 8 rows of 192 take it 40 us.
+# XLA:CPU gathers 16-bit floats with scalar code: 8 rows of 192 numbers take 40 us.
 @cpu_kernel(
     "stree_rows",
     outputs=lambda table, ids: floats(*ids.shape, table.shape[1]),
-    unsupported=_other_arrays,
+    unsupported=_rows_unsupported,
     shared=("table",),
 )
 def table_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns table[ids] [..., d] float32 of a table [V, d] and ids [...] int32."""
+    """Looks up rows of a table.
+
+    Args:
+      table: [V, d].
+      ids: [...] int32.
+
+    Returns:
+      [..., d] float32.
+    """
     return table[ids].astype(jnp.float32)
 
 
 def in_float32(rows: jax.Array, *rest: Any) -> tuple[Any, ...]:
-    """Returns the arguments of a product with the rows in float32."""
+    """Returns a product's arguments with the rows converted to float32."""
     return rows.astype(jnp.float32), *rest
 
 
 def product_shape(rows: jax.Array, weight: jax.Array, *_: Any) -> Any:
-    """Describes the result [t, m] float32 of a product."""
+    """Returns the shape [t, m] and dtype (float32) of a product's result."""
     return floats(rows.shape[0], weight.shape[0])
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    exact = left.dtype == jnp.float32  # or a GPU would round float32 to tf32
+    exact = left.dtype == jnp.float32  # by default a GPU rounds float32 to tf32
     return jnp.einsum(
         spec,
         left,
@@ -110,15 +119,16 @@ def _whole(rows: jax.Array, weight: jax.Array, _: jax.Array | None = None) -> ja
 def _skinny_gpu(
     rows: jax.Array, weight: jax.Array, _: jax.Array | None = None
 ) -> jax.Array:
-    """Computes rows [t, k] @ weight.T in the form that XLA:GPU streams fastest.
+    """Computes rows [t, k] @ weight.T in the form that XLA:GPU reads fastest.
 
-    For one row XLA makes a product of a matrix and a vector, which it tiles badly: 22.7
-    us where 16 rows take 16.8 (10576 x 2560, bfloat16, an H200), 1.3 times the pass.
+    For one row XLA emits a matrix-vector product, which it tiles badly: 22.7 us, while
+    16 rows take 16.8 us (10576 x 2560, bfloat16, H200). That makes the whole forward
+    pass 1.3 times as long.
     """
     count = rows.shape[0]
     if count >= 4 or weight.dtype.itemsize != 2:
         return _whole(rows, weight)
-    return _whole(jnp.pad(rows, ((0, GPU_LEAST - count), (0, 0))), weight)[:count]
+    return _whole(jnp.pad(rows, ((0, MIN_GPU_ROWS - count), (0, 0))), weight)[:count]
 
 
 @cpu_kernel(
@@ -131,12 +141,12 @@ def _skinny_gpu(
 def _skinny_cpu(
     rows: jax.Array, weight: jax.Array, valid_count: jax.Array | None
 ) -> jax.Array:
-    """Computes rows [t, k] @ weight.T in the form that XLA:CPU streams fastest.
+    """Computes rows [t, k] @ weight.T in the form that XLA:CPU reads fastest.
 
-    The weight is the left factor, cut into blocks of rows that the cores share. Row
-    counts between 4, 8 and the multiples of 16 are slower than the next of these, and
-    for one 16-bit row the whole weight would be converted on every call (for two it is
-    not).
+    The weight is the left factor, divided into blocks of rows for the cores. Row counts
+    are padded to 8 or a multiple of 16, since counts in between are slower. A single
+    16-bit row is padded to two, because for one row XLA converts the whole weight to
+    float32 on every call.
     """
     (count, k), m = rows.shape, weight.shape[0]
     if count > SKINNY:
@@ -148,5 +158,5 @@ def _skinny_cpu(
     rows = jnp.pad(rows.astype(weight.dtype), ((0, padded - count), (0, 0)))
     blocks = next(n for n in (4, 2, 1) if m % n == 0)
     y = _product("bmk,kt->bmt", weight.reshape(blocks, m // blocks, k), rows.T)
-    y = jax.lax.optimization_barrier(y)  # or XLA puts the weight back on the right
+    y = jax.lax.optimization_barrier(y)  # keeps XLA from swapping the factors back
     return y.reshape(m, -1)[:, :count].T

@@ -1,4 +1,4 @@
-"""What a weight format provides: a `Format` that stores matrices, and its `Weight`s."""
+"""The interface of weight formats: `Format` stores matrices as `Weight`s."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
 
 class Weight(ABC):
-    """A matrix [m, k] that a format stores in its own way: a pytree of arrays.
+    """A matrix [m, k] in the storage of its format: a pytree of arrays.
 
-    The first two axes of each array are those of the matrix, in units of some rows and
-    columns: [m / rows, k / columns, ...]. So a device's part of a weight is a part of
-    each array. An array without an axis is the same in every part.
+    Each array has shape [m / r, k / c, ...], where r and c are that array's unit sizes
+    in rows and columns. A device's part of a weight is therefore a slice of each array.
+    An array that lacks one of the two axes is the same in every part along that axis.
     """
 
     @property
@@ -30,7 +30,7 @@ class Weight(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """[m, k]."""
+        """Shape [m, k] of the matrix."""
 
     @abstractmethod
     def product(
@@ -41,8 +41,8 @@ class Weight(ABC):
         Args:
           rows: [t, k] of any float dtype.
           valid_count: [B] int32, see `linear`. If None, all rows are valid.
-          native: if True, use the compiled CPU kernel on a CPU; `unsupported` returned
-            None for it.
+          native: True to use the compiled CPU kernel on a CPU. Only allowed if
+            `unsupported` returns None for these arguments.
 
         Returns:
           [t, m] float32.
@@ -50,10 +50,11 @@ class Weight(ABC):
 
     @abstractmethod
     def rows(self, ids: jax.Array) -> jax.Array:
-        """Looks up rows [..., k] float32 of the matrix."""
+        """Looks up the rows [..., k] float32 with ids [...] int32."""
 
     def unsupported(self, rows: jax.Array, valid_count: jax.Array | None) -> str | None:
-        """Returns why no compiled kernel can take such a product, or None."""
+        """Returns why the compiled kernel cannot compute this product. None if it
+        can."""
         return f"there is no kernel for {self.format.name}"
 
     def matrix(self) -> jax.Array:
@@ -63,7 +64,7 @@ class Weight(ABC):
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix as a checkpoint stores it in few bits.
+    """A quantized matrix in the layout of a checkpoint.
 
     Attributes:
       scheme: name of the layout, such as "nvfp4" or "q4_k".
@@ -78,15 +79,16 @@ class Packed:
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """How the matrices of a model are stored that only products and lookups read.
+    """A storage format of a model's weight matrices.
 
-    A format is hashable and compares by value; `dtype=` arguments take its name.
+    It applies to the matrices that only products and row lookups read. A format is
+    hashable and compares by value; `dtype=` arguments accept its name.
 
     Attributes:
-      name: of the format.
-      dtype: of caches, records, and all parameters but those matrices.
-      plain: True if those matrices are arrays of this dtype, too; only such models are
-        written to disk.
+      name: name of the format.
+      dtype: dtype of KV caches, records, and all other parameters.
+      plain: True if the matrices are plain arrays of `dtype`. Only models in such a
+        format can be saved.
     """
 
     name: str
@@ -102,26 +104,30 @@ class Format(ABC):
 
         Args:
           matrix: [m, k] of any float dtype.
-          columns: columns of the whole matrix, if this is a part of it that was cut
-            between the units of the weight's arrays: the result is that part of the
-            whole weight. If None, the matrix is whole.
+          columns: number of columns of the whole matrix, if `matrix` is only a part of
+            it, divided between units. The result is then that part of the whole weight.
+            If None, the matrix is whole.
         """
 
     def source_dtype(self, stored: str) -> np.dtype:
-        """Returns the dtype in which `store` gets a matrix that a checkpoint holds in
-        the dtype `stored`."""
+        """Returns the dtype in which `store` receives a matrix whose dtype in the
+        checkpoint is `stored`."""
         return BFLOAT16 if stored == BFLOAT16.name else FLOAT32
 
     def keeps(self, scheme: str) -> bool:
-        """True if `keep` takes matrices that a checkpoint stores in this scheme."""
+        """True if `keep` supports a checkpoint's quantization scheme."""
         return False
 
     def keep(self, blocks: Sequence[Packed]) -> Weight:
-        """Makes a weight of packed matrices, stacked by rows, with the same numbers."""
-        raise NotImplementedError(f"{self.name} keeps no packed matrices")
+        """Stacks quantized matrices by rows to a weight, without changing their values.
+
+        Raises:
+          NotImplementedError: the format supports no quantization scheme.
+        """
+        raise NotImplementedError(f"{self.name} cannot keep quantized matrices")
 
     def abstract(self, shape: tuple[int, ...]) -> Any:
-        """Returns a weight of `jax.ShapeDtypeStruct`."""
+        """Returns a weight [m, k] with `jax.ShapeDtypeStruct`s instead of arrays."""
         return _abstract(self, shape)
 
 
@@ -131,8 +137,10 @@ def _abstract(format: Format, shape: tuple[int, ...]) -> Any:
 
 
 def unit(weight: Any, axis: int) -> int:
-    """Returns how many rows (axis 0) or columns (axis 1) of a weight, or places of any
-    array, cannot be separated."""
+    """Returns the unit of a weight along an axis: the number of consecutive rows (axis
+    0) or columns (axis 1) that one element of an array stands for. Works for plain
+    arrays of any rank, too.
+    """
     arrays = [x for x in jax.tree.leaves(weight) if x.ndim > axis]
     return max(weight.shape[axis] // x.shape[axis] for x in arrays)
 
@@ -141,11 +149,12 @@ def take(weight: Any, places: Sequence[slice], axis: int) -> Any:
     """Takes a device's part of a weight or of any other parameter, on the host.
 
     Args:
-      weight: of NumPy arrays.
-      places: along this axis, whole units; see `unit`.
+      weight: a parameter of NumPy arrays.
+      places: slices along the axis, in whole units (see `unit`).
+      axis: the axis that devices divide.
 
     Raises:
-      ValueError: a place begins or ends within a unit.
+      ValueError: a slice begins or ends inside a unit.
     """
 
     def taken(array: np.ndarray) -> np.ndarray:
@@ -153,7 +162,7 @@ def take(weight: Any, places: Sequence[slice], axis: int) -> Any:
             return array
         size = weight.shape[axis] // array.shape[axis]
         if any(place.start % size or place.stop % size for place in places):
-            raise ValueError(f"weight: {size} of axis {axis} cannot be separated")
+            raise ValueError(f"weight: cannot split units of {size} along axis {axis}")
         before = (slice(None),) * axis
         pieces = [
             array[(*before, slice(place.start // size, place.stop // size))]

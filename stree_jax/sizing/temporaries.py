@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax import cpu_kernels
-from stree_jax.cpu_kernels.scan import MOST_NODES
+from stree_jax.cpu_kernels.scan import MAX_NODES
 from stree_jax.models import (
     ModelConfig,
     init_records,
@@ -106,7 +106,7 @@ def _phases(spec: Spec, tree: Topology, batch: int) -> dict[str, int]:
 def _in_place(nodes: int) -> bool:
     """True if a compiled kernel replays the path into the state in place, and runs the
     nodes in the same call."""
-    return cpu_kernels.level() is not None and nodes <= MOST_NODES
+    return cpu_kernels.level() is not None and nodes <= MAX_NODES
 
 
 def _replay(config: ModelConfig, batch: int) -> int:

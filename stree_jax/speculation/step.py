@@ -97,11 +97,11 @@ def packed(
 ) -> Verified:
     """Replays the pending path, and runs the whole tree in one pass."""
     layout, window = draft.layout, target.config.conv_taps
-    nodes = tree_nodes(layout.parents, window, partly=draft.partly)
+    nodes = tree_nodes(layout.parents, window, has_padding=draft.partly)
     hidden, tapped, records, state = forward_tapped(
         target, state, draft.tokens, nodes, pending=pending, taps=taps
     )
-    logits = logits_of(target, hidden, nodes.count)
+    logits = logits_of(target, hidden, nodes.valid_count)
     return Verified(hidden, logits, records, state, tapped)
 
 
@@ -140,7 +140,7 @@ def passes_skip(target: Model) -> bool:
     """
     mixers = map(mixer_of, target.config.mixers.values())
     skips = all(mixer.skips_padding for mixer in mixers)
-    return target.mesh is None and skips and cpu_kernels.at_hand()
+    return target.mesh is None and skips and cpu_kernels.available()
 
 
 def of_running(draft: Draft, d: Decoding, target: Model) -> Draft:

@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 
 from stree_jax.checks import as_integer, decimal, shown, with_hints
-from stree_jax.cpu_kernels import MOST_ROOM
+from stree_jax.cpu_kernels import MAX_PADDED_ROWS
 from stree_jax.models import Nodes, tree_nodes
 
 MOST_CHILDREN = 8  # of one node of a `Budget`; sampled acceptance looks at so many
@@ -211,7 +211,7 @@ def compiled_steps(
 def _shared(tree: Topology, rows: int) -> int:
     """Nodes of the step that a tree shares; 0: none."""
     room = tree.room if isinstance(tree, Budget) else 0
-    return room if rows * room <= MOST_ROOM else 0
+    return room if rows * room <= MAX_PADDED_ROWS else 0
 
 
 def _integers(what: str, **values: object) -> list[int]:

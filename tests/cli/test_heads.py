@@ -148,7 +148,7 @@ def refused(capsys, *args):
         (["--heads", "0"], "heads: want 1..64, got 0"),
         (["--heads", "65", "--length", "99"], "heads: want 1..64, got 65"),
         (["--blocks", "-1"], "blocks: want 0..16, got -1"),
-        (["--blocks", "0"], "blocks: 0 of them, and no outputs"),
+        (["--blocks", "0"], "blocks: with 0 blocks"),
         (["--steps", "0"], "steps: want at least 1, got 0"),
         (["--batch", "0"], "batch: want at least 1, got 0"),
         (["--minutes", "0"], "minutes: want more than 0, got 0"),

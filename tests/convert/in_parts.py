@@ -1,9 +1,9 @@
-"""Every checkpoint onto eight devices of a CPU, part by part: a process of its own.
+"""Loads every checkpoint onto eight CPU devices, part by part, in its own process.
 
     python -m tests.convert.in_parts FOLDER
 
-Prints a line of JSON: of every case what was wrong, or "". What `load` puts on a mesh
-must be, bit for bit and shard by shard, what `shard` makes of the model on one device.
+Prints a line of JSON with the error of every case, or "". What `load` puts on a mesh
+must equal, bit for bit and shard by shard, `shard` of the model on one device.
 """
 
 import json
@@ -44,7 +44,7 @@ def mesh_of(**axes):
 
 
 def assert_same(found, wanted):
-    """Two models on a mesh hold the same, device by device."""
+    """Asserts that two models on a mesh are equal, device by device."""
     assert (found.config, found.cut) == (wanted.config, wanted.cut)
     assert found.mesh == wanted.mesh
     ours, theirs = by_path(found.params), by_path(wanted.params)
@@ -91,7 +91,7 @@ class Cases:
         assert_same(found, wanted)
 
     def ours(self, name, **options):
-        """A directory of our own, of a case."""
+        """Returns a directory in our own format for a case."""
         path = self.folder / f"{name}-ours"
         if not path.exists():
             stree_jax.save(stree_jax.load(self.made(name), "float32", **options), path)
@@ -113,7 +113,8 @@ class Cases:
         self.tried("granite ours 8", self.same, self.ours("granite"), "float32", eight)
 
     def formats(self):
-        """Rows that only these have: swapped, in other shapes, by pairs, quantized."""
+        """Checks formats with special rows: swapped, in other shapes, in pairs,
+        quantized."""
         two = mesh_of(model=2)
         for name, pickled in ("attention", True), ("attention-mlp", False):
             path = self.folder / f"native-{name}"
@@ -181,7 +182,7 @@ class Cases:
             assert bits(shard(qkv, i)) == bits(np.concatenate(parts))
 
     def only_parts(self):
-        """No more than a part of what is cut is asked of the file."""
+        """Checks that only a device's part of a divided parameter is read."""
         read, real = {}, source._read_slices
 
         def noted(name, info, index):
@@ -203,7 +204,7 @@ class Cases:
         assert read["model.norm.weight"] == [1.0]
 
     def refused_first(self):
-        """One line, before a weight is read."""
+        """Checks that errors are one line and come before any weight is read."""
         ours = shutil.copytree(self.ours("mamba2"), self.folder / "no-weights")
         for file in (ours / "params").rglob("*"):
             if file.is_file():
@@ -228,7 +229,7 @@ class Cases:
             source.Source.read = real
 
     def odd(self):
-        """A number that is none in a part is told by its tensor, once."""
+        """Checks that NaN in a part is reported once, with its tensor."""
         name = "model.layers.1.self_attn.k_proj.weight"
         path = shutil.copytree(self.made("granite"), self.folder / "odd")
         file = path / "model.safetensors"
@@ -250,7 +251,7 @@ class Cases:
 
 
 def shard(array, i):
-    """What the device of part i has."""
+    """Returns part i of an array."""
     return next(s.data for s in array.addressable_shards if s.device.id == i)
 
 
@@ -266,7 +267,7 @@ def refused(words, *args, **options):
 
 
 class pieces_of:
-    """So many numbers are read at once."""
+    """Sets how many numbers are read at a time."""
 
     def __init__(self, count):
         self.count = count

@@ -1,4 +1,4 @@
-"""Checkpoints in: equal tensors from every file format and spelling."""
+"""Test that all file formats and config spellings give equal tensors."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def source(tmp_path_factory):
 
 
 def write_shards(directory, tensors, suffix):
-    """The tensors in three files and an index, in place of the one file."""
+    """Replaces the file of tensors by three shards and an index."""
     weight_map = {}
     for i in range(3):
         name = f"part-{i}.{suffix}"
@@ -62,7 +62,7 @@ def test_converted_is_loaded_directly(source, tmp_path, name):
     stree_jax.save(converted, tmp_path / "saved")
     assert_same(stree_jax.load(tmp_path / "saved"), direct)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["converted", "saved"]
-    # Not run: that would compile a program for every shape.
+    # Not run, because that would compile a program for every shape.
     init = partial(init_params, direct.config, dtype=jnp.float32)
     expected = jax.eval_shape(init, jax.random.key(0))
     chex.assert_trees_all_equal_shapes_and_dtypes(direct.params, expected)
@@ -76,12 +76,12 @@ def test_shapes_of_a_deep_model_are_those_of_its_init(source):
     assert param_shapes(config) == expected
 
 
-# Numbers and files
+# Weights and files
 
 
 @pytest.mark.parametrize("name", ["mamba2", "llama", "granite"])
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
-def test_sixteen_bits(tmp_path, name, stored):
+def test_16_bit_weights(tmp_path, name, stored):
     """bfloat16 stays as it is, bit for bit; float16 becomes float32."""
     other = HF_CASES[name]().to(getattr(torch, stored))
     other.save_pretrained(tmp_path / "source")
@@ -97,7 +97,7 @@ def test_sixteen_bits(tmp_path, name, stored):
         assert {mixer[k].dtype.name for k in ("A_log", "dt_bias", "D")} == {"float32"}
 
 
-def test_dtype_asked_for(source, tmp_path):
+def test_dtype_argument(source, tmp_path):
     exact = stree_jax.load(source("mamba2"))
     convert(source("mamba2"), tmp_path / "rounded", dtype="bfloat16")
     rounded = stree_jax.load(tmp_path / "rounded")
@@ -144,7 +144,7 @@ def test_bin_without_torch_is_one_line(source, monkeypatch):
 
 
 def old_spelling(values):
-    """As transformers 4 and the hub spell it."""
+    """Rewrites the config with the field names of transformers 4 and the hub."""
     rope = values.pop("rope_parameters", None)
     if rope is not None:
         values["rope_theta"] = rope.pop("rope_theta")
@@ -169,7 +169,7 @@ def test_both_spellings(source, tmp_path, name):
     [None, [0, math.inf], [0.0, "Infinity"], [0.0, {"__float__": "Infinity"}]],
     ids=str,
 )
-def test_spellings_of_no_limit(source, tmp_path, spelled):
+def test_spellings_of_infinity(source, tmp_path, spelled):
     shutil.copytree(source("mamba2"), tmp_path / "open")
     file = tmp_path / "open" / "config.json"
     edit_json(file, lambda values: values.update(time_step_limit=spelled))
@@ -179,7 +179,7 @@ def test_spellings_of_no_limit(source, tmp_path, spelled):
     )
 
 
-def test_rows_win_over_vocab_size(source, tmp_path):
+def test_rows_take_precedence_over_vocab_size(source, tmp_path):
     native = stree_jax.load(source("plain")).config
     assert (native.vocab_size, native.num_tokens) == (64, VOCAB)
     shutil.copytree(source("llama"), tmp_path / "resized")
@@ -229,10 +229,8 @@ def test_stop_tokens(source, tmp_path, config, generation, stops):
         ("llama", [2, -1], None, None),  # -1 is how some say none
     ],
 )
-def test_stop_tokens_that_are_none(
-    source, tmp_path, capsys, name, config, generation, odd
-):
-    """Told once, by whichever way the model is read; what is right is kept."""
+def test_invalid_stop_tokens(source, tmp_path, capsys, name, config, generation, odd):
+    """Reported once, however the model is read; valid ones are kept."""
     directory = shutil.copytree(source(name), tmp_path / "source")
     file = directory / "config.json"
     edit_json(file, lambda values: values.update(eos_token_id=config))
@@ -265,8 +263,8 @@ def test_stop_tokens_that_are_none(
             assert capsys.readouterr().err.splitlines() == [*lines, f"wrote {dst}"]
 
 
-def test_tokenizer_goes_along(source, tmp_path):
-    """It is copied, and gives a native checkpoint its stop token."""
+def test_tokenizer_is_copied(source, tmp_path):
+    """It also gives a native checkpoint its stop token."""
     shutil.copytree(source("plain"), tmp_path / "source")
     small_tokenizer().save(str(tmp_path / "source" / "tokenizer.json"))
     (tmp_path / "source" / "chat_template.jinja").write_text("{{ messages }}")
@@ -297,13 +295,14 @@ def test_tied_head_may_be_stored(source, tmp_path, name):
         tensors["lm_head.weight"][3, 5] += 1
 
     edit_tensors(tmp_path / "source", change_head)
-    with pytest.warns(UserWarning, match="they are kept apart"):
+    with pytest.warns(UserWarning, match="the model keeps both"):
         model = stree_jax.load(tmp_path / "source")
     assert model.params["lm_head"].shape == model.params["embedding"].shape
 
 
 def test_info_reads_no_weights(source, tmp_path):
-    """The same figures from a checkpoint, from ours, and without any numbers."""
+    """The same values from a checkpoint, from our own format, and without any
+    weights."""
     convert(source("granite"), tmp_path / "ours")
     for file in (tmp_path / "ours" / "params").rglob("*"):
         if file.is_file():

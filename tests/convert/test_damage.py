@@ -1,4 +1,4 @@
-"""A few of the random damages of tests/damage; run that for many."""
+"""Test a few of the random damages of tests/damage, which runs many."""
 
 from tests.damage.run import run
 

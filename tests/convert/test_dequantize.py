@@ -1,4 +1,4 @@
-"""Stored numbers and their scales, against fractions: rounded once, to the nearest."""
+"""Test stored numbers and scales against fractions, rounded once to the nearest."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -20,7 +20,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def to_nearest(exact, dtype):
-    """A fraction in a dtype of 24 or 8 bits, ties to even; normal numbers."""
+    """Rounds a fraction to 24 or 8 bits, ties to even; only for normal numbers."""
     if exact == 0:
         return 0.0
     bits = 24 if dtype == np.float32 else 8
@@ -32,14 +32,14 @@ def to_nearest(exact, dtype):
 
 
 def test_every_byte_of_e2m1():
-    """The low half is first."""
+    """The first number is in the low half."""
     bytes_ = np.arange(256, dtype=np.uint8)[:, None]
     wanted = [[e2m1(byte % 16), e2m1(byte // 16)] for byte in range(256)]
     np.testing.assert_array_equal(decode("U8", bytes_), wanted)
 
 
 def test_every_byte_of_e4m3():
-    """A sign, four bits of exponent (bias 7), three of mantissa; no infinity."""
+    """One sign bit, four exponent bits (bias 7), three mantissa bits; no infinity."""
     stored = np.arange(256, dtype=np.uint8).view(E4M3)[:, None]
     for byte, got in enumerate(decode("F8_E4M3", stored)[:, 0]):
         exponent, mantissa = byte >> 3 & 15, (byte & 7) / 8
@@ -60,7 +60,7 @@ def test_int8_in_int32(seed):
 
 @given(st.integers(1, 2**31), st.integers(-60, 60), st.integers(-3, 3), st.booleans())
 def test_rounded_once(bits, exponent, off, negative):
-    """Beside ties of bfloat16, too, where a stop at float32 would round twice."""
+    """Also near ties of bfloat16, where going through float32 would round twice."""
     number = float(bits) * 2.0**exponent
     number *= 1 + off * 2.0**-45
     number = -number if negative else number
@@ -94,7 +94,7 @@ SCHEMES = {
 
 
 def random_arrays(scheme, matrix, rng):
-    """Any numbers and scales that a scheme can hold, and each number as a fraction."""
+    """Returns random numbers and scales of a scheme, and each number as a fraction."""
     grid = scheme.grid(matrix)
     rows, columns = (b or n for b, n in zip(scheme.block, matrix, strict=True))
     codes = rng.integers(0, 256, matrix).astype(np.uint8)
@@ -136,7 +136,7 @@ def random_arrays(scheme, matrix, rng):
 @settings(max_examples=15)
 @given(seed=SEEDS)
 def test_dequantize(name, dtype, seed):
-    """Every number is the exact one, rounded once."""
+    """Every number is the exact value, rounded once."""
     scheme, matrix = SCHEMES[name]
     arrays, exact = random_arrays(scheme, matrix, np.random.default_rng(seed))
     assert problem(scheme, arrays) is None
@@ -147,7 +147,7 @@ def test_dequantize(name, dtype, seed):
 
 
 def test_rows_some_at_a_time(monkeypatch):
-    """In pieces that are no whole blocks, as large matrices are."""
+    """In pieces that are not whole blocks, as for large matrices."""
     scheme, matrix = replace(FP8, block=(128, 128)), (300, 200)
     arrays, _ = random_arrays(scheme, matrix, np.random.default_rng(0))
     whole = dequantize(scheme, arrays, DTYPES["bfloat16"])
@@ -157,7 +157,7 @@ def test_rows_some_at_a_time(monkeypatch):
 
 
 def test_a_global_scale_folded_into_e4m3_is_another_weight():
-    """What the exact comparison guards against: scales that become subnormal."""
+    """The exact comparison detects scales that become subnormal."""
     rng = np.random.default_rng(0)
     arrays, _ = random_arrays(NVFP4, (3, 32), rng)
     arrays["global_scale"] = np.array([3e-5], np.float32)

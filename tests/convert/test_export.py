@@ -1,4 +1,4 @@
-"""Checkpoints out: transformers computes the same from what is exported."""
+"""Test that transformers computes the same from exported checkpoints."""
 
 import json
 import shutil
@@ -48,7 +48,8 @@ def export(model, directory, **options):
 
 
 def their_logits(directory, dtype=torch.float32):
-    """Of transformers; every weight is in the file and is used."""
+    """Returns the logits of transformers; asserts that all weights are present and
+    used."""
     other, report = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, output_loading_info=True
     )
@@ -63,7 +64,7 @@ def close(theirs, model):
 
 
 def adapter_of_another(name, layers):
-    """An adapter that untied blocks of transformers have and never use."""
+    """True for an adapter that untied blocks in transformers have but never use."""
     if "_adapter_list." not in name:
         return False
     shared = [i for i, block in enumerate(layers) if block.shared]
@@ -73,7 +74,7 @@ def adapter_of_another(name, layers):
 
 @pytest.mark.parametrize("name", HF_CASES)
 def test_export_round_trip(source, tmp_path, name):
-    """Tensors bit for bit, and the logits of transformers on both."""
+    """Tensors are bitwise equal, and so are the logits of transformers on both."""
     model = stree_jax.load(source(name))
     export_hf(model.config, model.params, small_tokenizer(), tmp_path / "hf")
     assert_same(stree_jax.load(tmp_path / "hf"), model)
@@ -103,7 +104,7 @@ def test_export_in_bfloat16(source, tmp_path, name):
 
 
 def test_export_of_native_as_mamba2(source, tmp_path):
-    """The same architecture by another name."""
+    """The same architecture under another name."""
     model = stree_jax.load(source("plain"))
     again = stree_jax.load(export(model, tmp_path / "hf"))
     chex.assert_trees_all_equal(again.params, model.params)
@@ -125,7 +126,7 @@ KEPT = {"bos_token_id": 1, "pad_token_id": 0, "max_position_embeddings": 4096}
 
 @pytest.fixture
 def with_more(source, tmp_path):
-    """A checkpoint with what does not affect its numbers."""
+    """Returns a checkpoint with settings that do not affect its results."""
     directory = shutil.copytree(source("llama"), tmp_path / "more")
     edit_json(directory / "config.json", lambda values: values.update(KEPT))
     small_tokenizer().save(str(directory / "tokenizer.json"))
@@ -138,8 +139,8 @@ def with_more(source, tmp_path):
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_what_no_number_needs_is_kept(with_more, tmp_path, converted):
-    """From another's directory, and from ours that was made of it."""
+def test_settings_without_effect_on_results_are_kept(with_more, tmp_path, converted):
+    """From a Hugging Face directory, and from our own that was converted from it."""
     src = with_more
     if converted:
         src = tmp_path / "ours"
@@ -157,8 +158,8 @@ def test_what_no_number_needs_is_kept(with_more, tmp_path, converted):
     assert {name: getattr(config, name) for name in KEPT} == KEPT
 
 
-def test_directories_of_before_are_exported(with_more, tmp_path):
-    """They have no config of their source; one that is odd tells nothing."""
+def test_older_directories_are_exported(with_more, tmp_path):
+    """They have no config of their source; an invalid one is ignored."""
     ours = tmp_path / "ours"
     convert_checkpoint(with_more, ours, progress=False)
     odd = {"bos_token_id": VOCAB, "pad_token_id": "x", "max_position_embeddings": True}
@@ -172,8 +173,8 @@ def test_directories_of_before_are_exported(with_more, tmp_path):
         assert "max_position_embeddings" not in values
 
 
-def test_stop_tokens_of_the_model_win(with_more, tmp_path):
-    """Over those of a generation config that is kept."""
+def test_stop_tokens_of_the_model_take_precedence(with_more, tmp_path):
+    """Over those of a copied generation config."""
     model = stree_jax.load(with_more)
     model = model.replace(config=replace(model.config, stop_tokens=(5,)))
     export(model, tmp_path / "hf", source=with_more)
@@ -203,8 +204,8 @@ def test_zamba2_options(tmp_path, options):
     assert_same(stree_jax.load(tmp_path / "hf"), model)
     theirs = their_logits(tmp_path / "hf")
     np.testing.assert_array_equal(theirs, their_logits(tmp_path / "source"))
-    # Six blocks of the same random weights round far apart: of the third case float32
-    # is 8e-5 from float64 by transformers, and 0.4e-4 to 1.1e-4 by ours.
+    # Six blocks of the same random weights amplify rounding: in the third case float32
+    # differs from float64 by 8e-5 in transformers, and by 0.4e-4 to 1.1e-4 here.
     exact = their_logits(tmp_path / "hf", torch.float64)
     rounding = np.abs(theirs - exact).max()
     ours = np.asarray(stree_jax.score(model, TOKENS))
@@ -213,8 +214,8 @@ def test_zamba2_options(tmp_path, options):
 
 @pytest.mark.parametrize("floored", [True, False])
 @pytest.mark.parametrize("make", [nemotron, zamba])
-def test_dt_has_the_floor_of_the_model(tmp_path, make, floored):
-    """transformers 5.23 has one of its own unless the config says otherwise."""
+def test_dt_has_the_lower_limit_of_the_model(tmp_path, make, floored):
+    """transformers 5.23 has its own limit unless the config sets one."""
     make(time_step_min=0.3).save_pretrained(tmp_path / "source")
 
     def lower(tensors):
@@ -237,7 +238,7 @@ def test_dt_has_the_floor_of_the_model(tmp_path, make, floored):
 
 
 def test_shards(source, tmp_path):
-    """In the hub's layout; transformers and we read the same from it."""
+    """In the hub's layout; transformers and this library read the same from it."""
     model = stree_jax.load(source("zamba2"))
     export(model, tmp_path / "one")
     export(model, tmp_path / "many", shard_bytes=20_000)
@@ -284,7 +285,7 @@ def test_a_model_of_the_shard_size_is_one_file(source, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "granite", "nemotron-h-moe", "zamba2"])
 def test_arrays_of_any_layout(source, tmp_path, name):
-    """safetensors writes memory as it lies, so that each tensor must be contiguous."""
+    """safetensors writes memory directly, so each tensor must be contiguous."""
     model = stree_jax.load(source(name))
     columns = jax.tree.map(np.asfortranarray, model.params)
     export(model.replace(params=columns), tmp_path / "hf")
@@ -321,7 +322,7 @@ print(peak() - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="wants Linux")
 def test_memory(tmp_path):
-    """No second copy of the parameters; older safetensors make one of a shard."""
+    """No second copy of the parameters; older safetensors copy a shard."""
     command = [sys.executable, "-c", PEAK, str(tmp_path / "hf")]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     more, size = map(int, run.stdout.split())
@@ -330,7 +331,7 @@ def test_memory(tmp_path):
     shutil.rmtree(tmp_path / "hf")
 
 
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,7 @@ def test_memory(tmp_path):
         ("attention-mlp", "attention d_conv"),
     ],
 )
-def test_export_refuses_what_no_class_has(source, tmp_path, name, option):
+def test_models_that_no_class_can_express_raise(source, tmp_path, name, option):
     model = stree_jax.load(source(name))
     with pytest.raises(CheckpointError, match=f"cannot express.*{option}"):
         export(model, tmp_path / "hf")
@@ -398,8 +399,8 @@ FACTS = [(name, fact) for name, facts in INEXPRESSIBLE.items() for fact in facts
 
 
 @pytest.mark.parametrize("name, fact", FACTS)
-def test_options_that_a_class_has_not(source, name, fact):
-    """One line for each; the model is the class's own but for one option."""
+def test_options_that_a_class_lacks(source, name, fact):
+    """One line for each; all other options are the class's own."""
     config = stree_jax.load(source(name)).config
     hf_config(config, "float32")
     with pytest.raises(CheckpointError) as caught:

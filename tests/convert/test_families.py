@@ -1,4 +1,4 @@
-"""Fields both ways: a changed option comes back from the export, or is refused."""
+"""Test config fields both ways: a changed option survives the export, or raises."""
 
 import json
 import math
@@ -48,7 +48,7 @@ OTHERS = {
     "router": ["softmax", "sigmoid"],
     "x_heads": [2],
     "scale": [0.3, 1.5],
-    # Not told by a config: the padding, and the layers, which all the rest is about.
+    # Not in a config file: the padding, and the layers.
     "num_tokens": [],
     "vocab_size": [],
     "layers": [],
@@ -56,7 +56,7 @@ OTHERS = {
 
 
 def others(name, value):
-    """Values that an option might have instead."""
+    """Returns other values for an option."""
     if name in OTHERS:
         return [other for other in OTHERS[name] if other != value]
     match value:
@@ -75,7 +75,7 @@ def others(name, value):
 
 
 def changes(config):
-    """Configs that differ from it in one option, with its name."""
+    """Yields configs that differ in one option, with its name."""
     for mixer, value in getattr(config, "mixers", {}).items():
         for name, changed in changes(value):
             yield f"{mixer}.{name}", config.with_mixers(**{mixer: changed})
@@ -96,7 +96,8 @@ def partly(config, name, value):
 
 
 def exported(config, directory):
-    """What `read_config` makes of an export, its tensors by their names and shapes."""
+    """Reads an export's config with `read_config`, given its tensors' names and
+    shapes."""
     values = hf_config(config, "float32")
     (directory / "config.json").write_text(json.dumps(values))
     shapes, tensors = param_shapes(config), {}
@@ -156,8 +157,8 @@ TABLE = (
 )
 
 
-def test_what_no_row_names_has_to_be_its_default():
-    """So that an option which is new to the models is not lost on export."""
+def test_attributes_without_a_row_must_have_their_default():
+    """Otherwise a new option of the models would be lost on export."""
     c = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
     assert write_fields("x", TABLE, c) == {"heads": 4, "bias": False}
     for option in fields(AttentionConfig)[3:]:
@@ -171,7 +172,7 @@ def test_what_no_row_names_has_to_be_its_default():
         assert write_fields("x", TABLE, changed, {option.name})["heads"] == 4
 
 
-def test_rows_of_one_field_have_to_agree():
+def test_attributes_of_one_field_must_agree():
     table = (*TABLE, Field("bias", "out_bias", read.flag, False))
     c = AttentionConfig(4, 2, 8, qkv_bias=True, out_bias=True)
     assert write_fields("x", table, c) == {"heads": 4, "bias": True}
@@ -180,7 +181,7 @@ def test_rows_of_one_field_have_to_agree():
             write_fields("x", table, changed)
 
 
-def test_all_that_is_lacking_is_told_at_once():
+def test_all_unsupported_properties_are_listed():
     mlp = MLPConfig(8, gated=False, activation="gelu", gate_multiplier=2.0)
     with pytest.raises(CheckpointError) as caught:
         write_fields("x", (), mlp, {"bias"})
@@ -209,7 +210,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("family", CLASSES, ids=lambda f: f.__name__.split(".")[-1])
 def test_defaults_are_those_of_transformers(family):
-    """Of a file that leaves a field out; a tensor or a width tells all others."""
+    """For a file that lacks a field; the others follow from a tensor or a width."""
     config, seen = CLASSES[family](), 0
     tables = [table for table in vars(family).values() if isinstance(table, tuple)]
     for row in (row for table in tables for row in table if isinstance(row, Field)):

@@ -1,4 +1,4 @@
-"""GGUF files of every architecture: the same model as the directory made into one."""
+"""Test that GGUF files of every architecture give the same model as their source."""
 
 import dataclasses
 import json
@@ -25,13 +25,13 @@ from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.vocabularies import byte_level, write_byte_level
 
 ARCHES = list(GGUF_CASES)
-# llama.cpp multiplies the multipliers of these into the weights.
+# llama.cpp multiplies the multipliers of these models into the weights.
 FOLDED = [name for name in ARCHES if name.startswith("falcon")]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A function: the name of a case -> its directory, its GGUF file, the model."""
+    """Returns a function: name of a case -> its directory, its GGUF file, the model."""
     root, known = tmp_path_factory.mktemp("gguf"), {}
 
     def make(name):
@@ -71,12 +71,12 @@ def test_the_same_logits_as_transformers(made, name):
     np.testing.assert_allclose(np.asarray(ours)[0], theirs, rtol=0, atol=1e-4)
 
 
-# --- numbers in few bits --------------------------------------------------------------
+# --- quantized weights ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS.values() if not k.plain])
-def test_blocks_are_what_gguf_makes_of_them(kind, tmp_path, monkeypatch):
-    """Piece by piece, at any place, and rounded once."""
+def test_blocks_match_the_gguf_package(kind, tmp_path, monkeypatch):
+    """In pieces, at any offset, and rounded once."""
     rows = 5
     data = np.random.default_rng(0).integers(0, 256, (rows, 2 * kind.size), np.uint8)
     numbered = gguf.GGMLQuantizationType(kind.number)
@@ -114,7 +114,7 @@ def test_weights_are_those_of_the_file(tmp_path, kind):
 
 
 def test_memory_is_one_model(tmp_path, monkeypatch):
-    """Beside the parameters, one of them and a piece of a tensor."""
+    """Extra memory is one parameter and a piece of a tensor."""
     model = GGUF_CASES["llama"][1](
         hidden_size=256, vocab_size=8192, head_dim=16, intermediate_size=64
     )
@@ -132,7 +132,7 @@ def test_memory_is_one_model(tmp_path, monkeypatch):
 
 
 def test_without_the_package(made, tmp_path, monkeypatch):
-    """Plain numbers need none; of others one line says what to install."""
+    """Plain floats do not need it; for others one line says what to install."""
     directory, file, _ = made("llama")
     monkeypatch.setitem(sys.modules, "gguf", None)
     stree_jax.load(file)
@@ -142,7 +142,7 @@ def test_without_the_package(made, tmp_path, monkeypatch):
         read_blocks(tmp_path / "f", "t", KINDS[8], 0, (1, 32), np.float32)
 
 
-def test_layers_that_predict_further_tokens_are_left_out(made, tmp_path):
+def test_mtp_layers_are_left_out(made, tmp_path):
     directory, file, _ = made("nemotron-h-moe")
 
     def extra(writer):
@@ -199,10 +199,10 @@ def test_convert_export_and_shards(made, tmp_path, capsys):
         stree_jax.load(shards[0])
 
 
-# --- refusals -------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------
 
 
-# By what is said: the key that is changed, and its value; None: it is left out.
+# By message: the key that is changed, and its value. If None, the key is removed.
 REFUSED = {
     "general.architecture: 'gemma3' is not supported; known: llama": ("arch", "gemma3"),
     "llama.block_count: is missing": ("llama.block_count", None),

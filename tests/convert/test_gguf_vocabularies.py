@@ -1,4 +1,4 @@
-"""Vocabularies of GGUF files: the same tokens as of the tokenizer they were made of."""
+"""Test that vocabularies of GGUF files give the same tokens as their source."""
 
 import pytest
 
@@ -23,7 +23,8 @@ PRES = ("gpt-2", "olmo", "smollm", "refact", "llama-bpe", "dbrx", "qwen2", "falc
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory):
-    """A function: a vocabulary's writer -> a GGUF file of a tiny model that has it."""
+    """Returns a function: a vocabulary's writer -> a GGUF file of a tiny model with
+    it."""
     root = tmp_path_factory.mktemp("vocabularies")
     GGUF_CASES["llama-tied"][1]().save_pretrained(root / "model")
 
@@ -96,7 +97,7 @@ def test_what_chat_needs(write):
     texts = {"bos": "<|im_start|>", "eos": "<|endoftext|>", "pad": "<|im_end|>"}
     wanted = {f"{name}_token": text for name, text in texts.items()}
     assert read_special_tokens(CheckpointFiles(file)) == wanted
-    # The end of a turn stops, too, though the file names the end of a text alone.
+    # The end of a turn stops, too, although the file lists only the end of a text.
     assert stree_jax.load(file).config.stop_tokens == (0, 2)
 
 
@@ -106,6 +107,8 @@ def test_an_unknown_kind_is_left_out(write, model, pre):
         writer.add_tokenizer_model(model)
         writer.add_tokenizer_pre(pre)
 
-    with pytest.warns(UserWarning, match=f"model.gguf: its tokenizer .*{pre}|{model}"):
+    with pytest.warns(
+        UserWarning, match=f"model.gguf: unknown tokenizer .*{pre}|{model}"
+    ):
         loaded = stree_jax.load(write(extra))
     assert loaded.tokenizer is None

@@ -1,4 +1,4 @@
-"""Loading onto a mesh: each device gets its part, and no more is read."""
+"""Test loading onto a mesh: each device gets its part, and no more is read."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.support.checkpoints import HF_CASES
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """What was wrong with each case, by a process with eight devices."""
+    """Returns the error of each case, from a process with eight devices."""
     result = subprocess.run(
         [sys.executable, "-m", "tests.convert.in_parts", tmp_path_factory.mktemp("in")],
         capture_output=True,
@@ -26,15 +26,15 @@ def said(tmp_path_factory):
 
 
 def test_every_part_is_that_of_the_model_on_one_device(said):
-    """Families, formats, dtypes and meshes; by hand; what is read, refused and told."""
+    """Families, formats, dtypes, meshes, reads, errors and warnings."""
     assert {name.split()[0] for name in said} >= HF_CASES.keys()
     wrong = {name: what for name, what in said.items() if what}
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
 
 
 def test_two_processes(tmp_path):
-    """Each holds its part, the same from tensors that it cut and from our own arrays,
-    which changed hands."""
+    """Each has its part, equal from tensors that it divided itself and from our own
+    arrays, which were exchanged between devices."""
     HF_CASES["granite"]().save_pretrained(tmp_path / "theirs")
     stree_jax.save(stree_jax.load(tmp_path / "theirs"), tmp_path / "ours")
     theirs, ours = (ran(tmp_path / name, (0, 1), None) for name in ("theirs", "ours"))

@@ -1,4 +1,4 @@
-"""MTP layers of Nemotron-H: read where they are asked for, kept, written, refused."""
+"""Test MTP layers of Nemotron-H: reading on request, keeping, writing, errors."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def changed(source, tmp_path):
-    """A function: changes to the config and the tensors -> the directory with them."""
+    """Returns a function: changes to config and tensors -> the directory with them."""
 
     def make(config=lambda values: None, tensors=lambda tensors: None):
         shutil.copytree(source, tmp_path / "changed")
@@ -52,12 +52,12 @@ def convert(src, dst, warn=lambda text: pytest.fail(text)):
 
 
 def drop(tensors):
-    """As transformers does when it loads and saves; it keeps the config's promise."""
+    """Drops the layers as transformers does, which keeps the config's field."""
     for name in [name for name in tensors if name.startswith("mtp.")]:
         tensors.pop(name)
 
 
-def test_every_tensor_is_where_it_belongs(source):
+def test_every_tensor_is_read(source):
     model = stree_jax.load(source, mtp=True)
     tensors = load_file(source / "model.safetensors")
     params = {
@@ -81,8 +81,8 @@ def test_every_tensor_is_where_it_belongs(source):
     assert {name.split("/")[1] for name in params} == {"moe"}  # as the backbone's
 
 
-def test_they_are_left_out_unless_they_are_asked_for(source, changed):
-    """By default a checkpoint with them is the one without them."""
+def test_they_are_left_out_by_default(source, changed):
+    """By default, a checkpoint with them equals one without them."""
     plain = stree_jax.load(source)
     assert plain.config.mtp == () and "mtp" not in plain.params
     both = stree_jax.load(source, mtp=True)
@@ -141,7 +141,7 @@ def test_transformers_reads_the_exported_config(source, tmp_path):
     assert config.mtp_hybrid_override_pattern == "*E"  # what vLLM and SGLang go by
 
 
-def test_a_model_without_them_promises_none(source, tmp_path):
+def test_the_config_of_a_model_without_them(source, tmp_path):
     model = stree_jax.load(source)
     export_hf(model.config, model.params, None, tmp_path / "hf", source=source)
     values = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -170,7 +170,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_configs_and_tensors_that_disagree(source, changed, tmp_path, case):
-    """An error where they are asked for; convert warns, and goes on without them."""
+    """An error with mtp=True; convert warns and continues without them."""
     config, tensors, message = BROKEN[case]
     edits = {"config": config, "tensors": tensors}
     directory = changed(**{k: edit for k, edit in edits.items() if edit})
@@ -210,9 +210,9 @@ def test_tensors_that_do_not_fit(changed, tmp_path, case):
     stree_jax.load(directory)
 
 
-def test_models_that_have_none(tmp_path):
-    """Asked for where there are none: one line, for any format and for our own."""
-    message = "has no MTP layers, which mtp=True and drafter 'mtp' want"
+def test_models_without_them(tmp_path):
+    """With mtp=True: one line, for any format and for our own."""
+    message = "has no MTP layers, which mtp=True and drafter 'mtp' need"
     other = sources(tmp_path)("mamba2")
     ours = convert(other, tmp_path / "ours")
     for directory in (other, ours):
@@ -233,7 +233,7 @@ def run(capsys, *arguments):
 
 
 def test_the_command(source, tmp_path, capsys):
-    """Shows them, converts and exports them, and drafts with them."""
+    """The command shows, converts and exports them, and drafts with them."""
     ours, hf = tmp_path / "ours", tmp_path / "hf"
     assert run(capsys, "convert", source, ours, "--verify")[0] == 0
     assert run(capsys, "export", ours, hf)[0] == 0

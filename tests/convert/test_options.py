@@ -1,7 +1,7 @@
-"""Every option of the hybrid families counts: changed, it moves the logits.
+"""Test that every option of the hybrid families changes the logits.
 
-The tests of equality with transformers notice an option that is read wrongly only if
-the checkpoints they use make a difference; here that is seen, option by option.
+The tests of equality with transformers detect an option that is read wrongly only if
+it changes their checkpoints' results, which is tested here for each option.
 """
 
 from dataclasses import replace

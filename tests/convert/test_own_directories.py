@@ -1,4 +1,4 @@
-"""Our own directories: damaged ones are refused, killed writers leave none."""
+"""Test directories in our own format: damaged ones raise, killed writers leave none."""
 
 import json
 import signal
@@ -57,7 +57,7 @@ EARLIER = Path(__file__).parents[1] / "support" / "earlier_configs.jsonl"
 
 @pytest.mark.parametrize("line", EARLIER.read_text().splitlines(), ids=lambda s: s[:24])
 def test_directories_of_earlier_versions_are_read(tmp_path, line):
-    """`earlier_configs.jsonl` holds what version 1 wrote for `FAMILIES`."""
+    """`earlier_configs.jsonl` has the configs that version 1 wrote for `FAMILIES`."""
     case = json.loads(line)
     model = random_model(FAMILIES[case["family"]], 0)
     stree_jax.save(model, tmp_path / "model")
@@ -96,8 +96,8 @@ for i in itertools.count():
 """
 
 
-def test_killed_at_any_moment_absent_or_whole(source, tmp_path):
-    """Processes that convert without a pause, killed while they do."""
+def test_killed_conversions_leave_nothing_or_a_complete_directory(source, tmp_path):
+    """Processes that convert repeatedly are killed meanwhile."""
     expected = stree_jax.load(source("mamba2"))
     root = Path(__file__).parents[2]
     running = []

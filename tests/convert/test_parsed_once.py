@@ -1,4 +1,4 @@
-"""The small files of a checkpoint are parsed once, and bytes are counted as stored."""
+"""Test that a checkpoint's small files are parsed once, and bytes counted as stored."""
 
 from collections import Counter
 
@@ -31,7 +31,7 @@ def theirs(tmp_path_factory):
 
 @pytest.fixture
 def parsed(monkeypatch):
-    """Counts how often each JSON file, or GGUF header, is parsed, by its name."""
+    """Counts how often each JSON file or GGUF header is parsed, by name."""
     counts = Counter()
 
     def count(module, name):
@@ -72,7 +72,7 @@ def test_a_gguf_file(theirs, parsed, read, tmp_path):
 
 
 def test_a_conversion(theirs, parsed, tmp_path):
-    """Reads the source's config once, and once what it has written."""
+    """It reads the source's config once, and its own result once."""
     convert_checkpoint(theirs, tmp_path / "ours", progress=False)
     assert parsed["config.json"] == 2 and parsed["tokenizer_config.json"] == 1
 

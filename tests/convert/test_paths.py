@@ -1,4 +1,5 @@
-"""Where models are written: odd paths, long names, and what killed writers left."""
+"""Test paths of written models: odd paths, long names, and leftovers of killed
+writers."""
 
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def one_line(call, *args):
     return str(caught.value)
 
 
-# Paths that the array store takes for patterns
+# Paths with characters that tensorstore interprets
 
 ODD = ["a[0-9]b", "back\\slash", "any*thing?", "line\nbreak", "\udcff", "x" * 255]
 
@@ -67,7 +68,9 @@ def test_odd_names_where_temporary_files_are_odd_as_well(model, tmp_path, monkey
     assert_same(stree_jax.load(tmp_path / "plain"), model)
 
 
-def test_what_cannot_be_opened_again_is_not_made(model, tmp_path, monkeypatch):
+def test_directories_that_cannot_be_opened_are_not_created(
+    model, tmp_path, monkeypatch
+):
     original = store.config_to_json
 
     def of_another(config, dtype):
@@ -96,7 +99,7 @@ def test_save_wants_a_model_and_a_path(model, tmp_path, wrong):
     assert list(tmp_path.iterdir()) == []
 
 
-# What killed writers left
+# Leftovers of killed writers
 
 WRITER = """
 import sys, time
@@ -109,7 +112,7 @@ with atomic_directory(Path(sys.argv[1])) as temporary:
 """
 
 
-def test_remains_of_the_killed_go_and_those_of_the_living_stay(source, tmp_path):
+def test_leftovers_of_killed_processes_are_removed(source, tmp_path):
     command = [sys.executable, "-c", WRITER, str(tmp_path / "dst")]
     pipe = subprocess.PIPE
     with (
@@ -121,14 +124,14 @@ def test_remains_of_the_killed_go_and_those_of_the_living_stay(source, tmp_path)
         killed.wait()
         told = []
         convert(source, tmp_path / "dst", warn=told.append)
-        text = "removed; who wrote it was killed before the end"
+        text = "removed (left by a process that was killed)"
         assert told == [f"{tmp_path / left}: {text}"]
         assert {file.name for file in tmp_path.iterdir()} == {"dst", used}
         assert (tmp_path / used / "part").read_text() == "x"
         living.kill()
 
 
-def test_only_remains_of_the_same_destination_go(source, tmp_path, capsys):
+def test_only_leftovers_of_the_same_destination_are_removed(source, tmp_path, capsys):
     others = {
         ".dst.tmp-x",
         ".dst2.tmp-abcdefgh",
@@ -148,7 +151,7 @@ def test_only_remains_of_the_same_destination_go(source, tmp_path, capsys):
 
 
 def test_without_locks_nothing_is_removed(model, tmp_path, monkeypatch):
-    """As on some network drives; what is there may be in use."""
+    """As on some network drives; existing directories may be in use."""
 
     def fail(directory):
         raise OSError("no locks")

@@ -1,4 +1,4 @@
-"""Quantized checkpoints open as the numbers that their scales say, bit for bit."""
+"""Test that quantized checkpoints are dequantized exactly, bit for bit."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ SCHEMES = {"fp8": "fp8", "nvfp4": "nvfp4", "int8": "int8", "mixed": "fp8+nvfp4"}
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A function: the name of a model -> its directory in bfloat16."""
+    """Returns a function: name of a model -> its directory in bfloat16."""
     root = tmp_path_factory.mktemp("plain")
 
     def make(name):
@@ -49,7 +49,7 @@ def plain(tmp_path_factory):
 
 
 def dequantized(source, directory, exact, dtype):
-    """The same checkpoint of plain numbers, rounded once."""
+    """Returns the same checkpoint in plain floats, rounded once."""
     shutil.copytree(source, directory)
     kept = {
         name: nearest(t, dtype) if t.dtype == np.float64 else t
@@ -62,7 +62,8 @@ def dequantized(source, directory, exact, dtype):
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters(plain, tmp_path, name, spelling):
-    """Those of the independent numbers rounded once, in both dtypes, bit for bit."""
+    """Equal to independently computed numbers, rounded once, in both dtypes, bit for
+    bit."""
     exact = write(plain(name), tmp_path / "in", spelling)
     assert sum(t.dtype == np.float64 for t in exact.values()) >= 6
     for dtype in (np.dtype(BF16), np.dtype(np.float32)):
@@ -91,7 +92,7 @@ def test_logits(plain, tmp_path, name):
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_info(plain, tmp_path, spelling):
-    """How the file stores them, and the bytes of what is held."""
+    """The scheme in the file, and the bytes in memory."""
     write(plain("nemotron-h"), tmp_path / "in", spelling)
     fact = info(tmp_path / "in")
     word = next(word for word in spelling.split() if word.split("_")[-1] in SCHEMES)
@@ -103,8 +104,8 @@ def test_info(plain, tmp_path, spelling):
     assert fact["parameters"] == wanted["parameters"]
 
 
-def test_without_a_word_in_config(plain, tmp_path):
-    """Older exports of Model Optimizer have its own file alone."""
+def test_without_a_field_in_config(plain, tmp_path):
+    """Older exports of Model Optimizer have only its own file."""
     write(plain("llama"), tmp_path / "in", "modelopt nvfp4")
     loaded = stree_jax.load(tmp_path / "in")
     file = tmp_path / "in" / "config.json"
@@ -125,7 +126,7 @@ def test_without_a_word_in_config(plain, tmp_path):
 
 
 def test_only_the_cache(plain, tmp_path):
-    """Scales of a cache are left out; there are no others."""
+    """Only scales of the KV cache, which are ignored."""
     shutil.copytree(plain("llama"), tmp_path / "in")
     file = tmp_path / "in" / "config.json"
     config = {"quant_method": "modelopt", "quant_algo": None}
@@ -138,8 +139,8 @@ def test_only_the_cache(plain, tmp_path):
     assert info(tmp_path / "in")["quantized"] is None
 
 
-def test_float16_beside_quantized(plain, tmp_path):
-    """Of q, k and v, which are one parameter here, only q is quantized."""
+def test_float16_next_to_quantized(plain, tmp_path):
+    """Of q, k and v, which are one parameter, only q is quantized."""
     spelling = "compressed int8"
     exact = write(plain("llama"), tmp_path / "in", spelling)
     tensors = load_file(tmp_path / "in" / "model.safetensors")
@@ -194,8 +195,8 @@ def test_verify_is_refused(plain, tmp_path):
         parity.check_verifiable(tmp_path / "in")
 
 
-def test_odd_weights_are_told(plain, tmp_path):
-    """E4M3 has a NaN: kept and told of, as in any checkpoint."""
+def test_nan_is_reported(plain, tmp_path):
+    """E4M3 has a NaN, which is kept and reported, as in any checkpoint."""
     write(plain("mamba2"), tmp_path / "in", "modelopt fp8")
     file = tmp_path / "in" / "model.safetensors"
     tensors = load_file(file)
@@ -209,7 +210,7 @@ def test_odd_weights_are_told(plain, tmp_path):
     assert len(told) == 1 and f"{name} holds NaN" in told[0]
 
 
-# Mistakes in the reader, which the comparison must find
+# Bugs in the reader, which the comparison must find
 
 
 def swap_nibbles(patch):
@@ -223,7 +224,7 @@ def multiply_by_reciprocal(patch):
 
 
 def other_axis(patch):
-    """The grid of scales read column by column."""
+    """Reads the grid of scales column by column."""
     right = dequantize._spread
 
     def wrong(values, *where):
@@ -233,7 +234,7 @@ def other_axis(patch):
 
 
 def fold(patch):
-    """The global scale into those of E4M3."""
+    """Multiplies the global scale into the E4M3 scales."""
 
     def wrong(scheme, arrays, dtype):
         if "global_scale" in arrays:
@@ -259,7 +260,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_planted_mistakes_are_found(plain, tmp_path, monkeypatch, mistake):
+def test_planted_bugs_are_found(plain, tmp_path, monkeypatch, mistake):
     spelling, plant = MISTAKES[mistake]
     exact = write(plain("llama"), tmp_path / "in", spelling)
     path = dequantized(plain("llama"), tmp_path / "out", exact, np.dtype(BF16))
@@ -271,7 +272,7 @@ def test_planted_mistakes_are_found(plain, tmp_path, monkeypatch, mistake):
 
 
 def test_what_is_quantized(plain, tmp_path):
-    """The writer's pattern fits most of each model's matrices."""
+    """The writer's pattern matches most of each model's matrices."""
     for name in MODELS:
         names = [
             n.removesuffix(".weight")

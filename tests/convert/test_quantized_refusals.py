@@ -1,4 +1,5 @@
-"""Bad or unknown quantized checkpoints: one line with file and tensor or field."""
+"""Test that invalid quantized checkpoints raise one line with file and tensor or
+field."""
 
 import json
 import shutil
@@ -18,7 +19,7 @@ UP = "model.layers.0.mlp.up_proj"
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
-    """A function: a spelling -> a tiny Llama in it."""
+    """Returns a function: a quantization format -> a tiny Llama in it."""
     root = tmp_path_factory.mktemp("quantized")
 
     def make(spelling):
@@ -41,7 +42,7 @@ def tensors(change):
 
 
 def put(word, value):
-    """A tensor of a layer in another's place."""
+    """Puts a tensor of a layer in the place of another."""
     return tensors(lambda t: t.update({f"{UP}.{word}": np.array(value, order="C")}))
 
 
@@ -153,7 +154,7 @@ REFUSALS = {
     "ue8m0": (BLOCK, config(scale_fmt="ue8m0"), ["scale_fmt", "ue8m0"]),
     "odd block": (BLOCK, config(weight_block_size=[0, 4]), ["weight_block_size"]),
     "pickled": (F8, pickled, ["pytorch_model.bin", "safetensors files only"]),
-    # Tensors and what the config says of them
+    # Tensors that contradict the config
     "ignored": (F4, config(ignore=["*.up_proj"]), [f"{UP}.weight", "not quantized"]),
     "ignored by ct": (CT, config(ignore=[UP]), [f"{UP}.weight_packed", "not quant"]),
     "ignored by fp8": (
@@ -268,7 +269,7 @@ ODD = [-1, 7, 1.5, 1e308, "x", "", [-1], ["x"], {"a": 1}, True, None, []]
 
 @pytest.mark.parametrize("spelling", [F4, "modelopt mixed", CT, PACK, BLOCK])
 def test_odd_fields_never_crash(quantized, tmp_path, spelling):
-    """Any field with any value: refused in one line, or of no consequence."""
+    """Any field with any value: an error of one line, or no effect."""
     shutil.copytree(quantized(spelling), tmp_path / "in")
     file = tmp_path / "in" / "config.json"
     values, refused = json.loads(file.read_text()), 0
@@ -295,7 +296,7 @@ def test_odd_fields_never_crash(quantized, tmp_path, spelling):
 
 
 def test_bytes_cut_off_after_the_listing(quantized, tmp_path, monkeypatch):
-    """What safetensors does not read for us is checked here."""
+    """Data that safetensors does not read is checked here."""
     from stree_jax.convert import quantized as module
     from stree_jax.convert.checkpoint_files import CheckpointFiles
     from stree_jax.convert.source import open_source

@@ -1,4 +1,5 @@
-"""Bad checkpoints: one line names file and field or tensor; nothing is left behind."""
+"""Test that invalid checkpoints raise one line with file and field, and leave no
+files."""
 
 import json
 import math
@@ -63,7 +64,7 @@ def huge_header(directory):
 
 
 def shards_at(name):
-    """An index that points outside the directory, or at nothing."""
+    """Writes an index that points outside the directory, or to a missing file."""
 
     def change(directory):
         (directory / "model.safetensors").rename(directory.parent / "loot.safetensors")
@@ -74,7 +75,7 @@ def shards_at(name):
 
 
 def index_of_more(directory):
-    """An index that names a tensor which its shard has not."""
+    """Writes an index with a tensor that is missing in its shard."""
     file = directory / "model.safetensors"
     weight_map = dict.fromkeys(["extra.weight", *load_file(file)], "a.safetensors")
     file.rename(directory / "a.safetensors")
@@ -83,7 +84,7 @@ def index_of_more(directory):
 
 
 class Touch:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file):
         self.file = file
@@ -98,7 +99,7 @@ def pickle_code(directory):
 
 
 def hollow_tensor(directory):
-    """A huge table that is one number seen a hundred million times."""
+    """Returns a huge tensor that is one number, expanded a hundred million times."""
 
     def change(tensors):
         tensors["backbone.embedding.weight"] = torch.zeros(1).expand(1 << 22, 24)
@@ -156,7 +157,7 @@ REFUSALS = {
     "experts": (
         "granite",
         config_with(num_local_experts=4, num_experts_per_tok=5),
-        ["config.json", "moe: 5 experts a token from"],
+        ["config.json", "moe: cannot choose 5 experts per token from"],
     ),
     "quantized": (
         "llama",
@@ -277,7 +278,7 @@ ODD_VALUES = [-1, 7, 1.5, 1e308, 1 << 63, math.nan, "x", [-1], {"a": 1}, True]
 
 @pytest.mark.parametrize("name", ["mamba2", "llama", "granite", "options"])
 def test_odd_fields_never_crash(source, tmp_path, name):
-    """Any field with any value: refused in one line, or of no consequence."""
+    """Any field with any value: an error of one line, or no effect."""
     shutil.copytree(source(name), tmp_path / name)
     file = tmp_path / name / "config.json"
     opened = open_source(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Checksums of our own directories, and pipes in the place of files."""
+"""Test checksums of directories in our own format, and pipes in place of files."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ def foreign(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(foreign, tmp_path_factory):
-    """A directory of ours; never to be changed."""
+    """Returns a directory in our own format, which tests must not change."""
     directory = tmp_path_factory.mktemp("own") / "model"
     convert(foreign, directory)
     return directory
@@ -77,16 +77,14 @@ def refusal(directory, call=stree_jax.load):
     return str(caught.value)
 
 
-DAMAGED = (
-    "damaged: its checksum is not the one in config.json; copy or convert it again"
-)
+DAMAGED = "damaged: its checksum does not match config.json; copy or convert it again"
 
 
 # Checksums
 
 
 def test_entries_are_what_sha256sum_prints(written, tmp_path):
-    """Of every file of params/ and of the tokenizer, by convert and by save."""
+    """For every file of params/ and the tokenizer, by convert and by save."""
     stree_jax.save(stree_jax.load(written), tmp_path / "saved")
     for directory in (written, tmp_path / "saved"):
         values = config_of(directory)
@@ -108,7 +106,7 @@ def test_entries_are_what_sha256sum_prints(written, tmp_path):
 
 
 def test_every_flip_is_refused_before_orbax(own, monkeypatch, capfd):
-    """First, last and random bytes of every file, in one line that names it."""
+    """First, last and random bytes of every file: one line with the file."""
     monkeypatch.setattr(orbax.checkpoint, "StandardCheckpointer", None)
     rng = random.Random(0)
     for file in [*params_of(own), own / "tokenizer.json"]:
@@ -141,13 +139,13 @@ def test_the_command_says_one_line(own, tmp_path, capfd):
 
 
 def test_no_progress_bar_in_a_pipe(foreign, tmp_path, capfd):
-    """So that a refusal is one line of a log, at whatever point it comes."""
+    """So an error is one line of a log, whenever it occurs."""
     assert cli.main(["convert", str(foreign), str(tmp_path / "own")]) == 0
     assert capfd.readouterr() == ("", f"wrote {tmp_path / 'own'}\n")
 
 
-def test_sizes_go_first(own):
-    """A half-copied directory is told without reading what is there of it."""
+def test_sizes_are_checked_first(own):
+    """A partial copy is detected without reading its files."""
     last = params_of(own)[-1]
     flip(params_of(own)[0], 0)
     last.write_bytes(last.read_bytes() + b"x")
@@ -166,13 +164,13 @@ def test_tokenizer_is_covered_and_templates_are_not(own):
 
 
 def test_another_valid_number_in_the_config(own):
-    """Of the right type and no parameter's shape: only a checksum can tell."""
+    """A valid number that is in no parameter's shape: only a checksum detects it."""
     edit_config(own, lambda v: v["model"].update(norm_eps=1e-2))
     file = own / "config.json"
     for call in (stree_jax.load, info):
         assert refusal(own, call) == (
-            f"{file}: damaged: its checksum is not that of its fields; copy or convert "
-            'it again, or remove "checksum" if the change is yours'
+            f"{file}: damaged: its checksum does not match its fields; copy or convert "
+            'it again, or remove "checksum" if you edited the file'
         )
     edit_config(own, lambda v: v.pop("checksum"))
     assert stree_jax.load(own).config.norm_eps == 1e-2
@@ -235,7 +233,7 @@ def test_a_failing_checksum_leaves_nothing(foreign, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# Pipes: whoever opens one to read it waits for ever
+# Pipes, which block whoever opens them for reading
 
 
 def test_pipes_in_place_of_our_files(own):
@@ -260,7 +258,7 @@ UNREAD = "pytorch_model.bin model.safetensors.index.json zzz.safetensors"
 
 @pytest.mark.parametrize("name", f"{NAMES} {BESIDE} {UNREAD}".split())
 def test_pipes_in_place_of_others(foreign, tmp_path, name):
-    """Refused where the file would be read or kept, and never opened."""
+    """An error if the file would be read or kept; it is never opened."""
     source = shutil.copytree(foreign, tmp_path / "source")
     (source / name).unlink(missing_ok=True)
     os.mkfifo(source / name)

@@ -1,4 +1,4 @@
-"""Conversion: its memory and disk, the weights it warns of, and --verify."""
+"""Test conversion: memory and disk use, warnings about weights, and --verify."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A function: the name of a case -> a new copy of its directory."""
+    """Returns a function: name of a case -> a new copy of its directory."""
     root = tmp_path_factory.mktemp("sources")
     count = 0
 
@@ -40,7 +40,7 @@ def source(tmp_path_factory):
 
 
 def edit(directory, change):
-    """Apply `change` to the tensors of a checkpoint, in place."""
+    """Applies `change` to the tensors of a checkpoint, in place."""
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -55,7 +55,7 @@ def run(capsys, *args):
 
 
 @pytest.mark.parametrize("command", ["convert", "export"])
-def test_a_full_disk_is_told_first(source, tmp_path, monkeypatch, command):
+def test_a_full_disk_is_reported_first(source, tmp_path, monkeypatch, command):
     src, asked = source("mamba2"), []
     model = stree_jax.load(src)
 
@@ -71,14 +71,14 @@ def test_a_full_disk_is_told_first(source, tmp_path, monkeypatch, command):
         else:
             export_hf(model.config, model.params, None, tmp_path / "full")
     assert str(caught.value) == (
-        f"{tmp_path / 'full'}: needs 0.07 GB on the disk, where 0.01 GB are free"
+        f"{tmp_path / 'full'}: needs 0.07 GB of disk space, but only 0.01 GB are free"
     )
     assert asked == [tmp_path] and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_need_follows_the_dtype(source, tmp_path, monkeypatch, dtype):
-    """The parameters in the new dtype, a hundredth of them, and the margin."""
+    """The parameters in the new dtype, 1 % of them, and the margin."""
     model = stree_jax.load(source("mamba2"), dtype=dtype)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     need = int(1.01 * size) + store.SPACE_MARGIN
@@ -86,7 +86,7 @@ def test_need_follows_the_dtype(source, tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, need))
     store.check_space(*arguments)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, need - 1))
-    with pytest.raises(CheckpointError, match="new: needs 0.07 GB on the disk"):
+    with pytest.raises(CheckpointError, match="new: needs 0.07 GB of disk space"):
         store.check_space(*arguments)
 
 
@@ -94,7 +94,7 @@ def test_need_follows_the_dtype(source, tmp_path, monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_weight_that_is_not_finite_is_told(source, tmp_path, value):
+def test_a_weight_that_is_not_finite_is_reported(source, tmp_path, value):
     src, name = source("llama"), "model.layers.1.self_attn.k_proj.weight"
 
     def change(tensors):
@@ -120,7 +120,7 @@ def test_the_warning_is_one_line_of_the_command(source, tmp_path, capsys):
     assert "model.safetensors: backbone.norm_f.weight holds NaN" in lines[0]
 
 
-def test_a_cast_that_overflows_is_told(source, tmp_path):
+def test_a_cast_that_overflows_is_reported(source, tmp_path):
     src = source("llama")
     edit(src, lambda tensors: tensors["model.norm.weight"].fill_(3.4e38))
     convert_checkpoint(src, tmp_path / "float32", progress=False)
@@ -156,7 +156,7 @@ def test_verify_finds_the_logits_equal(source, tmp_path, capsys, name, options):
 
 
 def verified(err):
-    """The words and the three numbers of the last line."""
+    """Returns the words and the three numbers of the last line."""
     told, rest = err.splitlines()[-1].split(": ", 1)
     absolute, rest = rest.split(", of the largest of ")
     largest, relative = rest.split(": ")
@@ -217,7 +217,7 @@ def test_verify_without_a_package_says_so_first(
 
 
 def test_verify_wants_every_weight_in_the_source(source, tmp_path):
-    """What transformers would fill with random numbers is not compared."""
+    """Weights that transformers would fill with random numbers are not compared."""
     src = source("mamba2")
     convert_checkpoint(src, tmp_path / "ours", progress=False)
     name = "backbone.layers.0.mixer.dt_bias"
@@ -250,7 +250,7 @@ print(peak() - before)
 
 
 def nvfp4(layer, generator):
-    """A layer with other numbers in the place of its matrices."""
+    """Replaces the matrices of a layer by other numbers."""
     for name in [name for name, tensor in layer.items() if tensor.ndim == 2]:
         rows, columns = layer[name].shape
         sizes = {"weight": (rows, columns // 2), "weight_scale": (rows, columns // 16)}
@@ -266,7 +266,7 @@ def nvfp4(layer, generator):
 
 
 def write_large(directory, layers, dtype, suffix, quantized=False):
-    """A Llama with a shard for every layer; returns the number of its weights."""
+    """Writes a Llama with a shard per layer; returns the number of its weights."""
     d, hidden, vocab = 768, 3072, 64
     config = {
         "model_type": "llama",
@@ -329,7 +329,7 @@ def write_large(directory, layers, dtype, suffix, quantized=False):
     ],
 )
 def test_memory(tmp_path, dtype, suffix, layers, quantized):
-    """The parameters in bfloat16 once, and what does not grow with the model.
+    """The parameters in bfloat16 once, and a constant amount.
 
     A second copy, made by the writer or of the mapped files, would be over the limit.
     """

@@ -1,4 +1,4 @@
-"""Logits equal those of other implementations on the same checkpoint: <= 1e-4.
+"""Test that logits equal those of other implementations within 1e-4.
 
 Whole sequences (one that crosses chunk boundaries), token by token, and every path of
 random trees below a prefix. transformers 5.23 ignores `time_step_limit` in single-token
@@ -28,7 +28,7 @@ LIMIT = 1e-4
 
 @pytest.fixture(scope="module", params=[*HF_CASES, *NATIVE_CASES, "mambainllama"])
 def pair(request, tmp_path_factory):
-    """Our model and a function tokens [T] -> logits [T, V] of the other."""
+    """Returns our model, and the other's function tokens [T] -> logits [T, V]."""
     directory = tmp_path_factory.mktemp("checkpoint") / request.param
     if request.param in HF_CASES:
         other = HF_CASES[request.param]()
@@ -118,14 +118,14 @@ def test_greedy_text(pair):
     tree = stree_jax.generate(
         model, [prompt], max_new_tokens=12, stop_tokens=(), drafter=model, tree="D"
     )
-    # Causal: each row is the other's choice after the tokens before it.
+    # Causal: each row is the other's argmax after the tokens before it.
     rows = logits(np.array(prompt + plain.tokens[0]))[5:-1, : model.config.num_tokens]
     assert plain.tokens[0] == tree.tokens[0] == rows.argmax(axis=-1).tolist()
 
 
 @pytest.mark.parametrize("make", [nemotron, zamba])
 def test_the_floor_of_dt_is_an_option(make, tmp_path):
-    """transformers 5.23 puts `time_step_min` in place of `time_step_limit`."""
+    """transformers 5.23 uses `time_step_min` instead of `time_step_limit`."""
     other = make(time_step_min=0.3)
     other.save_pretrained(tmp_path / "source")
     tokens = tokens_of(1, 20)

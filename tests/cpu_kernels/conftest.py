@@ -1,4 +1,4 @@
-"""Which instructions a program has is settled when it is traced: none is kept."""
+"""Clears JAX's caches, because a program's instructions are fixed when it is traced."""
 
 import jax
 import pytest
@@ -14,7 +14,7 @@ def programs_of_one_test():
 
 @pytest.fixture
 def both(monkeypatch):
-    """What a function gives with the kernels and without, after one another."""
+    """Returns a function's results with the kernels and without them."""
 
     def run(function, *args):
         outs = []

@@ -1,4 +1,4 @@
-"""The compiled attention against float64, and which bits it has."""
+"""Test the compiled attention against float64, and its reproducibility."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ SCALE = 0.3
 
 
 class Shape(NamedTuple):
-    """Rows, nodes, heads of keys, queries a head, channels, capacity, lengths."""
+    """Batch rows, nodes, KV heads, queries per KV head, channels, capacity, lengths."""
 
     batch: int
     T: int
@@ -66,8 +66,8 @@ def native(*args):
 @each_level
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_it_is_softmax_over_the_path(shape, dtype, level, monkeypatch):
-    """Weights stay float32; of bfloat16 the queries are rounded, and nothing else."""
+def test_it_computes_softmax_over_the_path(shape, dtype, level, monkeypatch):
+    """Weights stay float32; with a bfloat16 cache only the queries are rounded."""
     use(monkeypatch, level)
     args = case(shape, dtype)
     q = args[0].astype(dtype).astype(jnp.float32)
@@ -75,8 +75,8 @@ def test_it_is_softmax_over_the_path(shape, dtype, level, monkeypatch):
     assert_near(jax.jit(native)(*args), wanted, OP_TOLERANCE["float32"])
 
 
-def test_large_scores_and_rows_that_see_nothing():
-    """The largest score is taken away first; a query of no key gets zeros."""
+def test_large_scores_and_fully_masked_rows():
+    """The largest score is subtracted first; a query without any key gets zeros."""
     args = case(SHAPES["turned keys"])
     large = args[0] * 1e4, *args[1:]
     wanted = attend_tree(*(np.asarray(z) for z in large), SCALE)
@@ -88,8 +88,8 @@ def test_large_scores_and_rows_that_see_nothing():
 
 @each_level
 @pytest.mark.parametrize("name", ["few queries", "turned keys", "parts"])
-def test_bits_of_a_row_and_of_a_capacity(name, level, monkeypatch):
-    """The same alone as in a batch, and with a larger cache, whatever lies there."""
+def test_results_do_not_depend_on_batch_or_capacity(name, level, monkeypatch):
+    """Bitwise equal alone and in a batch, and with a larger cache of any content."""
     use(monkeypatch, level)
     args = case(SHAPES[name], "bfloat16")
     run = jax.jit(native)
@@ -105,9 +105,9 @@ def test_bits_of_a_row_and_of_a_capacity(name, level, monkeypatch):
 
 
 @each_level
-def test_bits_of_a_query_among_many(level, monkeypatch):
-    """The same in a wide tree as in a narrower one whose nodes it sees all; of up to
-    six queries (two nodes of three) as of one."""
+def test_results_do_not_depend_on_other_queries(level, monkeypatch):
+    """Bitwise equal in a wide tree and in a narrower one with the same visible nodes;
+    and with up to six queries (two nodes of three) and with one."""
     use(monkeypatch, level)
     q, k, v, *caches, length, mask = case(SHAPES["several tiles"])
     run = jax.jit(native)
@@ -123,8 +123,8 @@ def test_bits_of_a_query_among_many(level, monkeypatch):
     np.testing.assert_array_equal(one, two[:, :1])
 
 
-def test_bits_do_not_depend_on_who_shares_the_work():
-    """A long text's parts are done by several threads for one row, by one for many."""
+def test_results_do_not_depend_on_threads():
+    """Several threads share a long text of one row; for many rows one thread has it."""
     shape = SHAPES["parts"]._replace(batch=1, lengths=(2500,))
     one = case(shape)
     many = tuple(jnp.concatenate([z] * 64) for z in one)
@@ -134,7 +134,7 @@ def test_bits_do_not_depend_on_who_shares_the_work():
         np.testing.assert_array_equal(y, alone[0])
 
 
-def test_mapped_rows_are_rows_of_the_batch():
+def test_vmap_adds_rows_to_the_batch():
     args = case(SHAPES["few queries"])
     mapped = jax.jit(jax.vmap(lambda q: native(q, *args[1:])))
     q = jnp.stack([args[0], -args[0]])
@@ -142,8 +142,8 @@ def test_mapped_rows_are_rows_of_the_batch():
     np.testing.assert_array_equal(mapped(q)[1], jax.jit(native)(-args[0], *args[1:]))
 
 
-def test_no_program_holds_scores_of_a_text(optimised):
-    """Whatever the length: XLA has no temporary, the kernel a part a thread."""
+def test_no_buffer_for_all_scores(optimised):
+    """For any length XLA has no temporary, and the kernel one part per thread."""
     shape = Shape(1, 16, 2, 3, 64, 65536, (65536,))
     args = case(shape)
     held = jax.jit(native).lower(*args).compile().memory_analysis()
@@ -151,7 +151,7 @@ def test_no_program_holds_scores_of_a_text(optimised):
     assert "stree_attention" in jax.jit(native).lower(*args).as_text()
 
 
-def test_what_it_does_not_take_is_refused_by_name_and_left_to_xla_otherwise():
+def test_unsupported_arguments_raise_if_requested_and_use_xla_otherwise():
     *arrays, length, mask = case(SHAPES["few queries"])
     empty = [z[:, :, :0] for z in arrays[3:]]
     args = *arrays[:3], *empty, length * 0, mask
@@ -163,8 +163,8 @@ def test_what_it_does_not_take_is_refused_by_name_and_left_to_xla_otherwise():
 
 @each_level
 @pytest.mark.parametrize("name", ["one query", "turned keys", "parts"])
-def test_what_is_no_number_is_not_hidden(name, level, monkeypatch):
-    """A query that is none, and a cache of keys that are none."""
+def test_nan_is_not_hidden(name, level, monkeypatch):
+    """With a query of NaN, and with a cache of NaN keys."""
     use(monkeypatch, level)
     q, k, v, k_cache, *rest = case(SHAPES[name])
     out = np.asarray(jax.jit(native)(q.at[0, 0, 0].set(np.nan), k, v, k_cache, *rest))

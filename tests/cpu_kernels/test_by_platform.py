@@ -1,4 +1,4 @@
-"""A function chosen for the platform of its program, and traced for no other."""
+"""Test `by_platform`: it traces only the function for the program's platform."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ SCALE = 3.0
 
 
 class Ways:
-    """Functions of (x, (y, None), scale), and a list of those that were traced."""
+    """Functions of (x, (y, None), scale), and a list of those that have been traced."""
 
     def __init__(self):
         self.traced = []
@@ -39,7 +39,7 @@ def wanted(x, y, plus):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_the_platforms_function_is_lowered(platform):
+def test_the_function_for_the_platform_is_lowered(platform):
     ways = Ways()
     traced = jax.jit(ways).trace(X, X)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -59,13 +59,13 @@ def test_in_a_program_and_outside():
     assert set(ways.traced) == {"cpu"}
 
 
-def test_shapes_are_the_definitions_where_a_cpu_has_none():
+def test_shapes_come_from_the_default_without_a_cpu_function():
     add = partial(by_platform, default=jnp.add, cuda=jnp.subtract)
     assert jax.eval_shape(add, X, X).shape == X.shape
     np.testing.assert_array_equal(jax.jit(add)(X, X), 2 * X)
 
 
-def test_a_program_for_two_platforms_has_both():
+def test_a_program_for_two_platforms_has_both_functions():
     if jax.__version_info__ >= (0, 11):
         pytest.skip("from jax 0.11 on the exporter wants a device of each kind")
     ways = Ways()
@@ -74,7 +74,7 @@ def test_a_program_for_two_platforms_has_both():
     np.testing.assert_array_equal(exported.call(X, X)[0]["sum"], wanted(X, X, 20.0))
 
 
-def test_mapped():
+def test_vmap():
     both = jax.vmap(Ways(), (1, None), 1)(jnp.stack([X, 5 * X], axis=1), X)
     got = both[0]["sum"]
     np.testing.assert_array_equal(got[:, 0], wanted(X, X, 20.0))
@@ -82,8 +82,8 @@ def test_mapped():
 
 
 @pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])
-def test_derivatives_are_the_definitions(derivative):
-    """The values that come with them are the platform's."""
+def test_derivatives_come_from_the_default(derivative):
+    """The values still come from the platform's function."""
 
     def run(x):
         return by_platform(
@@ -95,9 +95,9 @@ def test_derivatives_are_the_definitions(derivative):
     assert_near(value, (X**2).sum(), 1e-6)
 
 
-def test_where_it_is_checked_what_varies():
-    """Inside a user's own `shard_map` it is an operation as others: of one device's
-    rows and of weights that all have, whose derivative is a sum over devices."""
+def test_inside_shard_map_with_checks():
+    """Inside a user's `shard_map` it behaves like other operations: on one device's
+    rows and on replicated weights, whose derivative is a sum over devices."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, weight = jax.P("rows"), jnp.ones((4, 3))
 
@@ -116,6 +116,6 @@ def test_where_it_is_checked_what_varies():
 
 
 def test_python_numbers_stay_weak():
-    """Beside bfloat16 a number of Python's has no dtype of its own."""
+    """A Python number does not change the dtype of a bfloat16 result."""
     out = by_platform(X.astype(jnp.bfloat16), 0.5, default=jnp.multiply)
     assert out.dtype == jnp.bfloat16

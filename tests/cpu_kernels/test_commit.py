@@ -1,4 +1,4 @@
-"""An accepted path is written into windows and caches in C++ as in JAX."""
+"""Test that the kernels write accepted paths to windows and caches as JAX does."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def numbers(rng, dtype, *shape):
 
 
 def paths(rng):
-    """Of every length, some of none and some of all entries."""
+    """Returns paths of every length, including 0 and all entries."""
     path = np.sort(rng.integers(0, T, (ROWS, M)), axis=1)
     length = np.array([0, M, *rng.integers(0, M + 1, ROWS - 2)])
     return jnp.asarray(path, jnp.int32), jnp.asarray(length, jnp.int32)
@@ -33,7 +33,7 @@ def paths(rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("taps", [2, 4, 9])
 def test_windows(rng, taps, dtype, both):
-    """Also longer than the path."""
+    """Windows may be longer than the path."""
     window0 = numbers(rng, dtype, ROWS, taps - 1, CHANNELS)
     u, (path, length) = numbers(rng, dtype, ROWS, T, CHANNELS), paths(rng)
     assert in_place(commit_window, window0, u, path, length) == 1
@@ -47,7 +47,7 @@ def test_windows(rng, taps, dtype, both):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_caches(rng, dtype, both):
-    """From any row on that leaves the path room, up to the last one."""
+    """The path may begin at any row that leaves enough space."""
     bits = jnp.uint16 if dtype == jnp.bfloat16 else dtype
     shape = ROWS, HEADS, ROOM, WIDTH
     caches = tuple(numbers(rng, dtype, *shape).view(bits) for _ in range(2))
@@ -68,8 +68,8 @@ def test_caches(rng, dtype, both):
             np.testing.assert_array_equal(got, wanted)
 
 
-def test_who_wants_the_old_ones_has_them(rng):
-    """They are written in place, where nobody does."""
+def test_old_arrays_survive_if_they_are_still_used(rng):
+    """Otherwise they are updated in place."""
     window0, u = (numbers(rng, jnp.float32, ROWS, n, CHANNELS) for n in (3, T))
     path, length = paths(rng)
     twice = jax.jit(lambda *z: (commit_window(*z), z[0] + 0))
@@ -79,8 +79,8 @@ def test_who_wants_the_old_ones_has_them(rng):
     assert not np.array_equal(new, old)
 
 
-def test_mapped(rng):
-    """More rows of one call."""
+def test_vmap(rng):
+    """`jax.vmap` adds rows to one call."""
     window0, u = (numbers(rng, jnp.float32, 2, ROWS, n, CHANNELS) for n in (3, T))
     path, length = paths(rng)
     mapped = jax.jit(jax.vmap(commit_window, (0, 0, None, None)))
@@ -90,8 +90,8 @@ def test_mapped(rng):
         np.testing.assert_array_equal(mapped(window0, u, path, length)[one], wanted)
 
 
-def test_what_does_not_fit_is_refused(rng):
-    """Nothing is written outside of an array."""
+def test_wrong_shapes_raise(rng):
+    """Nothing is written outside an array."""
     cache, start = numbers(rng, jnp.float32, 2, HEADS, ROOM, WIDTH), jnp.zeros(2, int)
     path = jnp.zeros((2, M), jnp.int32)
     for shape in (
@@ -100,12 +100,12 @@ def test_what_does_not_fit_is_refused(rng):
         (3, T, HEADS, WIDTH),
     ):
         rows = numbers(rng, jnp.float32, *shape)
-        with pytest.raises(Exception, match="as many heads as the caches"):
+        with pytest.raises(Exception, match="heads and head size of the caches"):
             jax.jit(append_both)(
                 (cache,) * 2, (rows,) * 2, path, start.astype(jnp.int32)
             )
     window0, u = (numbers(rng, jnp.float32, 2, n, CHANNELS) for n in (3, T))
-    with pytest.raises(Exception, match="inputs as they are in the window"):
+    with pytest.raises(Exception, match="the window's dtype and channels"):
         jax.jit(commit_window)(window0, u[:, :, 1:], path, path[:, 0])
-    with pytest.raises(Exception, match="inputs as they are in the window"):
+    with pytest.raises(Exception, match="the window's dtype and channels"):
         jax.jit(commit_window)(window0, u, path[:1], path[:1, 0])

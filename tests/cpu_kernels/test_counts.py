@@ -1,5 +1,4 @@
-"""Rows behind those that are tokens: nothing is computed of them, and nothing of what
-they hold comes into others."""
+"""Test that kernels skip padding rows, which do not affect other rows."""
 
 from functools import partial
 
@@ -28,28 +27,28 @@ def some(rng, *shape):
 
 
 def functions(rng):
-    """What takes rows [B, T, ..] and counts, by name."""
+    """Returns functions of rows [B, T, ..] and valid counts, by name."""
     weight, scale = some(rng, 40, D), some(rng, D)
     config = AttentionConfig(2, 1, 6, rope=Rope(theta=20.0, dim=4))
 
-    def heads(x, live):
+    def heads(x, valid_count):
         place = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], x.shape[:2])
         turns = angles(place, config.rope)
-        return cut_heads(x, *turns, live, config=config, dtype=jnp.bfloat16)
+        return cut_heads(x, *turns, valid_count, config=config, dtype=jnp.bfloat16)
 
     made = {
-        "norm": lambda x, live: scaled_rms_norm(x, scale, ScaledNorm(1e-5), live),
-        "gate": lambda x, live: activate_gated(x, "silu", 0.5, live),
+        "norm": lambda x, count: scaled_rms_norm(x, scale, ScaledNorm(1e-5), count),
+        "gate": lambda x, valid_count: activate_gated(x, "silu", 0.5, valid_count),
         "heads": heads,
     }
     for kind in (weight, weight.astype(jnp.bfloat16), quantize(weight)):
         name = f"linear {getattr(kind, 'dtype', 'int8')}"
-        made[name] = lambda x, live, kind=kind: linear(x, kind, live=live)
+        made[name] = lambda x, count, kind=kind: linear(x, kind, valid_count=count)
     return made
 
 
 @each_level
-def test_rows_that_count_are_as_if_alone(level, monkeypatch):
+def test_valid_rows_do_not_depend_on_padding(level, monkeypatch):
     use(monkeypatch, level)
     rng = np.random.default_rng(0)
     for name, function in functions(rng).items():
@@ -64,7 +63,7 @@ def test_rows_that_count_are_as_if_alone(level, monkeypatch):
                 np.testing.assert_array_equal(mine[real], other[real], err_msg=name)
 
 
-def test_keys_behind_them_are_0():
+def test_keys_of_padding_are_0():
     rng = np.random.default_rng(1)
     run, counts = jax.jit(functions(rng)["heads"]), jnp.asarray([2, 4], jnp.int32)
     _, k, v = run(jnp.full((2, T, D), jnp.nan), counts)
@@ -72,7 +71,7 @@ def test_keys_behind_them_are_0():
         assert (z[0, 2:] == 0).all() and (z[1, 4:] == 0).all()
 
 
-def test_counts_may_be_mapped():
+def test_vmap_over_counts():
     rng = np.random.default_rng(2)
     x, counts = some(rng, 3, 2, T, D), jnp.asarray([[1, 5], [0, 3], [4, 2]], jnp.int32)
     real = np.arange(T) < np.asarray(counts)[..., None]
@@ -83,7 +82,7 @@ def test_counts_may_be_mapped():
             np.testing.assert_array_equal(mine[real], other[real], err_msg=name)
 
 
-def test_other_counts_than_rows_are_refused():
+def test_wrong_numbers_of_counts_raise():
     x, counts = jnp.ones((2, T, D)), jnp.ones((3,), jnp.int32)
     for name, function in functions(np.random.default_rng(3)).items():
         with pytest.raises(jax.errors.JaxRuntimeError, match="want counts"):
@@ -93,8 +92,8 @@ def test_other_counts_than_rows_are_refused():
 
 @each_level
 @pytest.mark.parametrize("size", [1, 7, 16, 131])
-def test_gates_are_the_definitions(level, size, monkeypatch):
-    """To the rounding of an exp and three products, also where silu is nearly 0."""
+def test_gates_match_the_definition(level, size, monkeypatch):
+    """Up to the rounding of an exp and three products, also where silu is nearly 0."""
     rng = np.random.default_rng(size)
     h = 20 * some(rng, 2, 3, 2 * size)
     use(monkeypatch, level)
@@ -109,7 +108,7 @@ def test_gates_are_the_definitions(level, size, monkeypatch):
 
 @pytest.mark.parametrize("rope", [None, Rope(theta=20.0, dim=8), Rope(50.0, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_heads_are_the_definitions(rope, dtype):
+def test_heads_match_the_definition(rope, dtype):
     config = AttentionConfig(3, 2, 8, rope=rope, key_multiplier=0.5)
     rng = np.random.default_rng(4)
     qkv, place = some(rng, 2, T, 7 * 8), jnp.arange(2 * T, dtype=jnp.int32)
@@ -125,7 +124,7 @@ def test_heads_are_the_definitions(rope, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_a_table(dtype):
-    """Also the ones that are not there: from the end, or the nearest, as in JAX."""
+    """Negative ids count from the end and others are clamped, as in JAX."""
     rng = np.random.default_rng(5)
     table = some(rng, 9, 13).astype(dtype)
     ids = jnp.asarray([[0, 8, 3], [-1, -9, 9], [100, -100, 3]], jnp.int32)
@@ -141,7 +140,7 @@ def test_rows_of_a_table(dtype):
     assert of_none.shape == (0, 3, 13)
 
 
-def test_gates_of_other_shapes_are_left_to_xla():
+def test_unsupported_gates_use_xla():
     h, options = jnp.ones((4,)), dict(name="silu", multiplier=1.0)
     done = _gated(h, None, **options)
     np.testing.assert_array_equal(done, _gated.definition(h, None, **options))

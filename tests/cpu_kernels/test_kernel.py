@@ -1,4 +1,4 @@
-"""Where a program runs the compiled kernels, and where their definitions."""
+"""Test when a program runs the compiled kernels and when their definitions."""
 
 import os
 import subprocess
@@ -30,18 +30,18 @@ def plain(x, weight):
     return jnp.einsum("...k,mk->...m", x, weight, precision="highest")
 
 
-def test_one_cpu_has_the_kernel(monkeypatch):
+def test_programs_for_one_cpu_use_the_kernel(monkeypatch):
     assert CALL in jax.jit(linear).lower(X, WEIGHT).as_text()
     use(monkeypatch, "off")
     assert CALL not in jax.jit(lambda *a: linear(*a)).lower(X, WEIGHT).as_text()
 
 
-def test_outside_of_a_program():
+def test_outside_jit():
     assert_near(linear(X, WEIGHT), plain(X, WEIGHT), 1e-6)
 
 
 @pytest.mark.parametrize("platforms", [["cpu"], ["cpu", "cuda"]])
-def test_what_is_exported_runs_without_kernels(platforms):
+def test_exported_programs_have_no_kernels(platforms):
     if platforms[-1] == "cuda" and jax.__version_info__ >= (0, 11):
         pytest.skip("from jax 0.11 on the exporter wants a device of that kind")
     exported = jax.export.export(jax.jit(linear), platforms=platforms)(X, WEIGHT)
@@ -49,8 +49,8 @@ def test_what_is_exported_runs_without_kernels(platforms):
     assert_near(exported.call(X, WEIGHT), plain(X, WEIGHT), 1e-6)
 
 
-def test_mapped_rows_are_rows_of_one_product():
-    """Mapped weights are left to XLA."""
+def test_vmap_adds_rows_to_one_product():
+    """If `jax.vmap` maps over weights, XLA computes the product."""
     mapped = jax.jit(jax.vmap(linear, (0, None)))
     text = mapped.lower(X.reshape(3, 2, 40), WEIGHT).as_text()
     assert text.count(f"@{CALL}") == 1 and "6x40" in text
@@ -64,7 +64,7 @@ def test_mapped_rows_are_rows_of_one_product():
     assert_near(both(X, weights)[1], 2 * plain(X, WEIGHT), 1e-6)
 
 
-def test_mapped_rows_that_are_too_many_are_left_to_xla():
+def test_too_many_rows_under_vmap_use_xla():
     mapped, x = jax.jit(jax.vmap(linear, (0, None))), jnp.ones((2, 40, 40))
     assert CALL not in mapped.lower(x, WEIGHT).as_text()
     assert_near(mapped(x, WEIGHT)[1], plain(x[1], WEIGHT), 1e-6)
@@ -84,15 +84,15 @@ def test_arguments_are_found_by_name():
     tree = jax.tree.structure(args)
     found = {"first": [0], "second": [1, 2], "second.right": [2], "third": [3]}
     for name, places in found.items():
-        assert function.places(tree, name) == places
+        assert function.leaf_indices(tree, name) == places
     whole = jax.tree.structure(args, is_leaf=lambda z: z is None)
-    assert function.places(whole, "first.right") == [1]
+    assert function.leaf_indices(whole, "first.right") == [1]
     with pytest.raises(AttributeError, match="fourth"):
-        function.places(tree, "fourth")
+        function.leaf_indices(tree, "fourth")
     assert function.__doc__ == "A definition."
 
 
-def test_derivatives_are_the_definitions():
+def test_derivatives_come_from_the_definition():
     def loss(product, x, weight):
         return jnp.sin(product(x, weight)).sum()
 
@@ -164,11 +164,11 @@ def run_code(code, **environment):
     return done.stdout
 
 
-def test_several_devices_have_the_definition():
+def test_programs_for_several_devices_use_the_definition():
     devices = "--xla_force_host_platform_device_count=2"
     run_code(SHARDED, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {devices}")
 
 
-def test_bits_do_not_depend_on_the_number_of_threads():
-    """XLA takes as many as NPROC says."""
+def test_results_do_not_depend_on_the_number_of_threads():
+    """XLA uses NPROC threads."""
     assert run_code(BITS, NPROC="1") == run_code(BITS, NPROC="5")

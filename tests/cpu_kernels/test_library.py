@@ -1,4 +1,4 @@
-"""Loading the compiled kernels, and the variable that restricts them."""
+"""Test loading the compiled kernels, and the variable that restricts them."""
 
 import ctypes
 import platform
@@ -30,7 +30,7 @@ def test_off(monkeypatch):
         assert cpu_kernels.describe() == f"off ({VARIABLE}=off)"
 
 
-# Of `LEVELS`, and what there is besides, by the names that Linux gives them.
+# CPU flags in Linux for each of `LEVELS` and for the extensions.
 FLAGS = {
     "avx2": {"avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
@@ -42,22 +42,22 @@ FLAGS = {
 @built
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="wants an x86 CPU")
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="wants Linux")
-def test_the_machines_instructions_are_found():
-    """Or all tests of more than "portable" would be skipped, and nobody told."""
+def test_the_instructions_of_the_machine_are_found():
+    """Otherwise all tests beyond "portable" would be skipped silently."""
     text = Path("/proc/cpuinfo").read_text()
     flags = set(re.findall(r"^flags\s*: (.*)$", text, re.MULTILINE)[0].split())
     has = {name for name, wanted in FLAGS.items() if wanted <= flags}
     assert INSTRUCTIONS is not None
     best, *more = INSTRUCTIONS
-    # Tiles want the kernel's leave and a new compiler besides, and may be missing.
+    # AMX also needs permission from Linux and a recent compiler, so it may be missing.
     assert best != "amx" or {"amx_tile", "amx_bf16", "amx_int8"} <= flags
     found = [name for name in ("avx2", "avx512") if LEVELS[name] <= LEVELS[best]]
     assert {*found, *more} == (has if "avx512" in has else has & {"avx2"})
 
 
 @built
-def test_all_kernels_are_used_and_all_that_are_used_exist():
-    """A wrong name in a decorator would fail only where the kernel is called."""
+def test_kernels_in_the_library_and_in_decorators_agree():
+    """A wrong name in a decorator would fail only when the kernel is called."""
     (file,) = Path(module.__file__).parent.glob("_native*.so")
     list_kernels = ctypes.CDLL(str(file)).stree_kernels
     list_kernels.restype = ctypes.c_char_p
@@ -78,7 +78,7 @@ def test_the_best_instructions_are_the_default(monkeypatch):
     assert cpu_kernels.level() == 0
 
 
-def test_a_wrong_name_is_refused(monkeypatch, capsys):
+def test_an_unknown_name_raises(monkeypatch, capsys):
     use(monkeypatch, "avx1024")
     with pytest.raises(ValueError, match=f"{VARIABLE}=avx1024: unknown; known are off"):
         cpu_kernels.level()
@@ -91,7 +91,7 @@ def test_a_wrong_name_is_refused(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(f"{VARIABLE}=avx1024: unknown")
 
 
-def test_instructions_that_are_not_there_are_refused(monkeypatch):
+def test_missing_instructions_raise(monkeypatch):
     monkeypatch.setattr(module, "library", lambda: Library(("avx2",), None))
     use(monkeypatch, "avx512")
     with pytest.raises(ValueError, match="avx512: this machine has avx2 at most"):
@@ -101,8 +101,8 @@ def test_instructions_that_are_not_there_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("content", [None, b"no library"])
-def test_without_a_library_nothing_breaks(content, tmp_path, monkeypatch):
-    """Not built, or built for another machine: XLA's path, and a reason."""
+def test_everything_works_without_a_library(content, tmp_path, monkeypatch):
+    """Without it, or if it is for another machine, XLA runs and the reason is shown."""
     if content is not None:
         (tmp_path / "_native.abi3.so").write_bytes(content)
     monkeypatch.setattr(module, "__file__", str(tmp_path / "library.py"))

@@ -1,4 +1,4 @@
-"""The compiled mixer against its equations in JAX, and which bits it has."""
+"""Test the compiled mixer against its equations in JAX, and its reproducibility."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -24,7 +24,7 @@ from tests.support.reference import OP_TOLERANCE, assert_near, chain, random_par
 
 pytestmark = built
 BATCH = 2
-# Sizes of no whole vectors, and of whole ones; every option that it takes.
+# Sizes that are whole vectors or not, and all supported options.
 CONFIGS = {
     "plain": MambaConfig(3, 32, 16),
     "norm first": MambaConfig(
@@ -38,7 +38,7 @@ CONFIGS = {
 
 
 class Case(NamedTuple):
-    """What a mixer is given between its projections, all but its config."""
+    """The arguments of a mixer between its projections, without its config."""
 
     zxbcdt: jax.Array
     weights: MixerWeights
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 
 def case(c, T=6, last=6, dtype="float32", seed=0, parents=None):
-    """A tree of T nodes after one of `last`, where paths of 2 and 0 were accepted."""
+    """Returns a tree of T nodes after one of `last`, with accepted paths of 2 and 0."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape, dtype=dtype):
@@ -88,7 +88,7 @@ def case(c, T=6, last=6, dtype="float32", seed=0, parents=None):
 
 
 def replaying(function, c):
-    """Of a case: the last path replayed, a new tree run."""
+    """Replays the last path of a case and runs a new tree."""
 
     @jax.jit
     def run(case):
@@ -100,7 +100,7 @@ def replaying(function, c):
 
 
 def reading(function, c):
-    """Of a case: a tree run from the state as it is, no path before it."""
+    """Runs a tree of a case from its state, without a path to replay."""
 
     @jax.jit
     def run(case):
@@ -111,7 +111,7 @@ def reading(function, c):
 
 
 def adding(function, c, rows):
-    """Of a case: nodes of these rows added to the records of a tree's others."""
+    """Adds nodes at these rows to the records of a tree's other nodes."""
     rows = jnp.array(rows, jnp.int32)
 
     @jax.jit
@@ -125,7 +125,7 @@ def adding(function, c, rows):
 
 
 def agree(ours, wanted, dtype):
-    """In bfloat16 a number that lies between two may be rounded to the other one."""
+    """Asserts equality; in bfloat16 a number may be rounded to either neighbour."""
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
         assert a.dtype == b.dtype
         a, b = (np.asarray(z, np.float32) for z in (a, b))
@@ -138,8 +138,8 @@ def agree(ours, wanted, dtype):
 
 @cache
 def solved(name, dtype):
-    """Cases, and what the equations make of them without any kernel: a tree after one
-    as large and after a smaller one, and nodes added to others."""
+    """Returns cases with the results of the equations without any kernel: a tree after
+    one of the same size and after a smaller one, and nodes added to others."""
     c = CONFIGS[name]
     after = [case(c, last=last, dtype=dtype) for last in (6, 4)]
     added = case(c, dtype=dtype, seed=1)
@@ -154,9 +154,8 @@ ROWS = [1, 4, 6]  # the last is no node
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_reads_plain_text_too(name, dtype):
-    """After a state with nothing to replay; more tokens than a pass reads go by
-    chunks."""
+def test_prefill(name, dtype):
+    """After a state without a pending path; long texts are read in chunks."""
     c = CONFIGS[name]
     texts = {
         T: case(c, T=T, dtype=dtype)._replace(nodes=chain_nodes(BATCH, T, 4))
@@ -174,7 +173,7 @@ def test_it_reads_plain_text_too(name, dtype):
 @each_level
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_is_the_mixers_equations(name, dtype, level, monkeypatch):
+def test_it_matches_the_equations(name, dtype, level, monkeypatch):
     (*after, added), (*wanted, wanted_added) = solved(name, dtype)
     c = CONFIGS[name]
     use(monkeypatch, level)
@@ -190,7 +189,7 @@ def test_it_is_the_mixers_equations(name, dtype, level, monkeypatch):
 
 @each_level
 def test_extreme_steps_and_gates(level, monkeypatch):
-    """Where exp overflows or leaves nothing: softplus, silu, and decays."""
+    """exp overflows or underflows in softplus, silu and decays."""
     use(monkeypatch, level)
     c = CONFIGS["plain"]
     given = case(c)
@@ -200,8 +199,9 @@ def test_extreme_steps_and_gates(level, monkeypatch):
 
 
 @each_level
-def test_bits_of_a_row_and_of_a_node(level, monkeypatch):
-    """The same alone as in a batch; and as the last node as with others after it."""
+def test_results_do_not_depend_on_other_rows_and_nodes(level, monkeypatch):
+    """Bitwise equal alone and in a batch, and as the last node and as an earlier
+    one."""
     use(monkeypatch, level)
     c = CONFIGS["norm first"]
     given = case(c, T=12, dtype="bfloat16", parents=np.stack([chain(12)] * BATCH))
@@ -238,11 +238,11 @@ def test_bits_of_a_row_and_of_a_node(level, monkeypatch):
 @each_level
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_smaller_tree_is_written_over_a_larger_ones_records(
+def test_a_smaller_tree_overwrites_records_of_a_larger_one(
     name, dtype, level, monkeypatch
 ):
-    """The same bits as after a last tree no larger than it; what is behind it stays,
-    whether the arrays are given away or not."""
+    """Bitwise equal to the results after a smaller last tree; records past the new tree
+    stay, whether the arrays are donated or not."""
     use(monkeypatch, level)
     c, T = CONFIGS[name], 6
     given = case(c, T=T, last=9, dtype=dtype)._replace(length=jnp.array([2, 3]))
@@ -271,8 +271,8 @@ def test_a_smaller_tree_is_written_over_a_larger_ones_records(
     assert all(z.is_deleted() for z in jax.tree.leaves(copy))
 
 
-def test_mapped_rows_are_rows_of_the_batch():
-    """Weights for all: the same bits as one by one. Weights each: the equations."""
+def test_vmap_adds_rows_to_the_batch():
+    """With shared weights, bitwise equal to separate calls; else the equations run."""
     c = CONFIGS["plain"]
     first, second = case(c, last=8, seed=0), case(c, last=8, seed=1)
     second = second._replace(weights=first.weights, nodes=first.nodes)
@@ -291,7 +291,7 @@ def test_mapped_rows_are_rows_of_the_batch():
     agree(got, run(turned), "float32")
 
 
-def test_mapped_inputs_share_the_queried_rows():
+def test_vmap_shares_the_queried_rows():
     c = CONFIGS["plain"]
     one = case(c)
     run = adding(mixed, c, [1, 4])
@@ -305,8 +305,8 @@ def test_mapped_inputs_share_the_queried_rows():
 
 
 @pytest.mark.parametrize("T", [32, 8])
-def test_records_and_state_are_changed_in_place_only_where_they_may_be(optimised, T):
-    """In a loop nothing of the records' size is copied; what is read later stays."""
+def test_records_and_state_are_updated_in_place_if_unused(optimised, T):
+    """A loop copies nothing of the records' size; arrays that are read later stay."""
     c = MambaConfig(8, 64, 64)
     given = case(c, T=T, last=32)
     run = replaying(mixed, c)
@@ -340,8 +340,8 @@ def test_records_and_state_are_changed_in_place_only_where_they_may_be(optimised
     jax.tree.map(np.testing.assert_array_equal, once(own, given), kept)
 
 
-def test_what_the_kernel_does_not_take_are_the_equations(monkeypatch):
-    """Repeated heads, norms across heads, baselines' scans, and no kernels at all."""
+def test_unsupported_arguments_use_the_equations(monkeypatch):
+    """Repeated heads, norms across heads, scans of baselines, and no kernels."""
     c = CONFIGS["plain"]
     given = case(c)
 
@@ -358,7 +358,7 @@ def test_what_the_kernel_does_not_take_are_the_equations(monkeypatch):
     assert "stree_mixer" not in text(c, given)
 
 
-def test_a_path_out_of_its_tree_is_refused():
+def test_a_path_outside_its_tree_raises():
     given = case(CONFIGS["plain"])
     wild = given._replace(path=given.path + 1000)
     with pytest.raises(Exception, match="a path leads out of its tree"):
@@ -366,8 +366,8 @@ def test_a_path_out_of_its_tree_is_refused():
 
 
 @pytest.mark.parametrize("name", ["conv_weight", "conv_bias", "norm"])
-def test_weights_of_two_dtypes_are_left_to_the_equations(name):
-    """As where only a model's matrices were made bfloat16."""
+def test_weights_of_two_dtypes_use_the_equations(name):
+    """For example if only a model's matrices are bfloat16."""
     c = CONFIGS["plain"]
     given = case(c)
     other = getattr(given.weights, name).astype(jnp.bfloat16)

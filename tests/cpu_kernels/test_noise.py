@@ -1,4 +1,4 @@
-"""Noise of the compiled kernels is that of `jax.random`, and the best are the best."""
+"""Test that the kernels' noise is that of `jax.random`, and their largest scores."""
 
 from functools import partial
 
@@ -33,8 +33,8 @@ def of_jax(words, numbers, size):
 @each_level
 @pytest.mark.parametrize("size", [1, 16, 47, 20000])  # the last is cut for threads
 @pytest.mark.parametrize("folds", [0, 2])
-def test_noise_is_that_of_jax(level, size, folds, monkeypatch):
-    """Two logarithms round by two units each; the second's, of noise near 0, too."""
+def test_noise_matches_jax(level, size, folds, monkeypatch):
+    """Two logarithms have errors of two units in the last place each."""
     use(monkeypatch, level)
     args = keys_and_numbers(size, folds)
     run = jax.jit(lambda *args: noise(*args, size=size))
@@ -43,7 +43,7 @@ def test_noise_is_that_of_jax(level, size, folds, monkeypatch):
     np.testing.assert_allclose(ours, wanted, rtol=3e-7, atol=6e-7)
 
 
-def test_noise_of_mapped_keys():
+def test_noise_under_vmap():
     words, numbers = keys_and_numbers(3, 1)
     run = jax.jit(jax.vmap(lambda w, n: noise(w[None], n[None], size=33)[0]))
     assert "stree_noise" in run.lower(words, numbers).as_text()
@@ -52,8 +52,8 @@ def test_noise_of_mapped_keys():
 
 @each_level
 @pytest.mark.parametrize("size", [1, 5, 16, 17, 131])
-def test_the_best_are_the_best(level, size, monkeypatch):
-    """Of equals the first, and also where all or nearly all are minus infinity."""
+def test_the_largest_scores(level, size, monkeypatch):
+    """Of equal scores the first; also if all or nearly all are minus infinity."""
     use(monkeypatch, level)
     rng = np.random.default_rng(size)
     scores = (30 * rng.standard_normal((4, 3, size))).round().astype(np.float32)
@@ -73,7 +73,7 @@ def test_the_best_are_the_best(level, size, monkeypatch):
         np.testing.assert_allclose(ours[2], wanted[2], rtol=1e-6, atol=1e-6)
 
 
-def test_one_row_is_left_to_xla():
+def test_one_row_uses_xla():
     scores = jnp.asarray([3.0, 1.0, 3.0])
     best, place, _ = best_scores(scores, count=2)
     np.testing.assert_array_equal(best, [3.0, 3.0])
@@ -82,8 +82,8 @@ def test_one_row_is_left_to_xla():
 
 @each_level
 @pytest.mark.parametrize("size", [2, 16, 131])
-def test_the_best_that_are_drawn(level, size, monkeypatch):
-    """A greedy row without its noise, and rows with one token or none but it left."""
+def test_the_largest_sampled_scores(level, size, monkeypatch):
+    """With a greedy row without noise, and rows with one possible token or none."""
     use(monkeypatch, level)
     rng = np.random.default_rng(size)
     logits = 30 * rng.standard_normal((4, 3, size)).astype(np.float32)
@@ -118,8 +118,9 @@ STRANGE = {
 
 @each_level
 @pytest.mark.parametrize("strange", STRANGE)
-def test_numbers_that_are_not_finite(level, strange, monkeypatch):
-    """NaN comes before all numbers, as in jax.lax.top_k, and makes sums NaN."""
+def test_scores_that_are_not_finite(level, strange, monkeypatch):
+    """NaN counts as larger than all numbers, as in jax.lax.top_k, and makes sums
+    NaN."""
     use(monkeypatch, level)
     scores = np.linspace(-3, 3, 19, dtype=np.float32)[None, None]
     for place, value in STRANGE[strange].items():

@@ -1,4 +1,4 @@
-"""Norms of the compiled kernel against float64, and which bits they have."""
+"""Test the kernel's norms against float64, and their reproducibility."""
 
 import jax
 import jax.export
@@ -32,8 +32,11 @@ def exact(x, scale, eps=EPS):
 
 
 def tolerance(d):
-    """Of d / 16 squares in each of sixteen sums, which the root halves, and of a root,
-    a quotient and two products: each rounds by 2^-24 at most."""
+    """Returns the bound of the relative error.
+
+    Each operation rounds by at most 2^-24: d / 16 squares in each of sixteen sums
+    (their error is halved by the root), a root, a quotient and two products.
+    """
     return ((d / 16 + 6) / 2 + 5) * 2.0**-24
 
 
@@ -58,7 +61,7 @@ def test_rows_of_any_size(dtype):
 
 
 def test_rows_of_any_magnitude():
-    """Ends of float32's range, a row whose squares are all too small, and zeros."""
+    """The ends of float32's range, a row whose squares underflow, and zeros."""
     rng = np.random.default_rng(1)
     magnitudes = np.float32([1e-30, 1e-6, 1.0, 1e6, 1e17, 0.0])[:, None]
     x, scale = some(rng, 6, 96) * magnitudes, some(rng, 96)
@@ -67,7 +70,7 @@ def test_rows_of_any_magnitude():
     assert (y[-1] == 0).all()
 
 
-def test_numbers_that_are_none_stay_in_their_row():
+def test_nan_stays_in_its_row():
     x = np.ones((4, 40), np.float32)
     x[1, 3], x[2, 39] = np.nan, np.inf
     y = np.asarray(run(jnp.asarray(x), jnp.ones((40,))))
@@ -75,7 +78,7 @@ def test_numbers_that_are_none_stay_in_their_row():
 
 
 @pytest.mark.parametrize("rows", [2, 16, 700])  # 700: shared by the threads
-def test_a_row_has_the_same_bits_whatever_stands_beside_it(rows):
+def test_results_do_not_depend_on_other_rows(rows):
     rng = np.random.default_rng(2)
     x, scale = some(rng, rows, 333), some(rng, 333)
     y = np.asarray(run(x, scale))
@@ -85,8 +88,8 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(rows):
         np.testing.assert_array_equal(run(x[i][None, None], scale)[0, 0], y[i])
 
 
-def test_mapped_rows_are_rows_of_one_call():
-    """A mapped scale is left to XLA."""
+def test_vmap_adds_rows_to_one_call():
+    """If `jax.vmap` maps over the scale, XLA computes the norm."""
     rng = np.random.default_rng(3)
     x, scale = some(rng, 3, 2, 4, 24), some(rng, 24)
 
@@ -107,7 +110,7 @@ def test_mapped_rows_are_rows_of_one_call():
     np.testing.assert_allclose(jax.jit(both)(x, scales), wanted, rtol=tolerance(24))
 
 
-def test_derivatives_are_the_definitions():
+def test_derivatives_come_from_the_definition():
     rng = np.random.default_rng(4)
     x, scale, weight = some(rng, 5, 24), some(rng, 24), some(rng, 5, 24)
 
@@ -120,7 +123,7 @@ def test_derivatives_are_the_definitions():
         np.testing.assert_array_equal(derivative, of_definition)
 
 
-def test_models_have_it_where_rows_are_whole(monkeypatch):
+def test_models_use_it_for_whole_rows(monkeypatch):
     rng = np.random.default_rng(5)
     x, z, scale = some(rng, 2, 3, 64), some(rng, 2, 3, 64), some(rng, 64)
 
@@ -143,13 +146,13 @@ def test_models_have_it_where_rows_are_whole(monkeypatch):
     assert CALL not in text_of(gated(2), x)
 
 
-def test_what_is_exported_runs_without_it():
+def test_exported_programs_do_not_use_it():
     x, scale = jnp.ones((3, 8)), jnp.ones((8,))
     exported = jax.export.export(jax.jit(lambda *a: scaled_rms_norm(*a, NORM)))
     assert CALL not in exported(x, scale).mlir_module()
 
 
-def test_other_arrays_are_left_to_xla(monkeypatch):
+def test_unsupported_arrays_use_xla(monkeypatch):
     x, scale = jnp.ones((2, 8)), jnp.ones((8,))
     assert whole_norm.unsupported(x, scale, None, eps=EPS) is None
     assert whole_norm.unsupported(x[:0], scale, None, eps=EPS)

@@ -1,4 +1,4 @@
-"""Weights are moved to large pages where the system has them; their numbers stay."""
+"""Test that weights move to large pages if the system has them, with equal values."""
 
 import platform
 import re
@@ -15,7 +15,7 @@ from stree_jax.cpu_kernels import pages
 
 
 def large_kb(array):
-    """kB on large pages of the mapping that holds the array's middle."""
+    """Returns the kB on large pages in the mapping of the array's middle."""
     middle = array.unsafe_buffer_pointer() + array.nbytes // 2
     holds = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -26,7 +26,7 @@ def large_kb(array):
     raise AssertionError("no mapping holds it")
 
 
-def test_large_arrays_move_and_stay_what_they_are():
+def test_large_arrays_move_and_keep_their_values():
     x = jnp.arange(2**22, dtype=jnp.float32) + 1  # 16 MB
     before, address = np.array(x), x.unsafe_buffer_pointer()
     thread = pages.to_large_pages([x, jnp.zeros(3)])
@@ -40,7 +40,7 @@ def test_large_arrays_move_and_stay_what_they_are():
     assert large_kb(x) >= 12 * 1024  # all but its ends
 
 
-def test_small_arrays_and_systems_without(monkeypatch, tmp_path):
+def test_small_arrays_and_systems_without_large_pages(monkeypatch, tmp_path):
     assert pages.to_large_pages([jnp.zeros(3)]) is None
     large = jnp.zeros(2**20)
     setting = tmp_path / "enabled"

@@ -1,4 +1,4 @@
-"""Products of the compiled kernels against float64, and which bits they have."""
+"""Test the kernels' products against float64, and their reproducibility."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ from tests.support.reference import assert_near
 pytestmark = built
 ROWS = 64
 TOLERANCE = 1e-6  # of float32 sums over k; the largest here is 515
-# k and m: below a step, with a rest, whole blocks, one column, whole tiles.
+# k and m: less than a step, with a remainder, whole blocks, one column, whole tiles.
 SIZES = [(1, 1), (5, 3), (64, 8), (77, 131), (515, 9), (96, 1030), (256, 32)]
-# Columns that share a scale of int8, as a fraction of k; or a dtype.
+# Columns that share an int8 scale, as a fraction of k; or a dtype.
 KINDS = ["float32", "bfloat16", "int8", "int8 groups"]
 
 
@@ -28,7 +28,7 @@ def weight_of(kind, rng, m, k):
 
 
 def exact(x, weight):
-    """x @ weight.T in float64, of what the kernel reads of x."""
+    """Returns x @ weight.T in float64, with x rounded as in the kernel."""
     if isinstance(weight, Quantized):
         groups = weight.scale.shape[1]
         q, scale = (np.asarray(z, np.float64) for z in rounded(x, groups))
@@ -59,7 +59,7 @@ def test_products_of_any_size(level, kind, monkeypatch):
 
 @each_level
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_same_bits_whatever_stands_beside_it(level, kind, monkeypatch):
+def test_results_do_not_depend_on_other_rows(level, kind, monkeypatch):
     use(monkeypatch, level)
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((ROWS, 805)), jnp.float32)
@@ -79,16 +79,14 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(level, kind, monkeypa
 
 @each_level
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_there_are_in_more_room_than_a_product_takes(
-    level, kind, monkeypatch
-):
-    """In room for 144, 81 rows: they have the bits that they have by themselves."""
+def test_more_padded_rows_than_one_product_takes(level, kind, monkeypatch):
+    """81 valid of 144 rows have bitwise the same results as without padding."""
     use(monkeypatch, level)
     rng = np.random.default_rng(6)
     x = jnp.asarray(rng.standard_normal((9, 16, 520)), jnp.float32)
     weight = weight_of(kind, rng, 37, 520)
     count = np.array([16, 0, 1, 16, 5, 16, 2, 16, 9], np.int32)
-    run = jax.jit(lambda x, weight, live: linear(x, weight, live=live))
+    run = jax.jit(lambda x, weight, count: linear(x, weight, valid_count=count))
     y = np.asarray(run(x, weight, jnp.asarray(count)))
     assert "stree_product" in run.lower(x, weight, jnp.asarray(count)).as_text()
     exists = np.arange(16)[None] < count[:, None]
@@ -97,10 +95,10 @@ def test_rows_that_there_are_in_more_room_than_a_product_takes(
     np.testing.assert_array_equal(y[exists], np.concatenate(alone))
 
 
-# Long groups are added up in another way for few rows than for many, and by parts.
+# Long groups are summed by another method for few rows than for many, and in parts.
 @each_level
 @pytest.mark.parametrize(("k", "group"), [(640, 128), (1160, 580), (1100, None)])
-def test_rows_of_long_groups_have_the_same_bits_in_any_number(
+def test_results_of_long_groups_do_not_depend_on_the_number_of_rows(
     level, k, group, monkeypatch
 ):
     use(monkeypatch, level)
@@ -114,7 +112,7 @@ def test_rows_of_long_groups_have_the_same_bits_in_any_number(
         np.testing.assert_array_equal(run(x[-t:], weight), whole[-t:], f"{t} rows")
 
 
-def test_int8_has_the_same_bits_by_dot_products_and_by_tiles(monkeypatch):
+def test_int8_results_are_equal_with_vnni_and_amx(monkeypatch):
     if "amx" not in (INSTRUCTIONS or ()):
         pytest.skip("no amx kernels here")
     rng = np.random.default_rng(8)
@@ -128,8 +126,8 @@ def test_int8_has_the_same_bits_by_dot_products_and_by_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_columns_have_the_same_bits_in_any_part(kind):
-    """Threads take parts of the columns: here a weight alone is one or many parts."""
+def test_results_do_not_depend_on_the_parts_of_columns(kind):
+    """Threads take parts of the columns; here the weight is one part or many."""
     rng = np.random.default_rng(2)
     x = jnp.asarray(rng.standard_normal((9, 640)), jnp.float32)
     weight = weight_of(kind, rng, 1001, 640)
@@ -138,8 +136,8 @@ def test_columns_have_the_same_bits_in_any_part(kind):
     np.testing.assert_array_equal(run(x, weight)[:, 500:507], run(x, few))
 
 
-def test_a_product_is_whole_when_it_is_read():
-    """Its last part may be another thread's: it is waited for, time after time."""
+def test_a_product_is_complete_when_it_is_read():
+    """The call waits for the last part of another thread."""
     rng = np.random.default_rng(4)
     x = jnp.asarray(rng.standard_normal((48, 256)), jnp.float32)
     weight = jnp.asarray(rng.standard_normal((8192, 256)), jnp.float32)
@@ -150,13 +148,13 @@ def test_a_product_is_whole_when_it_is_read():
         np.testing.assert_array_equal(run(x, weight), wanted, f"time {i}")
 
 
-# Weights that are large enough for tiles of AMX, with rests of rows, steps and columns.
+# Weights that are large enough for AMX, with remainders of rows, steps and columns.
 LARGE = [(515, 2041), (800, 1312)]
 
 
 @pytest.mark.parametrize(("k", "m"), LARGE)
 def test_large_weights_in_float32(k, m):
-    """Sums of parts in bfloat16 are as near; bits do not depend on what is beside."""
+    """Sums of bfloat16 parts are as accurate, and do not depend on other rows."""
     rng = np.random.default_rng(k)
     x = jnp.asarray(rng.standard_normal((ROWS, k)), jnp.float32)
     scales = 10.0 ** rng.integers(-6, 6, (m, 1))  # of any size
@@ -170,8 +168,8 @@ def test_large_weights_in_float32(k, m):
     np.testing.assert_array_equal(twice[:, -m:], whole[:5])
 
 
-def test_small_weights_in_float32_do_not_go_through_tiles(monkeypatch):
-    """Their plain steps would take longer, and their bits be others."""
+def test_small_weights_in_float32_do_not_use_amx(monkeypatch):
+    """AMX would be slower, and its results would differ."""
     if "amx" not in (INSTRUCTIONS or ()):
         pytest.skip("no amx kernels here")
     rng = np.random.default_rng(5)
@@ -184,7 +182,7 @@ def test_small_weights_in_float32_do_not_go_through_tiles(monkeypatch):
     np.testing.assert_array_equal(by["amx"], by["avx512"])
 
 
-def test_numbers_that_are_none_stay_in_their_row_of_a_large_weight():
+def test_nan_stays_in_its_row_with_a_large_weight():
     x = np.ones((20, 640), np.float32)
     x[1, 3], x[2, 639], x[3] = np.nan, np.inf, 0.0
     weight = np.random.default_rng(3).standard_normal((1700, 640))
@@ -194,7 +192,7 @@ def test_numbers_that_are_none_stay_in_their_row_of_a_large_weight():
 
 
 @each_level
-def test_numbers_that_are_none_stay_in_their_row(level, monkeypatch):
+def test_nan_stays_in_its_row(level, monkeypatch):
     use(monkeypatch, level)
     x = np.ones((4, 40), np.float32)
     x[1, 3], x[2, 39], x[3] = np.nan, np.inf, 0.0
@@ -206,8 +204,9 @@ def test_numbers_that_are_none_stay_in_their_row(level, monkeypatch):
 
 
 @each_level
-def test_rows_become_bfloat16_to_the_nearest(level, monkeypatch):
-    """Ties to even, large ones to infinity, the largest finite stays finite."""
+def test_rows_are_rounded_to_the_nearest_bfloat16(level, monkeypatch):
+    """Ties go to even, large numbers to infinity; the largest finite one stays
+    finite."""
     use(monkeypatch, level)
     bits = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7F0000, 0x7F7FFFFF]
     x = np.array(bits, np.uint32).view(np.float32)[:, None]

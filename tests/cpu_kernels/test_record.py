@@ -1,4 +1,4 @@
-"""What a step gained is written down in C++ as in JAX."""
+"""Test that the kernels record a step's tokens as JAX does."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +17,8 @@ def rng(request):
     return np.random.default_rng(request.param)
 
 
-def test_what_is_kept(rng, both):
-    """Rows at their limit, with stop tokens before and behind it, and finished ones."""
+def test_accepted_tokens_are_cut(rng, both):
+    """Rows at their limit, with stop tokens before and after it, and finished rows."""
     tokens = rng.integers(0, 9, (ROWS, WIDTH))
     stops = rng.integers(-1, 9, (ROWS, STOPS))
     before = rng.integers(0, 20, ROWS)
@@ -34,9 +34,9 @@ def test_what_is_kept(rng, both):
 
 @pytest.mark.parametrize("choice", [0, 2, OPEN])
 @pytest.mark.parametrize("nodes", [1, 7])
-def test_what_is_written(choice, nodes, rng, both):
-    """Also into full outputs, with other trees in other rows, and nothing of rows that
-    gained nothing."""
+def test_tokens_are_recorded(choice, nodes, rng, both):
+    """Also with full outputs, with different trees per row, and with rows that gain no
+    tokens."""
     room, trees = 12, 3
 
     def ints(most, *shape):

@@ -1,4 +1,4 @@
-"""The compiled replay and scan against float64, and which bits it has."""
+"""Test the compiled replay and scan against float64, and their reproducibility."""
 
 from functools import partial
 
@@ -45,8 +45,8 @@ def case(shape, seed=0, parents=None, **options):
 
 @each_level
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_it_is_the_recurrence_along_each_path(level, shape, monkeypatch):
-    """Paths of every length, steps of 0 (as padded nodes have) and large decays."""
+def test_it_computes_the_recurrence_along_each_path(level, shape, monkeypatch):
+    """Paths of every length, steps of 0 (as in padding) and large decays."""
     use(monkeypatch, level)
     run = jax.jit(native)
     for seed, extreme in ((0, False), (1, True)):
@@ -64,7 +64,7 @@ def definition_of(args, parents):
 
 
 @each_level
-def test_inputs_in_bfloat16_are_read_as_they_are(level, monkeypatch):
+def test_bfloat16_inputs_are_not_converted(level, monkeypatch):
     use(monkeypatch, level)
     args, parents = case(SHAPES["two groups"], dtype="bfloat16")
     for ours, wanted in zip(
@@ -73,7 +73,7 @@ def test_inputs_in_bfloat16_are_read_as_they_are(level, monkeypatch):
         assert_near(ours, wanted, TOLERANCE)
 
 
-def test_any_partial_order_is_the_definitions():
+def test_any_partial_order_matches_the_definition():
     shape = SHAPES["two groups"]
     (h0, past, inputs, _), _ = case(shape)
     rng = np.random.default_rng(5)
@@ -85,8 +85,9 @@ def test_any_partial_order_is_the_definitions():
 
 
 @each_level
-def test_bits_of_a_row_and_of_a_node(level, monkeypatch):
-    """The same alone as in a batch; and as the last node as with others after it."""
+def test_results_do_not_depend_on_other_rows_and_nodes(level, monkeypatch):
+    """Bitwise equal alone and in a batch, and as the last node and as an earlier
+    one."""
     use(monkeypatch, level)
     shape = Shape(3, 12, 4, 2, 7, 19)
     args, _ = case(shape, parents=np.broadcast_to(binary(12), (3, 12)))
@@ -105,8 +106,8 @@ def test_bits_of_a_row_and_of_a_node(level, monkeypatch):
         np.testing.assert_array_equal(one_h[0], h[b])
 
 
-def test_mapped_rows_are_rows_of_the_batch():
-    """A tree for all, a D for all: the same bits as one by one. A D each: XLA's."""
+def test_vmap_adds_rows_to_the_batch():
+    """With a shared tree and D, bitwise equal to separate calls; else XLA runs."""
     shape = SHAPES["two groups"]
     (first, *_, mask), parents = case(shape, 0)
     (second, past, inputs, _), _ = case(shape, 1, parents=parents)
@@ -123,7 +124,7 @@ def test_mapped_rows_are_rows_of_the_batch():
     assert_near(jax.jit(with_D)(D)[0][1], one_y, TOLERANCE)
 
 
-def test_paths_of_no_token_leave_the_state():
+def test_empty_paths_do_not_change_the_state():
     args, _ = case(SHAPES["two groups"])
     h0, past, *rest = args
     none = past._replace(length=jnp.zeros_like(past.length))
@@ -132,7 +133,7 @@ def test_paths_of_no_token_leave_the_state():
 
 
 def test_padding_is_not_read():
-    """What no node descends from may be anything, and so may unused path entries."""
+    """Padding nodes and unused path entries may have any values."""
     shape = Shape(1, 6, 2, 1, 3, 4)
     args, _ = case(shape, parents=np.array([[-1, 0, 1, 2, -1, -1]]))
     h0, past, inputs, mask = args
@@ -145,7 +146,7 @@ def test_padding_is_not_read():
     np.testing.assert_array_equal(other_h, h)
 
 
-def test_a_path_is_no_longer_than_its_room():
+def test_path_lengths_are_clamped():
     args, _ = case(SHAPES["two groups"])
     h0, past, *rest = args
     full, more = (
@@ -156,7 +157,7 @@ def test_a_path_is_no_longer_than_its_room():
     np.testing.assert_array_equal(run(h0, more, *rest)[1], run(h0, full, *rest)[1])
 
 
-def test_a_path_out_of_its_tree_is_refused():
+def test_a_path_outside_its_tree_raises():
     args, _ = case(SHAPES["two groups"])
     h0, past, *rest = args
     wild = past._replace(path=past.path + 1000, length=jnp.full_like(past.length, 2))
@@ -164,8 +165,8 @@ def test_a_path_out_of_its_tree_is_refused():
         jax.block_until_ready(jax.jit(native)(h0, wild, *rest))
 
 
-def test_the_state_is_changed_in_place_only_where_it_may_be(optimised):
-    """In a loop nothing of the state's size is copied; what is read later stays."""
+def test_the_state_is_updated_in_place_if_unused(optimised):
+    """A loop copies nothing of the state's size; arrays that are read later stay."""
     shape = Shape(1, 8, 16, 1, 64, 64)
     (h0, past, inputs, mask), _ = case(shape, parents=chain(8)[None])
     before = np.array(h0)
@@ -198,8 +199,8 @@ def test_the_state_is_changed_in_place_only_where_it_may_be(optimised):
 
 @each_level
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_replay_alone_has_the_same_bits(level, shape, monkeypatch):
-    """As before a tree's scan; a row without a path keeps its state."""
+def test_a_replay_without_a_tree_has_the_same_results(level, shape, monkeypatch):
+    """Bitwise equal to a replay with a tree; a row without a path keeps its state."""
     use(monkeypatch, level)
     (h0, past, inputs, mask), _ = case(shape)
     past = past._replace(length=past.length.at[0].set(0))
@@ -212,7 +213,7 @@ def test_a_replay_alone_has_the_same_bits(level, shape, monkeypatch):
 
 
 @built
-def test_a_long_path_is_left_to_xla():
+def test_a_long_path_uses_xla():
     (h0, past, *_), _ = case(SHAPES["one token"])
     longer = past._replace(path=jnp.zeros((2, 65), jnp.int32))
     assert "stree_replay" in jax.jit(replay).lower(h0, past).as_text()

@@ -1,5 +1,5 @@
-"""The bookkeeping of trees in C++ is that in JAX: integers are the same, whatever they
-are, and values as near as float32 rounds."""
+"""Test that the bookkeeping of trees in C++ matches that in JAX: integers are equal,
+and values agree up to float32 rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def test_forests_have_several_roots(rng, both):
 
 @pytest.mark.parametrize("size", [2, 16, 33])
 def test_tree_layout(size, rng, both):
-    """Deeper trees than there is room for, and more children, are cut alike."""
+    """Trees that are too deep or have too many children are cut in the same way."""
     parents = jnp.asarray(random_parents(rng, 3, size))
     for depth in (1, 4, size - 1):
         tree = Budget(size, depth)
@@ -61,8 +61,8 @@ def test_tree_layout(size, rng, both):
     assert_same(*both(lambda z: layout.tree_layout(beam, z), parents))
 
 
-def test_the_root_alone_is_no_work(monkeypatch):
-    """Plain steps have constants, which a call would hide from XLA."""
+def test_a_tree_of_only_the_root_has_no_kernel(monkeypatch):
+    """In plain decoding the tables are constants, which a call would hide from XLA."""
     use(monkeypatch, "portable")
 
     def tables(parents):
@@ -74,7 +74,7 @@ def test_the_root_alone_is_no_work(monkeypatch):
 
 @pytest.mark.parametrize("tokens", [2, 5, 300])
 def test_look_up(tokens, rng, both):
-    """Texts that match everywhere, here and there and nowhere; of any length."""
+    """Texts of any length that match everywhere, sometimes or never."""
     room = 60
     text = jnp.asarray(rng.integers(0, tokens, (6, room)), jnp.int32)
     length = jnp.asarray([1, 2, 3, 20, room - 1, room], jnp.int32)
@@ -88,7 +88,7 @@ def test_look_up(tokens, rng, both):
 
 
 def some_pool(rng, batch, count):
-    """Paths that are often alike, values of which many are equal or 0."""
+    """Returns a pool with many equal paths and values, and values of 0."""
     parents, value = np.zeros((2, batch, count))
     for b, c in np.ndindex(batch, count):
         parents[b, c] = above = rng.integers(0, c + 1)
@@ -109,7 +109,7 @@ def some_pool(rng, batch, count):
 
 
 def test_argmax(rng, both):
-    """Rows of their own, as many as threads share; of equals and NaN the first."""
+    """Many rows shared by threads; of equal values or NaN, the first."""
     z = rng.integers(-9, 9, (3, 5, 5000)).astype(np.float32)
     z[0, 1, 4999], z[1, 2, 4], z[1, 2, 77], z[2, 4] = 99.0, np.nan, np.nan, -np.inf
     ours, wanted = both(argmax, jnp.asarray(z))
@@ -118,7 +118,7 @@ def test_argmax(rng, both):
 
 
 def test_gains(rng, both):
-    """Of equal values, of none, and of more than there are."""
+    """For equal values, for 0 values, and for more values than there are."""
     for count in (1, 7, 24):
         value = some_pool(rng, 3, count).value.at[2].set(0.0)
         assert_same(*both(lambda z: pool.gains(z, np.array([0, 3, 7, 15])), value))
@@ -142,7 +142,7 @@ def test_best_tree(size, rng, both):
     assert (np.asarray(ours[0].kind) != pool.NO_KIND).any()  # there are nodes
 
 
-def test_no_candidates_make_a_tree_of_nothing(both):
+def test_no_candidates_give_a_tree_of_only_the_root(both):
     tree, root = Auto().menu[-1], jnp.asarray([3], jnp.int32)
     assert_same(*both(lambda root: best_tree(no_candidates(1, 1), root, tree), root))
 
@@ -152,7 +152,7 @@ def test_no_candidates_make_a_tree_of_nothing(both):
 )
 @pytest.mark.parametrize("alike", [False, True])
 def test_levels(width, depth, taps, ahead, alike, rng, both):
-    """Level after level, and room behind the candidates is left alone."""
+    """Level after level; capacity past the candidates does not change."""
     start, batch = nothing_grown(None, 2, width, depth, ahead), 2
     window = jnp.broadcast_to(jnp.arange(taps) - 1, (batch, width, taps))
     room = jnp.full((batch, width * depth + ahead, taps), 7)
@@ -175,7 +175,7 @@ def test_levels(width, depth, taps, ahead, alike, rng, both):
     assert_same(*both(all_levels, *asked))
 
 
-def test_levels_of_mapped_rows(rng, monkeypatch):
+def test_levels_under_vmap(rng, monkeypatch):
     use(monkeypatch, "portable")
     start = nothing_grown(None, 2, 3, 5)
     scores = jnp.asarray(rng.normal(size=(2, 2, 3, 50)), jnp.float32)
@@ -195,8 +195,8 @@ def test_levels_of_mapped_rows(rng, monkeypatch):
     assert_same(one, jax.jit(grown)(scores[1]))
 
 
-def test_tokens_that_are_out_of_the_question(both):
-    """Scores of -inf are of the worst kind; one token alone is of the best."""
+def test_impossible_tokens(both):
+    """Scores of -inf have the worst kind; a single possible token has the best."""
     start = nothing_grown(None, 1, 3, 2)
     scores = jnp.full((1, 1, 9), -jnp.inf).at[0, 0, 4].set(0.0)
 
@@ -210,8 +210,8 @@ def test_tokens_that_are_out_of_the_question(both):
     assert ours.pool.kind[0, :3].tolist() == [pool.MODEL_KINDS - 1, 0, 0]
 
 
-def test_rows_may_be_mapped(rng, monkeypatch):
-    """`jax.vmap` makes more rows of one call, or takes the definition."""
+def test_vmap_over_rows(rng, monkeypatch):
+    """`jax.vmap` adds rows to one call, or runs the definition."""
     use(monkeypatch, "portable")
     parents = jnp.asarray(random_parents(rng, 6, 9)).reshape(3, 2, 9)
     mapped = jax.vmap(lambda z: tree_nodes(z, 4))(parents)
@@ -231,18 +231,18 @@ def test_rows_may_be_mapped(rng, monkeypatch):
 
 
 @pytest.mark.parametrize("taps", [1, 4])
-def test_rows_that_are_no_nodes(taps, rng, both):
+def test_padding_rows(taps, rng, both):
     parents = random_parents(rng, 3, 9)
     for row, count in enumerate((9, 4, 1)):
         parents[row, count:] = NO_NODE
     args = jnp.asarray(parents)
-    assert_same(*both(lambda z: tree_nodes(z, taps, partly=True), args))
+    assert_same(*both(lambda z: tree_nodes(z, taps, has_padding=True), args))
     tree = Budget(9, 8)
     assert_same(*both(lambda z: layout.tree_layout(tree, z), args))
 
 
 def likely_draft(rng, size, scores):
-    """A draft most of whose tokens are the likeliest after their parents."""
+    """Returns a draft in which most tokens are the likeliest after their parents."""
     B, V = scores.shape[0], scores.shape[2]
     parents = random_parents(rng, B, size)
     best = np.argmax(scores, axis=-1)
@@ -254,7 +254,7 @@ def likely_draft(rng, size, scores):
 
 @pytest.mark.parametrize(("size", "vocabulary"), [(1, 131), (2, 16), (9, 1), (24, 15)])
 def test_greedy_paths(size, vocabulary, rng, both):
-    """With equal scores, with minus infinity, without rows behind a count, and with
+    """With equal scores, with minus infinity, without rows past a count, and with
     scores of tokens that only pad the vocabulary."""
     scores = rng.standard_normal((4, size, vocabulary + 3)).round(1).astype(np.float32)
     scores[..., vocabulary:] = 99.0
@@ -270,7 +270,7 @@ def test_greedy_paths(size, vocabulary, rng, both):
         assert_same(*both(accept, one, jnp.asarray(scores)))
 
 
-def test_the_first_of_what_is_no_number(both):
+def test_argmax_of_nan_is_the_first_nan(both):
     scores = jnp.zeros((1, 1, 40)).at[0, 0, 7].set(jnp.nan).at[0, 0, 33].set(jnp.nan)
     draft = only_root(jnp.zeros((1,), jnp.int32))
 

@@ -1,4 +1,4 @@
-"""Configs that between them have every option of every layer."""
+"""Configs that together cover every option of every layer."""
 
 from stree_jax.models import (
     AttentionConfig,

@@ -1,4 +1,4 @@
-"""The largest number's place is `jnp.argmax`'s."""
+"""Test that `argmax` equals `jnp.argmax`."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from tests.support.native import use
 
 
 @pytest.mark.parametrize("kernels", ["portable", "off"])
-def test_it_is_argmax(kernels, monkeypatch):
-    """Of equals the first, of NaN too; infinities; any number of axes."""
+def test_it_equals_jnp_argmax(kernels, monkeypatch):
+    """The first of equal values or of NaN; infinities; any number of axes."""
     use(monkeypatch, kernels)
     jax.clear_caches()
     z = np.random.default_rng(0).integers(-3, 3, (3, 5, 7)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Programs of a model, written by `jax.export` and read in again."""
+"""Test programs of a model that are exported with `jax.export` and read again."""
 
 import subprocess
 import sys
@@ -38,9 +38,9 @@ def run(model, state, tokens, nodes):
 
 
 def test_an_exported_program_computes_the_same(tmp_path, monkeypatch):
-    """Also in another process, which registers the types by importing the package.
+    """Also in another process, where importing the package registers the types.
 
-    To the bit where there are no compiled kernels: an exported program has none.
+    Bitwise equal without compiled kernels, which exported programs do not have.
     """
     use(monkeypatch, "off")
     pytest.importorskip("flatbuffers", reason="jax.export writes with flatbuffers")

@@ -1,4 +1,4 @@
-"""Medusa heads against float64, their table of shapes, and what no heads can be."""
+"""Test Medusa heads against float64, their table of shapes, and invalid configs."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ D = 32
 
 
 def model_of(tied, divisor):
-    """Two layers would do nothing here; the head is all that is asked."""
+    """Returns a small model; only its head matters here."""
     model = tiny(1, layers=("mlp",))
     config = replace(model.config, tie_embeddings=tied, logits_divisor=divisor)
     params = dict(model.params)
@@ -50,7 +50,7 @@ def hidden_of(*shape):
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_equations(name):
-    """Every head's, of few and of many states, and of the model without its layers."""
+    """For every head, few and many states, and the model without its layers."""
     tied, divisor, options = CASES[name]
     model = model_of(tied, divisor)
     heads, K = random_heads(model, **options), options["heads"]
@@ -67,7 +67,7 @@ def test_logits_are_those_of_the_equations(name):
 
 
 @pytest.mark.parametrize("name", ["untied", "own outputs"])
-def test_fewer_heads_are_the_first(name):
+def test_fewer_heads_are_the_first_ones(name):
     tied, divisor, options = CASES[name]
     model = model_of(tied, divisor)
     heads, hidden = random_heads(model, **options), hidden_of(5)
@@ -76,7 +76,7 @@ def test_fewer_heads_are_the_first(name):
         found = head_logits(heads, head_of(model), hidden, count)
         assert_near(found, want[:, :count], 1e-5)
     for count in (0, -1, options["heads"] + 1):
-        message = f"{count} heads asked, there are {options['heads']}"
+        message = f"want 1..{options['heads']} heads, got {count}"
         with pytest.raises(ValueError, match=message):
             head_logits(heads, head_of(model), hidden, count)
 
@@ -96,7 +96,7 @@ def test_dtypes_of_heads_and_model_may_differ(weights):
     assert_near(found, reference_logits(heads, cast, hidden), 2e-2)
 
 
-def test_a_fresh_head_says_what_the_model_says():
+def test_a_new_head_predicts_the_same_as_the_model():
     """Its blocks are zeros: r(h) = h + silu(0)."""
     model, hidden = model_of(False, 2.5), hidden_of(5)
     config = HeadsConfig(D, VOCAB, heads=2, blocks=2)
@@ -133,16 +133,16 @@ def test_shapes_are_the_parameters(name, dtype):
         (dict(heads=-3), "heads: want 1..64, got -3"),
         (dict(blocks=-1), "blocks: want 0..16, got -1"),
         (dict(blocks=17), "blocks: want 0..16, got 17"),
-        (dict(blocks=0), "blocks: 0 of them, and no outputs"),
+        (dict(blocks=0), "blocks: with 0 blocks and no output matrix"),
         (dict(heads=2, accuracy=((0.5,),)), "accuracy: 1 rows for 2 heads"),
     ],
 )
-def test_what_cannot_be(options, message):
+def test_invalid_configs_raise(options, message):
     with pytest.raises(ValueError, match=message):
         HeadsConfig(D, VOCAB, **options)
 
 
-def test_what_heads_are_said_to_be():
+def test_repr():
     heads = random_heads(model_of(True, 1.0), heads=2, own_output=True)
     count = 2 * (D * D + D + VOCAB * D)
     assert repr(heads) == f"Heads(2, 1 blocks each, own outputs, {count:,})"

@@ -1,11 +1,11 @@
-"""Products with weights: each platform's form computes the same."""
+"""Test that products with weights are the same in each platform's form."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from stree_jax.models.weights.int8 import (
-    GPU_LEAST,
+    MIN_GPU_ROWS,
     int8_product,
     int8_product_cuda,
     quantize,
@@ -17,8 +17,8 @@ from tests.support.native import INSTRUCTIONS, use
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
-def test_a_gpu_gets_rows_enough(rows):
-    """16-bit products of 1 to 3 rows are those of 16, cut; float32 ones as they are."""
+def test_small_products_are_padded_on_a_gpu(rows):
+    """16-bit products of 1 to 3 rows are padded to 16; float32 ones are not."""
     rng = np.random.default_rng(rows)
     x, weight = rng.standard_normal((rows, 24)), rng.standard_normal((40, 24))
     for dtype, padded in (("bfloat16", rows < 4), ("float32", False)):
@@ -26,13 +26,13 @@ def test_a_gpu_gets_rows_enough(rows):
         wanted = _product("tk,mk->tm", *args)
         np.testing.assert_allclose(_skinny_gpu(*args), wanted, rtol=1e-6, atol=1e-6)
         text = lowered(linear, args, "cuda")
-        assert (f"tensor<{GPU_LEAST}x40xf32>" in text) == padded
+        assert (f"tensor<{MIN_GPU_ROWS}x40xf32>" in text) == padded
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17])
 @pytest.mark.parametrize("size", [24, 8])
 def test_a_gpu_multiplies_int8_as_bfloat16(rows, size):
-    """The sums are the whole numbers' own; no product of int8 is left to XLA."""
+    """The integer sums are exact, and XLA gets no int8 product."""
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.standard_normal((rows, 24)), jnp.float32)
     weight = quantize(jnp.asarray(rng.standard_normal((40, 24)), jnp.float32), size)
@@ -44,12 +44,12 @@ def test_a_gpu_multiplies_int8_as_bfloat16(rows, size):
     assert products and all("xbf16>" in line for line in products)
 
 
-def test_a_named_kernel_runs_or_says_why_not(monkeypatch):
+def test_a_named_kernel_runs_or_raises(monkeypatch):
     x, weight = jnp.ones((65, 24)), jnp.ones((40, 24))
-    with pytest.raises(ValueError, match="linear: no implementation 'triton'"):
+    with pytest.raises(ValueError, match="linear: unknown implementation 'triton'"):
         linear(x, weight, implementation="triton")
     use(monkeypatch, "off")
-    with pytest.raises(ValueError, match="linear: native: there are no compiled"):
+    with pytest.raises(ValueError, match="linear: native: the compiled kernels are"):
         linear(x[:1], weight, implementation="native")
     monkeypatch.undo()
     if INSTRUCTIONS is not None:

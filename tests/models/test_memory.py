@@ -1,4 +1,4 @@
-"""Bytes that are told beforehand are those that are taken."""
+"""Test that predicted bytes equal allocated bytes."""
 
 import jax
 import jax.numpy as jnp

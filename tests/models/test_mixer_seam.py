@@ -1,4 +1,4 @@
-"""A mixer that the package does not know works everywhere, by one line in a table."""
+"""Test that a custom mixer works everywhere once it is added to `MIXERS`."""
 
 import json
 import os
@@ -20,13 +20,13 @@ CHEAP = step_times([1.0] * len(Auto().sizes), 0.1, 0.1)  # drafting is worth its
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    """The one line."""
+    """Adds the custom mixer to `MIXERS`."""
     monkeypatch.setitem(MIXERS, TOY.kind, TOY)
 
 
 @pytest.fixture(scope="module")
 def pair():
-    """A target, and a drafter that mostly agrees with it."""
+    """Returns a target model, and a draft model that mostly agrees with it."""
     MIXERS[TOY.kind] = TOY
     yield model_of(0), model_of(0, noise=0.01)
     del MIXERS[TOY.kind]
@@ -38,7 +38,7 @@ def plain(pair):
 
 
 @pytest.mark.parametrize("tree", ["A", "E", "beam:2x3", "auto"])
-def test_text_is_that_of_plain_decoding(pair, plain, tree):
+def test_output_equals_plain_decoding(pair, plain, tree):
     target, drafter = pair
     result = stree_jax.generate(
         target,
@@ -53,7 +53,7 @@ def test_text_is_that_of_plain_decoding(pair, plain, tree):
     assert sum(result.target_calls) < NEW * len(PROMPTS)  # drafts were accepted
 
 
-def test_one_row_is_that_of_a_batch(pair, plain):
+def test_results_do_not_depend_on_the_batch(pair, plain):
     target, drafter = pair
     for prompt, wanted in zip(PROMPTS, plain, strict=True):
         assert text(target, [prompt], drafter=drafter, tree="E") == [wanted]
@@ -77,7 +77,7 @@ def test_a_text_can_be_continued(pair, plain):
 
 
 def test_a_long_prompt_is_read_in_chunks(pair):
-    """Logits of two chunks of a prompt, against one token after the other."""
+    """Compares logits of a prompt in two chunks with those token by token."""
     target, _ = pair
     ids = np.random.default_rng(0).integers(0, 47, (1, 80))
     tree = stree_jax.score_tree(target, ids[0, :-1], ids[0, -1:], [-1])

@@ -1,4 +1,4 @@
-"""Mamba2's mixer with every option, against its equations in float64."""
+"""Test the Mamba2 mixer with every option against its equations in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def rms_norm(x, groups, eps):
 
 
 def mixed(c, p, u, state, parents):
-    """The equations one after the other, by no function of ours."""
+    """Computes the equations in NumPy, without the library's functions."""
     zxbcdt = c.in_multiplier * u @ p["in_proj"].T + p.get("in_proj_bias", 0)
     sizes = [c.d_mlp, c.d_mlp, c.d_inner, *c.widths]
     z0, x0, *parts = np.split(zxbcdt, np.cumsum(sizes), axis=-1)
@@ -75,7 +75,7 @@ def mixed(c, p, u, state, parents):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_mamba2_is_its_equations(options):
+def test_mamba2_matches_its_equations(options):
     rng = np.random.default_rng(0)
     config = MambaConfig(4, 3, 5, **options)
 

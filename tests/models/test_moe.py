@@ -1,4 +1,4 @@
-"""Mixtures of experts in bfloat16, in every way that tokens meet them."""
+"""Test mixtures of experts in bfloat16, with all code paths."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from stree_jax.models.config import named
 @pytest.mark.parametrize("latent", [0, 12])
 @pytest.mark.parametrize("tokens", [1, 4])  # the experts' own weights; all experts'
 def test_bfloat16_is_near_float32(latent, tokens):
-    """XLA:CPU once had no code for a latent width (`BF16 x BF16 = F32`)."""
+    """XLA:CPU once could not compile it with a latent width (`BF16 x BF16 = F32`)."""
     form = {"gated": False, "activation": "relu2"}
     shared = MLPConfig(16, gated=False, activation="relu2")
     moe = MoEConfig(8, 2, 16, shared, "sigmoid", d_latent=latent, **form)

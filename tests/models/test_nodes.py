@@ -1,4 +1,4 @@
-"""The tables of a tree against walking its parents in Python."""
+"""Test the tables of a tree against following its parents in Python."""
 
 import chex
 import jax

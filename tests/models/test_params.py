@@ -1,4 +1,4 @@
-"""Which parameters there are, and in which dtype."""
+"""Test the names, shapes and dtypes of parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def test_shapes_are_those_of_the_parameters(name):
     assert param_shapes(config) == {k: v.shape for k, v in by_path(made).items()}
 
 
-def test_a_model_is_made_with_its_small_numbers_in_float32():
+def test_some_parameters_stay_float32():
     made = by_path(jax.eval_shape(lambda: arrays(MOE, jnp.bfloat16)))
     kept = {path[-1] for path in made if in_float32(path)}
     assert kept == {"A_log", "dt_bias", "D", "router_bias"}
@@ -44,8 +44,8 @@ def test_a_model_is_made_with_its_small_numbers_in_float32():
         assert leaf.dtype == (jnp.float32 if in_float32(path) else jnp.bfloat16), path
 
 
-def test_a_cast_rounds_what_a_model_of_that_dtype_rounds():
-    """The router's bias is not: it decides which experts are taken."""
+def test_a_cast_equals_initialisation_in_that_dtype():
+    """The router's bias stays float32, because it decides which experts are chosen."""
     made = jax.eval_shape(lambda: arrays(MOE, jnp.float32))
     third = jax.tree.map(lambda p: np.full(p.shape, 1 / 3, np.float32), made)
     rounded = cast_params(MOE, third, jnp.bfloat16)

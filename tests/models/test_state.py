@@ -1,4 +1,5 @@
-"""A tiny hybrid model: trees against chains, commits against plain feeding."""
+"""Test a tiny hybrid model: trees against chains, and commits against token by
+token."""
 
 from functools import cache, partial
 
@@ -58,7 +59,7 @@ def rows_of(state, b):
 
 
 class Runner:
-    """A config, loud random parameters, and its functions compiled once."""
+    """A config, large random parameters, and its functions, compiled once."""
 
     def __init__(self, config, dtype):
         self.config = config
@@ -94,7 +95,8 @@ class Runner:
         return tree_nodes(jnp.asarray(parents), self.config.conv_taps)
 
     def feed(self, state, rows_of_tokens):
-        """Plainly feed each row its own tokens; the last real hidden state of each."""
+        """Feeds each row its own tokens; returns the last valid hidden state of
+        each."""
         tokens = np.zeros((BATCH, T), np.int32)
         for b, row in enumerate(rows_of_tokens):
             tokens[b, : len(row)] = row
@@ -103,7 +105,7 @@ class Runner:
         return np.asarray(hidden)[np.arange(BATCH), length - 1], state
 
     def prefix(self, rng):
-        """A state with 5 and 8 tokens committed."""
+        """Returns a state with 5 and 8 committed tokens."""
         tokens = random_tokens(rng)
         return self.feed(self.empty, [tokens[0, :5], tokens[1]])[1]
 
@@ -113,7 +115,7 @@ def random_tokens(rng, T=T):
 
 
 def random_accepted(rng, parents, lengths=None):
-    """A path [B, M] from the context down each tree, and how much of it counts."""
+    """Returns a path [B, M] from the root down each tree, and its length."""
     path = np.zeros((BATCH, M), np.int32)
     length = np.zeros(BATCH, np.int32)
     for b in range(BATCH):
@@ -127,7 +129,7 @@ def random_accepted(rng, parents, lengths=None):
 
 
 def assert_same_state(actual, expected, tolerance=TOLERANCE):
-    """Equal where a state means something: caches up to the committed length."""
+    """Asserts equality of states; of caches only up to the committed length."""
     np.testing.assert_array_equal(actual.length, expected.length)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for b in range(len(expected.length)):
@@ -242,7 +244,7 @@ def test_pending_is_commit_then_forward(model):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_level_by_level_is_the_tree_in_one_pass(model, seed):
-    """Each call adds up to 3 nodes, rows >= T standing for none."""
+    """Each call adds up to 3 nodes; rows >= T are dropped."""
     rng = np.random.default_rng(seed)
     state = model.prefix(rng)
     parents, tokens = random_parents(rng, BATCH, T), random_tokens(rng)
@@ -265,7 +267,7 @@ def test_level_by_level_is_the_tree_in_one_pass(model, seed):
     jax.tree.map(assert_close, mine, records)
 
 
-def test_rows_with_a_pending_path_are_refused(hybrid):
+def test_rows_with_a_pending_path_raise(hybrid):
     records = init_records(hybrid.config, BATCH, T, jnp.float32)
     path, length = np.zeros((BATCH, M), np.int32), np.zeros(BATCH, np.int32)
     given = dict(records=records, rows=np.arange(1, dtype=np.int32))
@@ -278,7 +280,7 @@ def test_rows_with_a_pending_path_are_refused(hybrid):
         hybrid.forward(*args, **given, pending=Pending(records, path, length))
 
 
-def test_siblings_may_change_places(hybrid):
+def test_the_order_of_siblings_does_not_matter(hybrid):
     rng = np.random.default_rng(30)
     state = hybrid.prefix(rng)
     parents = np.stack([random_tree(rng, T) for _ in range(BATCH)]).astype(np.int32)
@@ -355,13 +357,13 @@ def test_padding_leaves_no_trace(hybrid):
 
 
 def poisoned(params):
-    """Parameters with which what reads a strange token is no number."""
+    """Returns parameters with which reading an unexpected token gives NaN."""
     table = params["embedding"]
     return params | {"embedding": table.at[STRANGE].set(jnp.nan)}
 
 
-def in_rooms_and_alone(name, dtype):
-    """Hidden states, records and state after trees in rooms and after them alone."""
+def with_and_without_padding(name, dtype):
+    """Runs trees in larger arrays and without padding; returns both results."""
     runner = model_of(name, dtype)
     rng = np.random.default_rng(3)
     start, first = runner.prefix(rng), random_parents(rng, BATCH, T)
@@ -369,20 +371,20 @@ def in_rooms_and_alone(name, dtype):
     pending = Pending(records, *map(jnp.asarray, random_accepted(rng, first)))
     small = random_parents(rng, BATCH, FEW)
     tokens = random_tokens(rng)
-    room = np.full((BATCH, T), NO_NODE, np.int32)
-    room[:, :FEW] = small
-    inside = np.where(room == NO_NODE, STRANGE, tokens)
+    parents = np.full((BATCH, T), NO_NODE, np.int32)
+    parents[:, :FEW] = small
+    inside = np.where(parents == NO_NODE, STRANGE, tokens)
     taps = runner.config.conv_taps
     model = runner.forward.args[0]
     if name != "two mixers a layer":  # experts mix what their rows are
         model = model.replace(params=poisoned(model.params))
 
-    def run(tokens, parents, *, partly=False):
-        nodes = tree_nodes(jnp.asarray(parents), taps, partly=partly)
+    def run(tokens, parents, *, has_padding=False):
+        nodes = tree_nodes(jnp.asarray(parents), taps, has_padding=has_padding)
         run = jax.jit(partial(forward_hidden, model))
         return run(start, jnp.asarray(tokens), nodes, pending=pending)
 
-    return run(inside, room, partly=True), run(tokens[:, :FEW], small)
+    return run(inside, parents, has_padding=True), run(tokens[:, :FEW], small)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -390,10 +392,12 @@ def in_rooms_and_alone(name, dtype):
 @pytest.mark.parametrize(
     "name", ["mamba2 hybrid", "grouped x heads", "two mixers a layer"]
 )
-def test_nodes_know_nothing_of_the_room_behind_them(level, dtype, name, monkeypatch):
+def test_nodes_do_not_depend_on_padding(level, dtype, name, monkeypatch):
     if level:
         use(monkeypatch, level)
-    (hidden, records, state), (alone, few, after) = in_rooms_and_alone(name, dtype)
+    (hidden, records, state), (alone, few, after) = with_and_without_padding(
+        name, dtype
+    )
     assert np.isfinite(alone).all()
     tolerance = MODEL_TOLERANCE[dtype]
     assert_near(hidden[:, :FEW], alone, tolerance)
@@ -402,9 +406,9 @@ def test_nodes_know_nothing_of_the_room_behind_them(level, dtype, name, monkeypa
         assert_near(mine[:, :FEW], other[:, :FEW], tolerance)
 
 
-def test_tables_of_what_is_no_node():
+def test_tables_of_padding():
     parents = jnp.asarray([[-1, 0, NO_NODE, NO_NODE], [-1, 0, 1, 0]], jnp.int32)
-    nodes = tree_nodes(parents, 3, partly=True)
-    np.testing.assert_array_equal(nodes.count, [2, 4])
+    nodes = tree_nodes(parents, 3, has_padding=True)
+    np.testing.assert_array_equal(nodes.valid_count, [2, 4])
     assert not nodes.mask[0, 2:].any() and not nodes.mask[0, :, 2:].any()
     assert nodes.depth.min() == 0 and 0 <= nodes.window.min() <= nodes.window.max() < 6

@@ -1,4 +1,4 @@
-"""What all layers of a kind do is traced once, however deep the model is."""
+"""Test that layers of the same kind are traced once, for any depth."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.support.reference import assert_near
 
 @pytest.fixture
 def traced(monkeypatch):
-    """How often functions that every mixer or commit calls have been called."""
+    """Counts the calls of functions that every mixer or commit calls."""
     jax.clear_caches()
     calls = Counter()
 
@@ -46,7 +46,7 @@ def deep(name, layers):
 
 
 def tree_and_commit(model):
-    """A pass over three nodes, and the commit of two of them."""
+    """Runs a forward pass over three nodes and commits two of them."""
     nodes = models.chain_nodes(1, 3, model.config.conv_taps)
     path, two = jnp.arange(2, dtype=jnp.int32)[None], jnp.full(1, 2, jnp.int32)
     start = models.init_state(model.config, 1, 128, jnp.float32)
@@ -63,7 +63,7 @@ def tree_and_commit(model):
     ],
 )
 def test_layers_of_a_kind_are_traced_once(traced, name, layers, kinds):
-    """`kinds` have each mixer."""
+    """`kinds` cover all mixers."""
     model = deep(name, 4 * layers)
     traced.clear()  # of making parameters, where every layer is another
     jax.eval_shape(tree_and_commit, model)
@@ -71,7 +71,7 @@ def test_layers_of_a_kind_are_traced_once(traced, name, layers, kinds):
     assert traced == passes | {"replay": 1, "append_both": 1}
 
 
-def test_without_programs_it_is_the_same():
+def test_results_are_the_same_without_jit():
     """`jax.disable_jit` runs every layer."""
     name, kinds = "two mixers a layer", ("mamba+attention", "moe", "mamba+shared")
     config = replace(CONFIGS[name], layers=2 * kinds)

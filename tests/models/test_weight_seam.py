@@ -1,4 +1,4 @@
-"""A weight format from outside does everything that the library's own formats do."""
+"""Test that a custom weight format works everywhere like the library's own."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def in_toy(model):
 
 @pytest.fixture(scope="module")
 def pair():
-    """A hybrid, a drafter that is mostly right, and the hybrid's plain texts."""
+    """Returns a hybrid model, a draft model that is mostly right, and plain outputs."""
     model = tiny(1)
     near = model.replace(params=perturbed(model.params, 0.01, 3))
     target, drafter = (
@@ -71,7 +71,7 @@ def pair():
 # Values
 
 
-def test_matrices_are_stored_and_all_else_is_float32():
+def test_matrices_are_stored_and_other_parameters_are_float32():
     model = tiny(1)
     for path, leaf in by_path(in_toy(model).params).items():
         wanted = by_path(model.params)[path]
@@ -86,7 +86,7 @@ def test_matrices_are_stored_and_all_else_is_float32():
     assert parameter_count(in_toy(model).params) == parameter_count(model.params)
 
 
-def test_a_part_of_a_weight_is_the_weight_of_a_part():
+def test_parts_of_a_weight_equal_weights_of_parts():
     matrix = np.random.default_rng(0).standard_normal((6, 48)).astype(np.float32)
     whole = jax.tree.map(np.asarray, TOY.store(matrix))
     places = slice(8, 16), slice(40, 48)
@@ -95,7 +95,7 @@ def test_a_part_of_a_weight_is_the_weight_of_a_part():
     np.testing.assert_array_equal(
         part.matrix(), take(np.asarray(whole.matrix()), places, 1)
     )
-    with pytest.raises(ValueError, match="8 of axis 1 cannot be separated"):
+    with pytest.raises(ValueError, match="cannot split units of 8 along axis 1"):
         take(whole, (slice(4, 12),), 1)
     again = TOY.store(take(matrix, places, 1), columns=48)
     np.testing.assert_array_equal(part.blocks, again.blocks)
@@ -104,17 +104,17 @@ def test_a_part_of_a_weight_is_the_weight_of_a_part():
     )
 
 
-# Texts
+# Outputs
 
 
 @pytest.mark.parametrize("tree", ["A", "E", "beam:2x3", "auto"])
-def test_every_tree_gives_the_plain_text(pair, tree):
+def test_every_tree_gives_the_output_of_plain_decoding(pair, tree):
     target, drafter, plain = pair
     found = stree_jax.generate(target, PROMPTS, **ASKED, drafter=drafter, tree=tree)
     assert found.tokens == plain
 
 
-def test_a_text_goes_on_and_streams(pair):
+def test_continuing_and_streaming(pair):
     target, drafter, plain = pair
     asked = {"drafter": drafter, "tree": "A", "stop_tokens": ()}
     begun = stree_jax.generate(
@@ -164,7 +164,7 @@ def test_bytes_are_counted_and_planned(pair):
 
 
 def test_a_checkpoint_is_loaded_into_the_format(tmp_path):
-    """From safetensors and from a directory of ours; only plain weights are saved."""
+    """From safetensors and from our own format; only plain weights can be saved."""
     HF_CASES["granite"]().save_pretrained(tmp_path / "theirs")
     convert_checkpoint(tmp_path / "theirs", tmp_path / "ours", progress=False)
     plain = stree_jax.load(tmp_path / "theirs", dtype="float32")
@@ -174,14 +174,14 @@ def test_a_checkpoint_is_loaded_into_the_format(tmp_path):
         assert jax.tree.structure(found.params) == jax.tree.structure(wanted.params)
         for got, want in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
             np.testing.assert_array_equal(got, want)
-    with pytest.raises(CheckpointError, match="toy16 is made when a model is loaded"):
+    with pytest.raises(CheckpointError, match="models cannot be saved in toy16"):
         stree_jax.save(wanted, tmp_path / "new")
     with pytest.raises(CheckpointError, match="bfloat16, int8 or toy16, got 'toy17'"):
         stree_jax.load(tmp_path / "ours", dtype="toy17")
 
 
-def test_packed_blocks_are_kept(tmp_path):
-    """Q8_0 is kept as it is where rows keep their order; else it is read and stored."""
+def test_quantized_blocks_are_kept(tmp_path):
+    """Q8_0 is kept if rows keep their order; otherwise it is dequantized and stored."""
     params = init_params(LLAMA, jax.random.key(0), jnp.float32)
     write_gguf(LLAMA, params, "int8", tmp_path / "q8.gguf")
     exact = by_path(stree_jax.load(tmp_path / "q8.gguf", dtype="float32").params)
@@ -193,7 +193,7 @@ def test_packed_blocks_are_kept(tmp_path):
 
 
 def test_a_model_is_widened():
-    """In the numbers of the format, as `bench --widen` does."""
+    """Keeps the format's values, as `bench --widen` does."""
     params = perturbed(init_params(LLAMA, jax.random.key(0), jnp.float32), 0.2, 1)
     target = in_toy(stree_jax.Model(params=params, config=LLAMA))
     wide = widened(target, 4)
@@ -204,7 +204,7 @@ def test_a_model_is_widened():
     )
 
 
-def test_eight_devices_give_the_text_of_one(tmp_path):
+def test_eight_devices_give_the_output_of_one(tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "tests.mesh.toy_format", str(tmp_path)],
         cwd=ROOT,

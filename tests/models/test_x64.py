@@ -1,4 +1,4 @@
-"""Under JAX_ENABLE_X64: the same dtypes, the same numbers."""
+"""Test that dtypes and values are the same with JAX_ENABLE_X64."""
 
 import json
 import os
@@ -40,7 +40,7 @@ PARENTS = np.array([[-1, 0, 0, 1]], np.int32)
 
 
 def outputs(config):
-    """What every function of a model gives back, from params of fixed numbers."""
+    """Returns the results of every function of a model with fixed parameters."""
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float32))
 
     def fixed(s):
@@ -62,7 +62,7 @@ def outputs(config):
 
 
 def kernel_outputs():
-    """Of the Triton kernels, interpreted."""
+    """Returns the results of the Triton kernels, interpreted."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -84,7 +84,7 @@ def kernel_outputs():
 
 
 def written():
-    """Dtype and a few numbers of every leaf, as text; of the kernels, dtypes alone."""
+    """Returns dtype and a few values of every leaf as text; of kernels only dtypes."""
 
     def leaf(z):
         return [str(z.dtype), np.asarray(z, np.float64).reshape(-1)[:50].tolist()]
@@ -99,7 +99,7 @@ def written():
 
 
 def test_64_bits_change_nothing():
-    """Dtypes of carries, caches, records and tables, and the numbers in them."""
+    """Compares dtypes and values of carries, caches, records and tables."""
     code = (
         "import json, warnings, tests.conftest\n"
         "warnings.simplefilter('ignore')\n"

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, and that the choice changes no result."""
+"""Test which implementation of an operation runs, and that results are the same."""
 
 from functools import partial
 
@@ -55,7 +55,8 @@ all_ops = pytest.mark.parametrize("name", OPS)
 
 
 def called(op, **options):
-    """The op with its static arguments bound, and the others."""
+    """Returns the operation with its static arguments bound, and the other
+    arguments."""
     function, _, make = OPS[op]
     args = make()
     if op == "tree_attention":
@@ -91,7 +92,7 @@ def test_a_cpu_has_its_kernel():
     assert "stree_scan" not in lowered(plain, args, "cpu")
 
 
-def test_a_token_after_a_token_is_left_to_xla():
+def test_plain_decoding_uses_xla():
     h0, past, inputs, _ = replay_args()
     *tokens, D = inputs
     one = ScanInputs(*(z[:, :1] for z in tokens), D)
@@ -106,11 +107,12 @@ def test_a_token_after_a_token_is_left_to_xla():
 @all_ops
 def test_an_unknown_implementation_is_refused(name):
     function, args = called(name, implementation="cutlass")
-    with pytest.raises(ValueError, match=f"{name}: no implementation 'cutlass'; known"):
+    message = f"{name}: unknown implementation 'cutlass'; known"
+    with pytest.raises(ValueError, match=message):
         function(*args)
 
 
-def test_a_named_kernel_runs_or_says_why_not():
+def test_a_named_kernel_runs_or_raises():
     inputs, h0, mask = scan_args()
     odd = (inputs._replace(x=inputs.x[..., :5]), h0[:, :, :5], mask)
     with pytest.raises(ValueError, match="tree_scan: triton: the head size 5"):
@@ -119,8 +121,8 @@ def test_a_named_kernel_runs_or_says_why_not():
     np.testing.assert_array_equal(ours, scan.tree_scan(*odd))
 
 
-def test_heads_that_cannot_share_are_refused():
-    """Before anything runs, and by a kernel's name too."""
+def test_heads_that_do_not_divide_raise():
+    """Before anything runs, also for a named kernel."""
     inputs, h0, mask = scan_args()
     three = [jnp.repeat(z[:, :, :1], 3, axis=2) for z in (inputs.B, inputs.C)]
     odd = inputs._replace(B=three[0], C=three[1])
@@ -133,7 +135,7 @@ def test_heads_that_cannot_share_are_refused():
         function(q[:, :, :1], jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2), *rest)
 
 
-def test_the_first_kernel_that_can_is_taken():
+def test_the_first_supported_kernel_is_used():
     kernels = {
         "never": Kernel(lambda x: x + 1, "it never can"),
         "exact": Kernel(lambda x: x + 2, None),
@@ -152,7 +154,7 @@ def test_the_first_kernel_that_can_is_taken():
 
 
 @all_ops
-def test_gradients_are_the_definitions(name):
+def test_gradients_come_from_the_definition(name):
     function, args = called(name)
     _, definition, make = OPS[name]
 
@@ -170,7 +172,7 @@ def test_gradients_are_the_definitions(name):
 
 
 @all_ops
-def test_mapped_and_looped(name):
+def test_vmap_and_loops(name):
     function, args = called(name)
     many = jax.tree.map(lambda z: jnp.stack([z, z]), args)
     one, both = jax.jit(function)(*args), jax.jit(jax.vmap(function))(*many)
@@ -187,7 +189,7 @@ def test_mapped_and_looped(name):
         )
 
 
-def test_exported_for_cuda_from_here():
+def test_export_for_cuda():
     from jax import export
 
     function, args = called("tree_attention")
@@ -208,7 +210,7 @@ def test_public_names():
 
 
 def test_numbers_are_rounded_in_every_program():
-    """To the nearest, ties to even; by an operation that XLA never leaves out."""
+    """To the nearest, ties to even, with an operation that XLA never removes."""
     bits = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
     x = np.append(bits, np.uint32([0x3F808000, 0x3F818000, 0x7F7FFFFF])).view(
         np.float32

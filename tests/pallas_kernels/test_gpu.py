@@ -1,4 +1,4 @@
-"""On a GPU: kernels against float64, and decoding against plain decoding.
+"""Test kernels on a GPU against float64, and decoding against plain decoding.
 
 `make gpu-test` runs these. Without a GPU they are skipped; STREE_INTERPRET=1 tries the
 tests themselves on a CPU, by the kernels' interpreters.
@@ -54,7 +54,7 @@ dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 def run_scan(kernel, inputs):
-    """The kernel's results, or a skip where it cannot take these arguments."""
+    """Returns the kernel's results, or skips the test for unsupported arguments."""
     module = {"triton": triton_scan, "mosaic_gpu": mosaic_scan}[kernel]
     _, past, tree, mask = inputs
     reason = module.unsupported(tree.x, tree.B, mask, past.path)
@@ -64,7 +64,7 @@ def run_scan(kernel, inputs):
 
 
 def poison(size):
-    """Leave freed memory full of NaN, so that what is not written shows."""
+    """Fills freed memory with NaN, so that values that are not written show."""
     blocks = [jnp.full((size,), jnp.nan) for _ in range(4)]
     jax.block_until_ready(blocks)
 
@@ -73,7 +73,7 @@ def poison(size):
 @dtypes
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("seed", range(3))
-def test_scan_is_the_recurrence(kernel, dtype, shape, seed):
+def test_scan_computes_the_recurrence(kernel, dtype, shape, seed):
     rng = np.random.default_rng(seed)
     parents = random_parents(rng, shape.batch, shape.T)
     inputs = replay_inputs(rng, shape, parents, dtype=dtype, extreme=seed == 2)
@@ -84,7 +84,7 @@ def test_scan_is_the_recurrence(kernel, dtype, shape, seed):
 
 
 @scans
-def test_scan_repeats_to_the_bit(kernel):
+def test_scan_is_reproducible(kernel):
     shape = next(iter(SHAPES.values()))
     rng = np.random.default_rng(5)
     inputs = replay_inputs(rng, shape, random_parents(rng, shape.batch, shape.T))
@@ -96,7 +96,7 @@ def test_scan_repeats_to_the_bit(kernel):
 
 @dtypes
 @pytest.mark.parametrize(("Hq", "Hk", "S"), [(8, 2, 1000), (4, 4, 37), (32, 8, 5003)])
-def test_attention_is_the_softmax(dtype, Hq, Hk, S):
+def test_attention_computes_softmax(dtype, Hq, Hk, S):
     if INTERPRET and S > 1000:
         pytest.skip("slow to interpret")
     rng = np.random.default_rng(S)
@@ -117,8 +117,8 @@ def test_attention_is_the_softmax(dtype, Hq, Hk, S):
 
 @pytest.mark.parametrize(("m", "k"), [(50, 32), (132, 64)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 16])
-def test_int8_products_are_those_of_whole_numbers(rows, m, k):
-    """XLA's own products of int8 gave wrong sums of two rows on an H200."""
+def test_int8_products_are_exact(rows, m, k):
+    """XLA's own int8 products gave wrong sums for two rows on an H200."""
     rng = np.random.default_rng(rows)
     x, weight = normal(rng, rows, k), quantize(jnp.asarray(normal(rng, m, k)))
     q, scale = (np.asarray(z, np.float64) for z in rounded(jnp.asarray(x), 1))
@@ -128,10 +128,10 @@ def test_int8_products_are_those_of_whole_numbers(rows, m, k):
         assert_near(got, q @ w.T * scale * by_row.T, 1e-5)
 
 
-def test_one_by_one_is_all_at_once_in_bfloat16():
-    """But where sums that differ by an ulp are rounded to two neighbours.
+def test_token_by_token_equals_one_pass_in_bfloat16():
+    """Except where sums that differ by an ulp are rounded to two neighbours.
 
-    XLA left roundings out in one program and not in the other: up to 0.04 of logits.
+    XLA removed roundings in only one of the programs: up to 0.04 in the logits.
     """
     model = tiny(1)
     model = model.replace(params=cast_params(model.config, model.params, jnp.bfloat16))
@@ -147,7 +147,7 @@ def test_one_by_one_is_all_at_once_in_bfloat16():
 @pytest.mark.skipif(INTERPRET, reason="plain JAX decodes on a CPU")
 @pytest.mark.parametrize("sampling", [None, Sampling(0.8, seed=3)], ids=["greedy", "T"])
 def test_the_bundled_pair_decodes_exactly(sampling):
-    """Float32 text is plain decoding's, but for ties of the logits."""
+    """float32 output equals plain decoding, except for ties of the logits."""
     target = stree_jax.load("demo", dtype="float32")
     drafter = stree_jax.load("demo-drafter", dtype="float32")
     prompts = ["def fibonacci(n):\n", "import os\n", "for", "A baker has 12 trays"]

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel: its numbers interpreted on the CPU, its lowering for CUDA.
+"""Test the Mosaic GPU kernel: results in the interpreter, and lowering for CUDA.
 
 Only a GPU can run it. The interpreter simulates shared memory, copies and barriers
 with NaN where nothing was written, and looks for races between them.
@@ -34,7 +34,7 @@ if plgpu is None:
 INTERPRETER = "jax._src.pallas.mosaic_gpu.interpret."
 
 # Largest error, relative to the largest value. float32 goes through the matmul in
-# three bfloat16 parts, the state beside bfloat16 inputs in two.
+# three bfloat16 parts; with bfloat16 inputs, the state has two.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-5}
 
 
@@ -49,7 +49,8 @@ class Shape(NamedTuple):
 
 
 def interpreter():
-    """Its parameters, private before jax 0.11, with race detection."""
+    """Returns the interpreter's parameters (private before jax 0.11) with race
+    detection."""
     if hasattr(plgpu, "InterpretGPUParams"):
         return plgpu.InterpretGPUParams(detect_races=True)
     params = importlib.import_module(INTERPRETER + "params")
@@ -61,7 +62,7 @@ def normal(rng, *shape):
 
 
 def tree_inputs(rng, s: Shape, T):
-    """(x, dt, a, B, C) of T tokens; C last."""
+    """Returns (x, dt, a, B, C) of T tokens."""
     A = -np.exp(rng.uniform(np.log(0.05), np.log(16), s.heads)).astype(np.float32)
     dt = np.exp(rng.uniform(np.log(1e-3), np.log(2), (s.batch, T, s.heads)))
     dt = dt.astype(np.float32)
@@ -72,7 +73,7 @@ def tree_inputs(rng, s: Shape, T):
 
 
 def inputs_of(s: Shape, parents, length, D_per_channel=False, M=4, seed=0):
-    """The arguments of `replay_tree_scan`, for trees of these parents [batch, T]."""
+    """Returns the arguments of `replay_tree_scan` for parents [batch, T]."""
     rng = np.random.default_rng(seed)
     *replayed, _ = tree_inputs(rng, s, 9)
     path = np.stack([rng.permutation(9)[:M] for _ in range(s.batch)]).astype(np.int32)
@@ -139,7 +140,7 @@ def test_chain_and_star(tree, T):
 
 @pytest.mark.parametrize("length", [0, 4])
 def test_path_lengths(length):
-    """Length 0 returns h0 itself; of a path, only the entries that count are read."""
+    """Length 0 returns h0; only the valid entries of a path are read."""
     s = Shape(6, 64, 64, heads=1)
     parents = random_forest(np.random.default_rng(length), s.T)
     inputs, y, h = check(s, parents, length)
@@ -155,7 +156,7 @@ def test_path_lengths(length):
     np.testing.assert_array_equal(again[1], h)
 
 
-def test_float32_in_two_parts_where_three_do_not_fit():
+def test_float32_in_two_parts_if_three_do_not_fit():
     s = Shape(64, 64, 256, heads=1)
     inputs = inputs_of(s, chain(64)[None], 3)
     _, past, tree, mask = inputs
@@ -165,7 +166,7 @@ def test_float32_in_two_parts_where_three_do_not_fit():
 
 
 def test_strong_decays_cost_no_accuracy():
-    """Path sums to -5000: no overflow, and what follows a strong decay stays exact."""
+    """Path sums to -5000 do not overflow, and decays after a strong one stay exact."""
     s = Shape(64, 64, 64, heads=1)
     h0, past, tree, mask = inputs_of(s, chain(64)[None], 1)
     a = np.random.default_rng(0).uniform(-0.1, -0.01, (1, 64, 1)).astype(np.float32)
@@ -175,8 +176,8 @@ def test_strong_decays_cost_no_accuracy():
     assert_near(y, scan_tree(*tree, h, chain(64)[None]), 1e-6)
 
 
-def test_decays_off_the_path_overflow_to_nothing():
-    """Eagerly, because under jit XLA:CPU turns 0 * inf into a select."""
+def test_overflowing_decays_off_the_path_have_no_effect():
+    """Without jit, because XLA:CPU turns 0 * inf into a select."""
     dt = np.ones((1, 8, 1), np.float32)
     a = -np.linspace(0, 120, 8, dtype=np.float32).reshape(dt.shape)
     with jax.disable_jit():
@@ -205,7 +206,7 @@ def test_lowers_to_one_mosaic_call(shape):
 
 
 def test_no_temporary_of_the_states_size():
-    """What XLA prepares grows with T^2 and M, not with the state."""
+    """Arrays that XLA prepares grow with T^2 and M, not with the state."""
     s = Shape(16, 64, 256, "bfloat16", heads=32)
     inputs = inputs_of(s, chain(16)[None], 1)
     jaxpr = jax.make_jaxpr(mosaic_scan.replay_tree_scan)(*inputs)
@@ -218,7 +219,7 @@ def test_no_temporary_of_the_states_size():
     assert max(sizes) < inputs[0].size
 
 
-# unsupported
+# Unsupported arguments
 
 
 def spec(*shape, dtype=jnp.float32):

@@ -1,4 +1,4 @@
-"""The ops against recurrences stepped along every path in float64."""
+"""Test the operations against recurrences along every path in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ jit_tree_attention = jax.jit(tree_attention)
 
 @all_shapes
 @given(seed=seeds)
-def test_tree_scan_is_the_recurrence_along_each_path(shape, seed):
+def test_tree_scan_computes_the_recurrence_along_each_path(shape, seed):
     rng = np.random.default_rng(seed)
     parents = random_parents(rng, shape.batch, shape.T)
     inputs = scan_inputs(rng, shape)
@@ -104,7 +104,7 @@ def test_tree_scan_of_some_rows(seed):
 
 @given(seed=seeds)
 def test_tree_scan_of_extreme_steps(seed):
-    """Path sums of a near -5000 overflow nothing and cost no accuracy."""
+    """Path sums of a near -5000 neither overflow nor reduce accuracy."""
     rng = np.random.default_rng(seed)
     parents = random_parents(rng, SHAPE.batch, SHAPE.T)
     inputs = scan_inputs(rng, SHAPE, extreme=True)
@@ -113,7 +113,7 @@ def test_tree_scan_of_extreme_steps(seed):
 
 
 @pytest.mark.parametrize("shape_of", [star, binary], ids=["star", "binary"])
-def test_tree_scan_eagerly(shape_of):
+def test_tree_scan_without_jit(shape_of):
     """Under jit XLA:CPU turns 0 * inf into a select and would hide a late mask."""
     rng = np.random.default_rng(1)
     parents = np.broadcast_to(shape_of(SHAPE.T), (SHAPE.batch, SHAPE.T))
@@ -126,7 +126,7 @@ def test_tree_scan_eagerly(shape_of):
 
 @given(seed=seeds)
 def test_tree_scan_reads_ancestors_only(seed):
-    """Huge values off a node's path do not change one bit of its output."""
+    """Huge values off a node's path do not change its output, bit for bit."""
     rng = np.random.default_rng(seed)
     parents = random_parents(rng, SHAPE.batch, SHAPE.T)
     mask = masks_of(parents)
@@ -142,7 +142,7 @@ def test_tree_scan_reads_ancestors_only(seed):
 
 
 def test_tree_scan_keeps_accuracy_down_a_long_chain():
-    """Differences of unsplit prefix sums cancel; the split ones must not."""
+    """Differences of plain prefix sums would cancel; those of split sums must not."""
     T = 64
     rng = np.random.default_rng(0)
     x, dt, _, B, C, D, h0 = scan_inputs(rng, Shape(1, T, 1, 1, 4, 8))
@@ -167,7 +167,8 @@ def test_tree_scan_keeps_accuracy_down_a_long_chain():
 
 @pytest.mark.parametrize("strong", [0.0, -5.0, -80.0, -5000.0])
 def test_tree_scan_keeps_accuracy_past_strong_decays(strong):
-    """What a few tokens forget must not blur the small decays after them."""
+    """Strong decays of a few tokens must not reduce the accuracy of later small
+    ones."""
     T = 64
     rng = np.random.default_rng(0)
     x, dt, _, B, C, D, h0 = scan_inputs(rng, Shape(1, T, 1, 1, 4, 8))
@@ -180,7 +181,7 @@ def test_tree_scan_keeps_accuracy_past_strong_decays(strong):
 
 @pytest.mark.parametrize("decay", [-20.0, -60.0, -85.0, -200.0])
 def test_tree_scan_decays_as_far_as_float32_goes(decay):
-    """exp(-85) of a state near 1e36 still counts; exp(-200) is nothing."""
+    """exp(-85) of a state near 1e36 still matters; exp(-200) is 0."""
     x, dt, a, B, C, D, h0 = scan_inputs(np.random.default_rng(0), SHAPES["one token"])
     a[:] = decay
     h0 *= np.float32(1e36)
@@ -189,7 +190,7 @@ def test_tree_scan_decays_as_far_as_float32_goes(decay):
     assert_near(y, expected, TOLERANCE)
 
 
-def test_tree_scan_of_bfloat16_is_that_of_the_same_values_in_float32():
+def test_tree_scan_of_bfloat16_equals_float32_of_the_same_values():
     rng = np.random.default_rng(2)
     x, dt, a, B, C, D, h0 = map(jnp.asarray, scan_inputs(rng, SHAPE))
     mask = masks_of(random_parents(rng, SHAPE.batch, SHAPE.T))
@@ -204,7 +205,7 @@ def test_tree_scan_of_bfloat16_is_that_of_the_same_values_in_float32():
 
 
 def plain_scan(x, dt, a, B, C, D, h0, parents):
-    """One sequence, node by node, every node's state kept; in the inputs' dtype."""
+    """Computes one sequence node by node, in the inputs' dtype; keeps all states."""
     T, H, P = x.shape
     B, C = (jnp.repeat(z, H // z.shape[1], axis=1) for z in (B, C))
 
@@ -289,7 +290,7 @@ def test_gradient_of_chunk_scan(extreme):
 @all_shapes
 @pytest.mark.parametrize("extreme", [False, True], ids=["usual", "extreme"])
 @given(seed=seeds)
-def test_replay_steps_the_recurrence_down_the_path(shape, extreme, seed):
+def test_replay_computes_the_recurrence_along_the_path(shape, extreme, seed):
     rng = np.random.default_rng(seed)
     x, dt, a, B, _, _, h0 = scan_inputs(rng, shape, extreme)
     path, length = random_paths(rng, shape.batch, shape.T, min(shape.T, 4))
@@ -304,7 +305,7 @@ def test_replay_steps_the_recurrence_down_the_path(shape, extreme, seed):
 
 @given(seed=seeds)
 def test_replay_ignores_the_rest_of_the_path(seed):
-    """Huge values in rows past the length leave no trace; length 0 returns h0."""
+    """Huge values past the length have no effect; length 0 returns h0."""
     rng = np.random.default_rng(seed)
     x, dt, a, B, _, _, h0 = scan_inputs(rng, SHAPE)
     path, length = random_paths(rng, SHAPE.batch, SHAPE.T, 4)
@@ -366,7 +367,7 @@ def test_chunk_scan_of_extreme_steps():
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("taps", [1, 2, 3, 4, 5])
 @given(seed=seeds, empty=st.booleans())
-def test_tree_conv_slides_along_each_path(taps, bias, seed, empty):
+def test_tree_conv_along_each_path(taps, bias, seed, empty):
     rng = np.random.default_rng(seed)
     batch, T, channels = 2, 7, 3
     parents = random_parents(rng, batch, T)
@@ -422,7 +423,7 @@ def attention_inputs(rng, batch=2, T=5, Hq=4, Hk=2, hd=6, S=7):
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids=str)
 @given(seed=seeds, scale=st.sampled_from([0.4, 50.0]))
-def test_tree_attention_is_softmax_over_the_path(heads, seed, scale):
+def test_tree_attention_computes_softmax_over_the_path(heads, seed, scale):
     """Garbage past the committed length and off the path changes nothing."""
     rng = np.random.default_rng(seed)
     q, k, v, k_cache, v_cache, length = attention_inputs(rng, Hq=heads[0], Hk=heads[1])
@@ -463,7 +464,8 @@ def test_tree_attention_of_a_bfloat16_cache():
 
 
 def test_tree_attention_over_several_blocks():
-    """The last block begins early where a cache ends; whole blocks give equal bits."""
+    """The last block of a cache begins earlier; whole blocks give bitwise equal
+    results."""
     rng = np.random.default_rng(2)
     *arrays, _ = attention_inputs(rng, S=512)
     length = np.array([290, 129], np.int32)

@@ -1,7 +1,7 @@
-"""The Triton attention kernel: interpreted against float64, and lowered for CUDA.
+"""Test the Triton attention kernel: interpreted against float64, and lowered for CUDA.
 
-Interpreted products are exact float32 and every size is allowed, so that a kernel is
-right says nothing of whether a GPU takes it: each case is also lowered.
+Interpreted products are exact float32 and every size is allowed. A kernel that is
+right may still not compile for a GPU, so each case is also lowered.
 """
 
 import importlib.util
@@ -72,7 +72,7 @@ CASE = CASES["one token, two splits"]._replace(T=7)
 
 
 def shapes_of(case: Case):
-    """Of q, k, v, k_cache and v_cache."""
+    """Returns the shapes of q, k, v, k_cache and v_cache."""
     (Hq, Hk), rows = case.heads, (case.batch, case.T)
     cache = (case.batch, Hk, case.S, case.hd)
     nodes = (*rows, Hk, case.hd)
@@ -80,7 +80,7 @@ def shapes_of(case: Case):
 
 
 def draw(rng, case: Case):
-    """(q, k, v, k_cache, v_cache), standard normal."""
+    """Returns (q, k, v, k_cache, v_cache), standard normal."""
     return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes_of(case)]
 
 
@@ -89,14 +89,14 @@ def masks(rng, case: Case):
 
 
 def lengths_of(case: Case):
-    """Batches of lengths that among them are 0, 1, S and some between."""
+    """Returns batches of lengths, including 0, 1, S and some between."""
     S, keys = case.S, case.blocks.keys
     every = [0, S, 1, S // 2, min(keys, S), S - 1]
     return np.reshape(every, (-1, case.batch)).astype(np.int32)
 
 
 def poison(cache, length):
-    """The cache with NaN past every sequence's length."""
+    """Returns the cache with NaN past every sequence's length."""
     past = jnp.arange(cache.shape[2])[None] >= length[:, None]
     return jnp.where(past[:, None, :, None], jnp.nan, cache)
 
@@ -109,8 +109,8 @@ def interpreted(case: Case):
 
 
 @all_cases
-def test_it_is_softmax_over_the_path(case):
-    """Of every length, and whatever lies past it."""
+def test_it_computes_softmax_over_the_path(case):
+    """For every length, and any values past it."""
     rng = np.random.default_rng(0)
     q, k, v, k_cache, v_cache = draw(rng, case)
     attend = interpreted(case)
@@ -123,8 +123,8 @@ def test_it_is_softmax_over_the_path(case):
         assert_near(y, expected, TOLERANCE)
 
 
-def test_off_the_path_nothing_counts():
-    """Huge keys and values off a node's path do not change one bit of its output."""
+def test_values_off_the_path_have_no_effect():
+    """Huge keys and values off a node's path do not change its output, bit for bit."""
     rng = np.random.default_rng(1)
     q, k, v, *caches = draw(rng, CASE)
     length = np.array([0, CASE.S], np.int32)
@@ -140,8 +140,8 @@ def test_off_the_path_nothing_counts():
         np.testing.assert_array_equal(after[:, node], before[:, node])
 
 
-def test_nodes_that_see_themselves_alone():
-    """Also past a whole block of masked nodes, nothing being committed."""
+def test_nodes_that_see_only_themselves():
+    """Also after a whole block of masked nodes, with an empty cache."""
     case = CASES["33 nodes in three blocks"]
     q, k, v, *caches = draw(np.random.default_rng(9), case)
     mask = np.broadcast_to(np.eye(case.T, dtype=bool), (case.batch, case.T, case.T))
@@ -162,7 +162,7 @@ def test_some_rows():
 
 @pytest.mark.parametrize("splits", [1, 8])
 def test_large_scores(splits):
-    """Scores of a few hundred overflow nothing, wherever the largest of them is."""
+    """Scores of a few hundred do not overflow, wherever the largest one is."""
     rng = np.random.default_rng(3)
     q, k, v, k_cache, v_cache = draw(rng, CASE)
     q = q.at[..., 0].set(1.0)
@@ -203,7 +203,7 @@ def test_default_blocks_in_use():
 
 
 def test_vmap():
-    """Over everything, and over the mask alone."""
+    """Over all arguments, and over only the mask."""
     rng = np.random.default_rng(6)
     attend = partial(tree_attention, blocks=CASE.blocks, interpret=True)
     arrays = [jnp.stack(z) for z in zip(draw(rng, CASE), draw(rng, CASE), strict=True)]
@@ -221,7 +221,8 @@ def test_vmap():
 
 
 def test_while_loop():
-    """The output of each step asks the next, one committed entry later."""
+    """The output of each step is the query of the next, with one more committed
+    token."""
     rng = np.random.default_rng(7)
     q, *arrays = draw(rng, CASE)
     length, mask = jnp.array([0, 30], jnp.int32), jnp.asarray(masks(rng, CASE))
@@ -245,7 +246,7 @@ def test_while_loop():
 
 
 def a_gpu():
-    """An H200 to lower for, which jax 0.10 assumes and later versions ask for."""
+    """Returns an H200 to lower for; jax 0.10 assumes one, later versions need it."""
     if jax.__version_info__ < (0, 11):
         return nullcontext()
     device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
@@ -254,7 +255,8 @@ def a_gpu():
 
 
 def abstract(case: Case, dtype):
-    """(q, k, v, k_cache, v_cache, length, mask) without values; q in float32."""
+    """Returns (q, k, v, k_cache, v_cache, length, mask) without values; q in
+    float32."""
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes_of(case)]
     arrays[0] = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
     length = jax.ShapeDtypeStruct((case.batch,), jnp.int32)
@@ -310,7 +312,7 @@ def _again(attend, rest, q):
 
 
 def test_dispatch_by_platform():
-    """Beside another implementation: that one on a CPU, the kernel on a GPU."""
+    """With another implementation for the CPU, and the kernel for the GPU."""
 
     def attend(*args):
         return lax.platform_dependent(
@@ -335,14 +337,14 @@ def test_export():
     assert kernels(exported.mlir_module()) == 2
 
 
-# Blocks and refusals
+# Blocks and unsupported arguments
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("hd", [16, 64, 128, 256])
 @pytest.mark.parametrize("heads", [(32, 8), (12, 4), (32, 32), (71, 1)], ids=str)
 def test_default_blocks(heads, hd, dtype):
-    """Powers of two; splits only where programs are few and the cache is long."""
+    """Powers of two; splits only for few programs and a long cache."""
     for T in 1, 7, 64, 300:
         for batch, S in (1, 100), (1, 1090), (1, 1 << 17), (64, 1 << 17):
             b = default_blocks(batch, T, *heads, S, hd, dtype)
@@ -361,7 +363,7 @@ def refuse(change=None, q="float32", k="float32", v="float32", **fields):
     return unsupported(*cast, mask)
 
 
-def test_what_it_takes_and_refuses(monkeypatch):
+def test_supported_and_unsupported_arguments(monkeypatch):
     assert refuse() is None
     assert refuse(k="bfloat16", v="bfloat16") is None
     assert refuse(k="float16", v="float16") == (
@@ -380,7 +382,7 @@ def test_what_it_takes_and_refuses(monkeypatch):
 
 
 def test_import_without_triton(monkeypatch):
-    """And no import, with it or without, warns."""
+    """Imports do not warn, with or without Triton."""
     spec = importlib.util.find_spec(triton_attention.__name__)
     assert spec is not None and spec.loader is not None
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
-"""The GPU kernel of the scan: its arithmetic by interpretation, its lowering to CUDA.
+"""Test the GPU kernel of the scan: results in the interpreter, and lowering for CUDA.
 
-The interpreter takes shapes and operations that the compiler refuses, so every case
-is lowered for CUDA too, which needs no GPU.
+The interpreter accepts shapes and operations that the compiler rejects, so every case
+is also lowered for CUDA, which needs no GPU.
 """
 
 import subprocess
@@ -57,7 +57,7 @@ jit_scan = jax.jit(of_arrays(interpreted_scan))
 
 
 def lower(f, *args):
-    """The program for CUDA, as text, compiled for no GPU in particular."""
+    """Returns the program for CUDA as text, for no specific GPU."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     specs = jax.tree.map(lambda z: jax.ShapeDtypeStruct(z.shape, z.dtype), args)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -70,7 +70,7 @@ def lower(f, *args):
 
 @all_cases
 @dtypes
-def test_replay_tree_scan_is_the_recurrence(shape, dtype):
+def test_replay_tree_scan_computes_the_recurrence(shape, dtype):
     """Products with a bfloat16 factor are exact, so one tolerance serves both."""
     rng = np.random.default_rng(shape.T)
     parents = random_parents(rng, shape.batch, shape.T)
@@ -112,7 +112,7 @@ def test_trees_with_extreme_steps(tree):
 
 @pytest.mark.parametrize("tree", [star, binary])
 def test_weights_are_masked_before_exp(tree):
-    """Op by op: compiled as one, XLA:CPU turns 0 * inf into a select and hides it."""
+    """Without jit, because XLA:CPU turns 0 * inf into a select, which hides the bug."""
     rng = np.random.default_rng(1)
     T = 9
     mask = masks_of(tree(T)[None])[0]
@@ -130,7 +130,8 @@ def test_weights_are_masked_before_exp(tree):
 
 @pytest.mark.parametrize("strong", [0.0, -5.0, -80.0, -5000.0])
 def test_keeps_accuracy_past_strong_decays(strong):
-    """What a few tokens forget must not blur the small decays after them."""
+    """Strong decays of a few tokens must not reduce the accuracy of later small
+    ones."""
     rng = np.random.default_rng(0)
     shape = Shape(1, 64, 1, 1, 16, 16)
     x, dt, a, B, C, D, h0 = scan_inputs(rng, shape)
@@ -166,7 +167,7 @@ def test_tree_scan_of_any_partial_order():
 
 
 def test_the_length_of_the_path():
-    """0 returns h0 bit for bit; rows past it leave no trace; M counts whole."""
+    """Length 0 returns h0 bit for bit; rows past the length have no effect."""
     rng = np.random.default_rng(4)
     shape = Shape(3, 7, 2, 1, 16, 32)
     parents = random_parents(rng, shape.batch, shape.T)
@@ -186,7 +187,7 @@ def test_the_length_of_the_path():
 
 
 def test_reads_ancestors_only():
-    """Huge values off a node's path do not change one bit of its output."""
+    """Huge values off a node's path do not change its output, bit for bit."""
     rng = np.random.default_rng(6)
     shape = Shape(2, 21, 2, 2, 16, 16)
     parents = random_parents(rng, shape.batch, shape.T)
@@ -241,7 +242,7 @@ def near(actual, expected):
 
 
 def test_under_vmap():
-    """Over every argument, or over all but the state."""
+    """Over all arguments, or over all but the state."""
     each = [small_inputs(seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *z: jnp.stack(z), *each)
     expected = jax.jit(jax.vmap(scan.replay_tree_scan))(*stacked)
@@ -305,7 +306,7 @@ def test_export_for_cuda():
     assert [z.shape for z in exported.out_avals] == [inputs[2].x.shape, inputs[0].shape]
 
 
-# What it refuses
+# Unsupported arguments
 
 
 def spec(*shape, dtype=jnp.float32):
@@ -326,14 +327,14 @@ def test_unsupported():
     assert reason(T=1, P=16, N=16, x=jnp.float32) is None
     assert reason(T=65) == "65 tokens are more than 64"
     assert reason(M=65) == "a path of 65 tokens is longer than 64"
-    assert reason(P=8) == "the head size 8 is no multiple of 16"
-    assert reason(N=24) == "the state size 24 is no multiple of 16"
+    assert reason(P=8) == "the head size 8 is not a multiple of 16"
+    assert reason(N=24) == "the state size 24 is not a multiple of 16"
     assert reason(x=jnp.float16) == "x is float16, neither float32 nor bfloat16"
     assert reason(B=jnp.int8) == "B is int8, neither float32 nor bfloat16"
 
 
 def test_a_jax_without_the_backend():
-    """Importing works and warns of nothing."""
+    """Importing works without warnings."""
     code = (
         "import sys; sys.modules['jax.experimental.pallas.triton'] = None\n"
         "from stree_jax.pallas_kernels import triton_scan\n"

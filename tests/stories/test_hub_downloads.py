@@ -345,7 +345,7 @@ def test_errors_of_the_hub_are_explained(hub, models):
     (hub.folder / "o/lora/adapter_model.safetensors").write_bytes(b"")
     assert "o/lora: the repository has no config.json" in refused("o/lora")
     assert refused("models/absent.gguf") == "models/absent.gguf: no such file"
-    assert "no such file, and not to be had" in refused("o/none/model-Q8_0.gguf")
+    assert "no such file, and not available" in refused("o/none/model-Q8_0.gguf")
 
 
 def test_draft_models_heads_and_ngrams_are_downloaded(hub, models, capsys, tmp_path):

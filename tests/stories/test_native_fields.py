@@ -30,7 +30,7 @@ NATIVE = [
     ("plain", "ssm_cfg", {"rmsnorm": False}, "norm.weight"),
     ("plain", "ssm_cfg", {"conv_bias": False}, "ssm_cfg.conv_bias: says that there is"),
     ("plain", "ssm_cfg", {"layer": "Mamba1"}, "ssm_cfg.layer: 'Mamba1'"),
-    ("plain", "ssm_cfg", {"activation": "gelu"}, "ssm_cfg.activation: is not a field"),
+    ("plain", "ssm_cfg", {"activation": "gelu"}, "ssm_cfg.activation: unknown field"),
     ("attention", "attn_cfg", {"softmax_scale": 0.9}, True),
     ("attention", "attn_cfg", {"rotary_emb_base": 33.0}, True),
     ("attention", "attn_cfg", {"causal": False}, "attn_cfg.causal"),
@@ -39,7 +39,7 @@ NATIVE = [
         "attention",
         "attn_cfg",
         {"window_size": 4},
-        "attn_cfg.window_size: is not a field",
+        "attn_cfg.window_size: unknown field",
     ),
 ]
 
@@ -71,7 +71,7 @@ MAMBAINLLAMA = [
         {"ssm_cfg": {"conv_bias": False}},
         "ssm_cfg.conv_bias: says that there is no bias",
     ),
-    ({"ssm_cfg": {"act": "gelu"}}, "ssm_cfg.act: is not a field"),
+    ({"ssm_cfg": {"act": "gelu"}}, "ssm_cfg.act: unknown field"),
     ({"rms_norm_eps": 1e-3}, "gate_first"),
     ({"ssm_cfg": {"norm_before_gate": True}}, "norm_first"),
 ]

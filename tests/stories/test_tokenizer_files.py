@@ -470,8 +470,8 @@ def test_tekken_json(tmp_path, config):
         (dict(vocab=[{"token_bytes": "?"}]), "vocab.0.token_bytes: want base64"),
         (dict(vocab=[{"token_bytes": ""}]), "vocab.0.token_bytes: 0 bytes"),
         (dict(vocab={}), "vocab: want a list of objects"),
-        (dict(special_tokens=[{"rank": 1}]), "want a text for each rank"),
-        (dict(special_tokens=[{"rank": [], "token_str": "x"}]), "want a text for each"),
+        (dict(special_tokens=[{"rank": 1}]), "want a string for each rank"),
+        (dict(special_tokens=[{"rank": [], "token_str": "x"}]), "want a string for"),
     ],
 )
 def test_malformed_tekken_json_is_refused(tmp_path, change, said):
@@ -504,10 +504,10 @@ def test_unsupported_tokenizer_files_cause_a_warning(tmp_path, names, capsys):
     path = write_llama(tmp_path / "m", len(chain), chain=chain)
     for name in names:
         (path / name).write_text('{"a": 0}')
-    said = (
-        f"it has {' and '.join(names)} but no tokenizer.json, so texts cannot be read"
+    message = (
+        f"has {' and '.join(names)} but no tokenizer.json, so the model takes only"
     )
-    with pytest.warns(UserWarning, match=f"{said}.*AutoTokenizer.from_pretrained"):
+    with pytest.warns(UserWarning, match=f"{message}.*AutoTokenizer.from_pretrained"):
         assert stree_jax.load(path).tokenizer is None
     assert info(path)["tokenizer"] is False
     shutil.rmtree(path)

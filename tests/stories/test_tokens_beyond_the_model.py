@@ -21,7 +21,7 @@ from stree_jax.training.train import TrainConfig
 from tests.server.served import ask, service_of
 from tests.support.table_models import byte_level, follow, padded_size, write_llama
 
-WRONG = r"makes '<\|extra\|>' \(id 272\) of it, but .* ids 0\.\.271; leave that token"
+WRONG = r"token '<\|extra\|>' \(id 272\), but .* ids 0\.\.271; leave that token"
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_the_server_answers_with_status_400(model):
         status, _, answer = ask(service, f"/v1/{path}", body)
         assert status == 400
         message = answer["error"]["message"]
-        assert message.startswith(f"{name}: the tokenizer makes '<|extra|>' (id 272)")
+        assert message.startswith(f"{name}: contains the token '<|extra|>' (id 272)")
     assert service.engine.stop()
 
 

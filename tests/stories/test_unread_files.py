@@ -134,7 +134,7 @@ def test_unsupported_generation_settings_cause_a_warning(counting, name):
     said = []
     checked(open_local(CheckpointFiles(counting), warn=said.append))
     assert len(said) == 1 and f"{name} {GENERATION[name]}"[:30] in said[0]
-    option = "; Sampling(temperature=0, repetition_penalty=1.1) follows it"
+    option = "; Sampling(temperature=0, repetition_penalty=1.1) applies it"
     assert said[0].endswith(option) == (name == "repetition_penalty")
 
 

@@ -446,7 +446,7 @@ WRONG = {
     "no tokens": (dict(tokens=0), "--tokens: want at least 1, got 0"),
     "fewer than none": (dict(own_tokens=-1), "--own-tokens: want at least 0, got -1"),
     "no heads": (dict(heads=0), "heads: want 1..64, got 0"),
-    "no blocks": (dict(blocks=0), "blocks: 0 of them"),
+    "no blocks": (dict(blocks=0), "blocks: with 0 blocks"),
     "longer than a window": (
         dict(config=replace(TRAIN, length=WINDOW + 1)),
         "--length: want .*24.*, got 25",

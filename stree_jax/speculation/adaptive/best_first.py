@@ -390,7 +390,7 @@ def by_model(model: Model, state: State, hands_down: bool = False) -> Guesser:
         # The best come first. Of a batch, as many are read as of the row with the most.
         count = (above.value > 0).sum(axis=1, dtype=jnp.int32).max()
         place = jnp.arange(above.rows.shape[0], dtype=jnp.int32)
-        live = jnp.full(above.value.shape[:1], count)
+        valid_count = jnp.full(above.value.shape[:1], count)
         records, handed, previous = grown.records, None, None
         if hands_down:
             records, handed = grown.records
@@ -403,12 +403,12 @@ def by_model(model: Model, state: State, hands_down: bool = False) -> Guesser:
             records=records,
             rows=jnp.where(place < count, above.rows, C),
             previous=previous,
-            live=live,
+            valid_count=valid_count,
         )
         if handed is not None:
             records = records, handed.at[:, 1 + above.rows].set(hidden)
         grown = replace(grown, records=records, passes=grown.passes + 1)
-        return logits_of(model, hidden, live), grown
+        return logits_of(model, hidden, valid_count), grown
 
     return guess
 
