@@ -459,7 +459,7 @@ def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
             "--json: /nowhere: no such directory",
         ),
         ("profile", ["--figure", "f"], "--figure: bench profile has no figure"),
-        ("decode", ["--arms", "leviathan@A"], "leviathan is for chains"),
+        ("decode", ["--arms", "leviathan@A"], "leviathan supports chains only"),
         ("trees", ["--drafter", "none"], "bench trees needs a drafter"),
         ("cost", ["--arms", "Q"], "unknown name 'Q'"),
         ("cost", ["--arms", "auto"], "auto has no fixed shape to predict"),

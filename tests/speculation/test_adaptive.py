@@ -350,7 +350,7 @@ def test_small_trees_share_the_step_of_a_larger_one():
     assert [tree.size for tree in menu] == [1, 4, 8, 16, 32]
     plain, large, shared = compiled_steps(menu, 4)
     assert (plain[0].size, plain[1]) == (1, (0,))
-    assert shared == (Budget(16, 15, partly=True), (1, 2, 3))
+    assert shared == (Budget(16, 15, has_padding=True), (1, 2, 3))
     assert (large[0].size, large[1]) == (32, (4,))
     assert compiled_steps(menu, 64) == compiled_steps(menu, 4)
     for trees, rows in ((menu, 65), (Auto().menu, 1)):  # too much room

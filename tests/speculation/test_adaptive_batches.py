@@ -42,7 +42,7 @@ def test_rows_of_a_batch_have_as_many_nodes_as_they_are_worth(target):
     nodes = (np.asarray(draft.layout.parents) != NO_NODE).sum(axis=1)
     assert nodes[0] > 4 and nodes[1:].tolist() == [1, 0]
     assert int(at.choice) == 2
-    assert trees_of(spec, at, replace(draft, partly=True)).tolist() == [2, 0, 0]
+    assert trees_of(spec, at, replace(draft, has_padding=True)).tolist() == [2, 0, 0]
     options = dict(OPTIONS, times=spec.policy.times, stop_tokens=())
     again = stree_jax.generate(target, texts[:2], **options)
     plain = stree_jax.generate(
@@ -75,9 +75,9 @@ def test_rows_that_have_ended_take_no_time(target, drafts, tree):
     nodes = (np.asarray(draft.layout.parents) != NO_NODE).sum(axis=1)
     T = draft.tokens.shape[1]
     skips = passes_skip(target)
-    assert draft.partly is skips and nodes.tolist() == [T, 0 if skips else T, T]
+    assert draft.has_padding is skips and nodes.tolist() == [T, 0 if skips else T, T]
     alone = replace(d, root=d.root[:1], finish=ended[1:2])
-    assert not of_running(only_root(alone.root), alone, target).partly
+    assert not of_running(only_root(alone.root), alone, target).has_padding
 
 
 def test_rows_that_end_leave_the_others_as_they_were(target, prompts):

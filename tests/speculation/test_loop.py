@@ -364,8 +364,8 @@ def test_mapped_texts_are_each_its_own(target, drafters, prompts, plain, tree):
 @pytest.mark.parametrize(
     ("tree", "times", "match"),
     [
-        (f"cartesian:{REAL + 1}", None, "tree: .* children a node, but only"),
-        ("auto:1,4", assumed_times(resolve_tree("auto"), True), "times: want one of"),
+        (f"cartesian:{REAL + 1}", None, "tree: .* children per node, but"),
+        ("auto:1,4", assumed_times(resolve_tree("auto"), True), "times: want one per"),
     ],
 )
 def test_what_a_program_cannot_do_is_said(target, drafters, tree, times, match):

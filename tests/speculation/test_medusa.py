@@ -373,7 +373,7 @@ def test_sparse_trees_want_heads(target):
     table = katz(count_grams(text, 2, REAL), REAL, slots=64, keep=4)
     for drafter in (target, "lookup", table, stree_jax.Staged(target, table, 1)):
         refused(
-            target, drafter, "goes by the accuracies of Medusa heads", tree="sparse:8"
+            target, drafter, "needs the accuracies of Medusa heads", tree="sparse:8"
         )
     with pytest.raises(ValueError, match="tree: a tree needs a drafter"):
         stree_jax.generate(
@@ -396,4 +396,4 @@ def test_what_else_does_not_go_with_heads(target, heads):
     )
     asked = {"times": times, "tree": "chain:2"}
     refused(target, heads, "times: only tree 'auto' uses them", **asked)
-    refused(target, heads, "rule: leviathan is for chains", rule="leviathan")
+    refused(target, heads, "rule: leviathan supports chains only", rule="leviathan")

@@ -255,7 +255,7 @@ class AdaptivePolicy:
     def _by_row(self, batch: int) -> bool:
         """True if rows may have trees of different sizes, because all share a step."""
         steps = [tree for tree, _ in compiled_steps(self.menu, batch)]
-        shared = isinstance(steps[-1], Budget) and steps[-1].partly
+        shared = isinstance(steps[-1], Budget) and steps[-1].has_padding
         return batch > 1 and len(steps) == 2 and shared
 
     def _nodes_below(self, batch: int) -> np.ndarray:

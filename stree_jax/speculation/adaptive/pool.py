@@ -188,7 +188,7 @@ def first_nodes(draft: Draft, tree: Budget) -> Draft:
         tokens=draft.tokens[:, :T],
         origin=draft.origin[:, :T],
         kind=draft.kind[:, :T],
-        partly=tree.partly,
+        has_padding=tree.has_padding,
     )
 
 
