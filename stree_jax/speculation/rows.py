@@ -130,6 +130,7 @@ def past_of(decoding: Decoding, row: jax.Array) -> tuple[State, DraftState]:
 def _check_alike(decoding: Decoding, one: Decoding) -> None:
     """Raises ValueError unless `one` has the fields and sizes of a row of
     `decoding`."""
+
     def sizes(d: Decoding) -> tuple[Any, list]:
         parts = {**vars(d), "choice": None, "policy": None}
         leaves, kind = jax.tree.flatten(parts)

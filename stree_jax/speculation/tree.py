@@ -200,7 +200,9 @@ def compiled_steps(
     """
     steps: list[tuple[Topology, tuple[int, ...]]] = []
     for shared in dict.fromkeys(_shared_size(tree, rows) for tree in menu):
-        places = [k for k, tree in enumerate(menu) if _shared_size(tree, rows) == shared]
+        places = [
+            k for k, tree in enumerate(menu) if _shared_size(tree, rows) == shared
+        ]
         if shared and len(places) > 1:
             steps.append((_budget(shared, has_padding=True), tuple(places)))
         else:

@@ -173,7 +173,7 @@ def test_a_batch_drafts_where_it_promises_more(target, rows, seconds, nodes):
     )
     policy = replace(plan.spec.policy, shares=True)
     weights = jnp.full((rows,), 1 / rows, jnp.float32)
-    value = 0.63 if rows == 1 else 0.63 / adaptive_policy.LAST
+    value = 0.63 if rows == 1 else 0.63 / adaptive_policy.LAST_ROW_GAIN
     values = jnp.zeros((rows, 8), jnp.float32).at[:, :2].set(jnp.array([1.0, value]))
     learnt = replace(begun.policy, weights=weights)
     _, chosen = policy._chosen(begun, learnt, values, jnp.float32(0))

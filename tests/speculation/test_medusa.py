@@ -383,11 +383,11 @@ def test_sparse_trees_want_heads(target):
 
 def test_heads_of_another_model_are_refused(target, heads):
     other = tiny(2, layers=("mamba",), d_model=64)
-    message = "heads: of states 32 wide, the target's are 64; heads belong"
+    message = "heads: of states 32 wide, but the target's are 64 wide"
     refused(other, heads, message)
     own = random_heads(target, own_output=True)
     few = own.replace(config=replace(own.config, vocab_size=REAL - 1))
-    refused(target, few, f"heads: {REAL - 1} tokens, the target has {REAL}; heads")
+    refused(target, few, f"heads: {REAL - 1} tokens, but the target has {REAL}; use")
 
 
 def test_what_else_does_not_go_with_heads(target, heads):
