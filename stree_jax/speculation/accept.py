@@ -148,8 +148,8 @@ class Rule:
 
     @property
     def promise(self) -> Promise:
-        """What sampled output has in common with plain decoding, see `Acceptance`.
-        Greedy output is always identical."""
+        """The property that sampled output shares with plain decoding, see
+        `Acceptance`. Greedy output is always identical."""
         return ACCEPTANCES[self.acceptance].promise
 
     @property

@@ -332,7 +332,8 @@ def staged_passes(
     """
     first, any_ = rates[0], rates[min(width, len(rates)) - 1]
     chance = [0.0] * (ahead + 1)
-    # After j right guesses, all likeliest: the next is wrong, or right but not likeliest.
+    # After j right guesses, all likeliest, the next is wrong, or right but not the
+    # likeliest.
     for j in range(ahead):
         chance[j] += first**j * (1 - any_)
         chance[j + 1] += first**j * (any_ - first)

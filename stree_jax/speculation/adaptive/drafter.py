@@ -194,10 +194,9 @@ class AdaptiveDrafter(DrafterBase):
     ) -> tuple[Draft, Looking]:
         if tree.size == 1:
             return only_root(root), state
-        # Clear the draft. If it stayed unchanged, it would be invariant in the loop over
-        # steps of one size. XLA would then move work on it, such as the first layer's
-        # product, out of the loops of all sizes, and every step would do it for all
-        # sizes.
+        # Clear the draft. Unchanged, it would be invariant in the loop over steps of
+        # one size. XLA would then move work on it, such as the first layer's product,
+        # out of the loops of all sizes, and every step would do it for all sizes.
         draft = state.draft
         parents = jnp.zeros_like(draft.layout.parents)
         layout = replace(draft.layout, parents=parents)

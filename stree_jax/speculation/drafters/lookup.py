@@ -168,7 +168,7 @@ def _found(
 def _candidates(
     history: History, probability: jax.Array, depth: int
 ) -> tuple[jax.Array, ...]:
-    """Returns the fields of the pool of `look_up`, except `guessed`, without padding."""
+    """Returns the pool of `look_up` as a tuple without `guessed` and padding."""
     places, matched = best_places(history, matched_tokens(history))
     batch, W, M = *places.shape, depth
     step = jnp.arange(M, dtype=jnp.int32)[None, None]
