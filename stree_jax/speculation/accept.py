@@ -198,7 +198,7 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
         rule = f"{rule.acceptance}/{rule.drafting}"
     if not isinstance(rule, str):
         raise ValueError(
-            f"rule: want a name such as 'mss', or a Rule; got {shown(rule)}"
+            f"rule: want a name such as 'mss' or a Rule, got {shown(rule)}"
         )
     tree = resolve_tree(tree)
     acceptance, slash, named = rule.partition("/")

@@ -35,9 +35,9 @@ from stree_jax.models.heads import (
 )
 from stree_jax.sampling.ranks import rank_of
 from stree_jax.training.kept import (
+    GENERATED,
     PROMPT,
     READ_AT_ONCE,
-    GENERATED,
     hidden_states,
     keep_hidden,
     keep_own_text,

@@ -143,8 +143,8 @@ def drafter_config(
 
     Args:
       target: the target's architecture.
-      width: d_model, a multiple of 64. If None, half the target's width, rounded down to
-        a multiple of 64.
+      width: d_model, a multiple of 64. If None, half the target's width, rounded down
+        to a multiple of 64.
       layers: number of layers.
     """
     if width is None:

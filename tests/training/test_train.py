@@ -141,7 +141,7 @@ def test_stops_by_the_clock_with_a_whole_result(whole, tmp_path):
 def test_saves_of_another_run_are_refused(tmp_path):
     fit(tmp_path, minutes=1e-9)
     other = dataclasses.replace(CONFIG, learning_rate=1.0, seed=3)
-    with pytest.raises(ValueError, match="another learning_rate, seed; give its"):
+    with pytest.raises(ValueError, match="another learning_rate, seed; use the same"):
         fit(tmp_path, config=other)
     assert saved_steps(tmp_path) == {1}
 
