@@ -13,7 +13,7 @@ HEAD_S = 20.0  # seconds for a request line and its headers
 
 
 class Connection(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, with two changes: errors are in the API's format, and
+    """uvicorn's HTTP/1.1 protocol with two changes: errors are in the API's format, and
     the connection is closed if a request's head does not arrive in time. uvicorn would
     wait for it without limit."""
 

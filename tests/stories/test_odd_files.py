@@ -276,7 +276,7 @@ def test_a_chat_template_for_training(model, tmp_path, capsys, kind):
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.md.gz"])
 def test_a_text_without_an_end(tmp_path, monkeypatch, name):
     """A terabyte of zeros has one line, and no memory holds it."""
-    monkeypatch.setattr("stree_jax.records.MOST_LINE", 4096)
+    monkeypatch.setattr("stree_jax.records.MAX_LINE", 4096)
     given = put(tmp_path / name, "terabyte")
     assert str(given) in refused(list, read_texts([given], Tally()))
 
