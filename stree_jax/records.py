@@ -175,7 +175,7 @@ def read_records(
 
 
 def decoded(data: bytes) -> str | None:
-    """Returns bytes decoded as UTF-8, or as UTF-16 or UTF-32 if they begin with its byte
+    """Returns bytes decoded as UTF-8, or as UTF-16 or UTF-32 if they begin with a byte
     order mark; None if they are not valid."""
     encoding = json.detect_encoding(data) if data[:2] in _MARKS else "utf-8-sig"
     try:
@@ -213,8 +213,8 @@ def _line(stream: IO[bytes], path: str) -> bytes:
     line = stream.readline(MAX_LINE + 1)
     if len(line) > MAX_LINE:
         raise ValueError(
-            f"{path}: a line of more than {MAX_LINE >> 20} MiB; want one JSON value per "
-            "line"
+            f"{path}: a line of more than {MAX_LINE >> 20} MiB; want one JSON value "
+            "per line"
         )
     return line
 

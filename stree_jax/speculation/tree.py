@@ -300,7 +300,7 @@ def full_tree(branching: int, depth: int) -> Tree:
         raise ValueError(
             f"full_tree: want branching >= 1 and depth >= 0, got {branching}, {depth}"
         )
-    _check_size("full_tree", 1 + depth)  # at least: a longer loop would not end
+    _check_size("full_tree", 1 + depth)  # limits the loop below
     return _branching("full_tree", repeat(branching, depth))
 
 

@@ -288,7 +288,7 @@ def _table(grams: Grams, shorter: NGrams, slots: int, keep: int) -> Table:
     """Returns the table of the contexts of one length, given the n-grams with shorter
     contexts."""
     c = grams.tokens.shape[1] - 1
-    first = np.ones(len(grams.count), bool)  # of each context, n-grams being sorted
+    first = np.ones(len(grams.count), bool)  # marks the first n-gram of each context
     first[1:] = (grams.tokens[1:, :c] != grams.tokens[:-1, :c]).any(axis=1)
     group = np.cumsum(first) - 1
     contexts, seen = grams.tokens[first, :c], np.bincount(group, grams.count)
