@@ -243,6 +243,7 @@ def _whole(stream: IO[bytes], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_record(value: dict[str, Any]) -> bool:
+    """True if `record_of` knows the form of a value."""
     try:
         record_of(value, "")
     except ValueError:
@@ -251,6 +252,7 @@ def _is_record(value: dict[str, Any]) -> bool:
 
 
 def _text(data: bytes, where: str) -> str:
+    """Returns bytes as text; raises ValueError if they are not valid."""
     text = decoded(data)
     if text is None:
         raise ValueError(f"{where}: not UTF-8; convert it (iconv -t utf-8)")

@@ -147,6 +147,7 @@ def _chunk(
     logprobs: dict[str, Any] | None,
     reason: str | None,
 ) -> bytes:
+    """Returns the event of one chunk of a stream."""
     choice = {"index": index, **new, "logprobs": logprobs, "finish_reason": reason}
     body = _envelope(answer, _chunk_kind(answer)) | {"choices": [choice]}
     return event(body | ({"usage": None} if answer.request.usage else {}))
@@ -158,6 +159,7 @@ def _chunk_kind(answer: Answer) -> str:
 
 
 def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
+    """Returns the fields that all responses to a request have."""
     prefix = "chatcmpl" if answer.request.kind == "chat" else "cmpl"
     return {
         "id": f"{prefix}-{answer.id}",

@@ -117,6 +117,7 @@ def _check_key(service: Service, http: HTTPRequest) -> None:
 
 
 def _model(service: Service) -> dict[str, Any]:
+    """Returns the description of the model in the protocol's format."""
     return {
         "id": service.name,
         "object": "model",
@@ -172,12 +173,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
+    """Parses an integer of JSON; raises ValueError if it is too long."""
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number has more than {MAX_DIGITS} digits")
     return int(digits)
 
 
 def _not_a_number(name: str) -> None:
+    """Raises ValueError for NaN and infinities, which are not JSON."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -334,5 +337,6 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _too_late(service: Service) -> ApiError:
+    """Returns the error for an answer that took too long."""
     seconds = f"{service.limits.timeout_s:g}"
     return ApiError(504, f"No answer within {seconds} seconds.", code="timeout")

@@ -153,6 +153,7 @@ def _sizes(layout: Layout) -> dict[str, Any]:
 
 
 def _text(width: int) -> tuple[Any, Any]:
+    """Returns the shapes of a prompt padded to a width, and of its length."""
     ids = jax.ShapeDtypeStruct((1, width), jnp.int32)
     return ids, jax.ShapeDtypeStruct((1,), jnp.int32)
 

@@ -20,6 +20,7 @@ def messages_of(fields: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
 
 
 def _message(i: int, message: Any) -> dict[str, str]:
+    """Returns message i of a chat; raises ApiError if it is invalid."""
     where = f"messages.[{i}]"
     if not isinstance(message, dict) or not is_text(message.get("role")):
         raise invalid(f"{where}: want an object with a role", where)
@@ -48,6 +49,7 @@ def _refuse_others(where: str, value: Mapping[str, Any], known: set[str]) -> Non
 
 
 def _is_empty(value: Any) -> bool:
+    """True for a value that counts as absent."""
     return any(value == empty and type(value) is type(empty) for empty in EMPTY)
 
 

@@ -91,6 +91,7 @@ class _Guard:
 
 
 def _forbidden(origin: str) -> ASGIApp:
+    """Returns the response to a page of another origin."""
     error = ApiError(
         403,
         f"Pages of {origin} may not use this server; start it with --allow-origin "

@@ -351,6 +351,7 @@ def _integer(
 
 
 def _temperature(fields: Mapping[str, Any]) -> float:
+    """Returns the temperature; values that are 0 in float32 become 0."""
     value = _number(fields, "temperature", 1.0, 0.0, 2.0)
     return value if value >= SMALLEST else 0.0
 
@@ -412,6 +413,7 @@ def _check_logit_bias(fields: Mapping[str, Any]) -> None:
 
 
 def _turn(fields: Mapping[str, Any]) -> Turn:
+    """Returns the settings for the end of a chat in the template."""
     begins = _boolean(fields, "add_generation_prompt", True)
     continues = _boolean(fields, "continue_final_message")
     if continues and fields.get("add_generation_prompt"):
@@ -454,6 +456,7 @@ def _prompts(fields: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _are_ids(value: Any) -> bool:
+    """True for a non-empty list of integers."""
     return (
         isinstance(value, list)
         and bool(value)

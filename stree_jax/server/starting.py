@@ -27,6 +27,7 @@ class UntilReady:
 
 
 def _answer(path: str) -> ASGIApp:
+    """Returns the response to a request for a path."""
     retry = {"Retry-After": str(RETRY_S)}
     error = ApiError(
         503,

@@ -154,4 +154,5 @@ class Writer:
 
 
 def _finite(logprob: np.floating) -> float:
+    """Returns a log-probability that JSON can represent."""
     return float(logprob) if np.isfinite(logprob) else MIN_LOGPROB

@@ -182,6 +182,7 @@ Topology = Tree | Beam | Budget | Auto
 
 
 def _budget(size: int, *, has_padding: bool = False) -> Budget:
+    """Returns the `Budget` of a number of nodes."""
     return Budget(size, min(size - 1, DEEPEST), has_padding=has_padding)
 
 
@@ -315,6 +316,7 @@ def cartesian(*branching: int) -> Tree:
 
 
 def _branching(what: str, counts: Iterable[int]) -> Tree:
+    """Returns the tree whose nodes have `counts[d]` children at depth d."""
     parents, level = [-1], [0]
     for count in counts:
         start = len(parents)

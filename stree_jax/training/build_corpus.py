@@ -138,6 +138,7 @@ def write_sources(corpus: Path, wheels: Path, text: Path) -> list[Source]:
 def write_wheel(
     wheels: Path, text: Path, name: str, budget: int, repeats: int, licence: str
 ) -> Source:
+    """Writes the Python files of a wheel, up to `budget` bytes."""
     (wheel,) = wheels.glob(f"{name}-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -151,6 +152,7 @@ def write_wheel(
 
 
 def write_stdlib(text: Path) -> Source:
+    """Writes the Python files of the standard library."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     files = {
         path.relative_to(stdlib).as_posix(): path.read_bytes()
@@ -163,6 +165,7 @@ def write_stdlib(text: Path) -> Source:
 
 
 def write_gsm8k(corpus: Path, text: Path) -> Source:
+    """Writes the training part of GSM8K."""
     (text / "gsm8k").mkdir(parents=True)
     shutil.copyfile(corpus / "gsm8k/train.jsonl", text / "gsm8k/train.jsonl")
     version = "3101c7d5072418e28b9008a6636bde82a006892c"
@@ -171,6 +174,7 @@ def write_gsm8k(corpus: Path, text: Path) -> Source:
 
 
 def write_mbpp(corpus: Path, text: Path) -> Source:
+    """Writes MBPP without its evaluation part."""
     (text / "mbpp").mkdir()
     lines = (corpus / "mbpp/mbpp.jsonl").read_text(encoding="utf-8").split("\n")
     kept = [
@@ -185,6 +189,7 @@ def write_mbpp(corpus: Path, text: Path) -> Source:
 
 
 def write_books(corpus: Path, text: Path) -> Source:
+    """Writes the books."""
     (text / "books").mkdir()
     for book in BOOKS:
         packed = (corpus / f"standard-ebooks/{book}.txt.gz").read_bytes()

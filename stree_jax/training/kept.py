@@ -83,6 +83,7 @@ def own_text(target: Model, prompts: np.ndarray, new_tokens: int) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=3)
 def _generate(target: Model, prompts: jax.Array, lengths: jax.Array, new: int) -> Any:
+    """Generates `new` tokens per prompt greedily, without stop tokens."""
     decoding = generate_tokens(
         target,
         None,

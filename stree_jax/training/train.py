@@ -226,6 +226,7 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
 def _rounded_loss(
     subject: Subject, train: TrainConfig, params: Params, batch: Batch, teacher: Any
 ) -> jax.Array:
+    """Returns the loss with parameters cast to the dtype of computations."""
     return subject.loss(subject.cast(params, train.compute_dtype), batch, teacher)
 
 
@@ -236,6 +237,7 @@ _evaluate = jax.jit(_rounded_loss, static_argnums=(0, 1))
 def _train_step(
     subject: Subject, train: TrainConfig, state: TrainState, batch: Batch, teacher: Any
 ) -> tuple[TrainState, jax.Array]:
+    """Runs one optimizer step. Returns the new state and the loss."""
     loss = jax.value_and_grad(partial(_rounded_loss, subject, train))
     value, grads = loss(state.params, batch, teacher)
     optimizer = make_optimizer(train)

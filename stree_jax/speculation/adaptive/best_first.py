@@ -336,6 +336,7 @@ def _next_level(
 
 
 def _tables_shapes(B: int, W: int, *, depth: int, taps: int, ahead: int) -> Tables:
+    """Returns the shapes and dtypes of `Tables`."""
     K, C, N = taps, W * depth, W * depth + ahead
 
     def of(dtype: Any, *shape: int) -> Any:
