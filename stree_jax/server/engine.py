@@ -103,8 +103,8 @@ class Counts:
 
 
 class Engine:
-    """Runs requests for texts and sends back pieces of them. All methods may be called
-    from any thread."""
+    """A thread that runs requests for texts and sends back pieces of them. All methods
+    may be called from any thread."""
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ class Metrics:
 
 
 class Watch:
-    """Measures the latencies of one request."""
+    """A clock for the latencies of one request."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics, self.began = metrics, time.monotonic()

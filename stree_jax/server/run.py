@@ -80,7 +80,7 @@ Load = Callable[[Callable[[str], None]], Ready]
 
 
 class _Abandoned(Exception):
-    """Ends the loading thread, because the server stops before it is ready."""
+    """The server stops before it is ready. Raised to end the loading thread."""
 
 
 class _Loading(threading.Thread):

@@ -20,7 +20,7 @@ MIN_LOGPROB = -9999.0  # in place of -inf, which JSON cannot represent
 
 @dataclass(frozen=True)
 class Reader:
-    """Converts a model's tokens to text.
+    """A converter of a model's tokens to text.
 
     Attributes:
       tokenizer: the model's tokenizer.

@@ -95,7 +95,7 @@ class Source:
         """Raises ValueError if a cached state of the drafter does not fit."""
 
     def vocabularies(self, name: str) -> Iterator[Vocabulary]:
-        """Yields the vocabularies that must be equal to the target's.
+        """Yields the vocabularies that should be equal to the target's.
 
         Args:
           name: name of the drafter, for messages.

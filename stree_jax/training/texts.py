@@ -177,7 +177,7 @@ def _files_below(folder: Path, tally: Tally) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads files for `read_texts`."""
+    """A reader of files, for `read_texts`."""
 
     tally: Tally
     spell: Spell | None

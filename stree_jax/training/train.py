@@ -372,7 +372,7 @@ def learn(
 
 @dataclass(frozen=True)
 class _Learner:
-    """Runs the steps and evaluations of a run."""
+    """The steps and evaluations of a training run."""
 
     subject: Subject
     train: TrainConfig

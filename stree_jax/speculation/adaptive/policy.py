@@ -34,6 +34,7 @@ from stree_jax.speculation.draft import DRAFTER, NGRAM, Draft
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.tree import Auto, Budget, compiled_steps
 
+# The numbers below were tuned with the bundled pair, on CPUs; see bench/LEARNED.md.
 FADE = 0.9  # decay per step of the statistics of steps with the draft model
 
 # Minimum predicted speedup before the policy changes to the faster alternative. The
@@ -105,7 +106,7 @@ def assumed_times(tree: Auto, with_model: bool) -> StepTimes:
 
 @struct.dataclass
 class Force:
-    """Forces the choice of the policy, so that steps can be timed.
+    """A forced choice in place of the policy's, so that steps can be timed.
 
     Attributes:
       size: [] int32. Index in the menu, or `UNFORCED`.
