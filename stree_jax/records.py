@@ -1,8 +1,8 @@
-"""Records of published data sets: which shapes are known, and how files hold them.
+"""Reads records of published data sets, of several known forms, from JSON files.
 
-A record is read whole (`Record`): for training both of its halves count, for prompts
-only what comes before the answer. Fields that are not read are named in `unread`, so
-that callers can say so.
+A `Record` has a whole record. Training uses both its question and its answer; prompts
+use only the text before the answer. `Record.unread` lists the fields that are not read,
+so that callers can report them.
 """
 
 import gzip
@@ -14,8 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-Message = dict[str, Any]  # "role" and "content" are strings; others as in the file
-# Spells a conversation as text, as a chat template does.
+Message = dict[
+    str, Any
+]  # "role" and "content" are strings; other fields as in the file
+# Formats a conversation as text, for example by a chat template.
 Spell = Callable[[Sequence[Message]], str]
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -23,49 +25,53 @@ RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 CONVERSATIONS = (
     *("messages", "conversations", "conversation", "contents", "dialog", "dialogue"),
 )
-TURNS = "turns"  # MT-Bench: what the user says, turn by turn
+TURNS = "turns"  # MT-Bench: the user's messages, turn by turn
 SYSTEM = ("system", "system_prompt")
-# What a model is asked. The first that a record has is read, and `INPUTS` beside it.
+# Names of question fields. The first one in a record is read, together with `INPUTS`.
 QUESTIONS = (
     *("prompt", "instruction", "question", "query", "problem", "inputs", "input"),
     *("document", "article", "dialogue", "text"),
 )
 INPUTS = ("input", "context")
 ANSWERS = (
-    # Where a problem has both, the solution is the way and the answer its last number.
+    # "solution" before "answer": if a problem has both, the answer is only the final
+    # number of the solution.
     *("completion", "response", "output", "solution", "answer", "canonical_solution"),
     *("chosen", "reply", "generation", "continuation", "targets", "target", "code"),
     *("summary", "highlights"),
 )
 TEXTS = ("text", "content", "raw_content")
-LISTS = ("data", "train", "instances", "records", "examples")  # of a file's records
+# Names under which a JSON object may contain the list of records.
+LISTS = ("data", "train", "instances", "records", "examples")
 
 _SPEAKERS = ("role", "from")
 _CONTENTS = ("content", "value", "parts")
-# In names of fields that a prompt alone must not have: its answer would be lost.
+# Parts of field names that indicate an answer of unknown form. A record with a prompt
+# and such a field is not read as a prompt alone, because its answer would be lost.
 _OTHER_ANSWERS = (
     *("completion", "response", "answer", "output", "solution", "rejected", "target"),
     *("chosen", "generat", "repl", "continuation", "reference", "result", "truth"),
 )
-_ROLES = {  # names that data sets give to the roles of chat templates
+_ROLES = {  # roles of data sets, with the corresponding roles of chat templates
     **{name: "user" for name in ("human", "user", "prompter")},
     **{name: "assistant" for name in ("gpt", "chatgpt", "assistant", "bot", "model")},
     **{"function_call": "assistant", "observation": "tool"},
 }
-MOST_LINE = 2**28  # bytes
-_MOST_KEYS = 12  # of a record that are named in an error
+MAX_LINE = 2**28  # bytes
+_MAX_KEYS = 12  # keys of a record that an error message lists
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one record holds: a conversation, or a text in up to two halves.
+    """One record: a conversation, or a text that may consist of question and answer.
 
     Attributes:
-      kind: names of the fields that are read, for people: "prompt + completion".
-      question: text before the answer; empty if the record is one text.
-      answer: text after it, or the record's only text; None if there is none.
-      messages: the conversation, if it is one.
-      unread: names of fields that are not read; "message weight" is one of a message.
+      kind: names of the fields that are read, for messages: "prompt + completion".
+      question: the text before the answer; empty if the record is a single text.
+      answer: the answer, or the single text; None if the record has only a prompt.
+      messages: the messages of a conversation; otherwise empty.
+      unread: names of fields that are not read. "message weight" is the field "weight"
+        of a message.
     """
 
     kind: str
@@ -75,10 +81,11 @@ class Record:
     unread: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Returns everything that is read, as text to train on.
+        """Returns the whole record as text to train on.
 
-        Halves are joined by a newline, unless white space separates them already, as
-        in HumanEval. So are the messages of a conversation, without their roles.
+        Question and answer are joined by a newline, unless white space separates them
+        already, as in HumanEval. The messages of a conversation are joined by newlines,
+        without their roles.
         """
         if self.messages:
             return "\n".join(message["content"] for message in self.messages)
@@ -87,33 +94,34 @@ class Record:
         return question + ("" if spaced or not answer else "\n") + answer
 
     def prompt(self) -> str | None:
-        """Returns the half before the answer, or None if there is none.
+        """Returns the text before the answer, or None if the record is a single text.
 
-        A conversation's is its system message and the first message of the user.
+        For a conversation, it is the system message and the user's first message.
         """
         if self.messages:
-            asked = self.user_turns()[:1]
+            first = self.user_turns()[:1]
             system = [m["content"] for m in self.messages if m["role"] == "system"]
-            return "\n".join([*system[:1], *asked]) + "\n" if asked else None
+            return "\n".join([*system[:1], *first]) + "\n" if first else None
         if not self.question:
             return None
-        as_it_is = "prompt" in self.kind.split(" + ")
-        return self.question if as_it_is else f"{self.question}\n"
+        is_prompt = "prompt" in self.kind.split(" + ")
+        return self.question if is_prompt else f"{self.question}\n"
 
     def user_turns(self) -> list[str]:
-        """Returns what the user says in a conversation, turn by turn."""
+        """Returns the user's messages in a conversation."""
         return [m["content"] for m in self.messages if m["role"] == "user"]
 
 
 def record_of(value: Any, where: str) -> Record:
-    """Returns what a JSON value holds.
+    """Returns the record in a JSON value.
 
     Args:
-      value: a text, or an object of a known shape. Fields that are null are absent.
-      where: names the record in errors.
+      value: a text, or an object of a known form. Null fields count as absent.
+      where: name of the record, for error messages.
 
     Raises:
-      ValueError: the shape is not known; names the record's keys and the known ones.
+      ValueError: the form is unknown; the message lists the record's keys and the known
+        ones.
     """
     if isinstance(value, str):
         return Record("text", answer=value)
@@ -138,15 +146,19 @@ def read_records(
 ) -> Iterator[tuple[str, Any]]:
     """Yields (place, JSON value) for each record of a file.
 
-    Files whose name ends in .json hold one value: a list of records, one record, or an
-    object with a list of records in a field of `LISTS`. They, and all others, may hold
-    one value a line; blank lines are skipped. Names that end in .gz are unpacked.
+    Files whose name ends in .json contain one value: a list of records, one record, or
+    an object with a list of records in a field of `LISTS`. These and all other files
+    may also contain one value per line; blank lines are skipped. Files whose name ends
+    in .gz are unpacked.
 
     Args:
-      stream: what to read in place of the file, not unpacked either.
+      path: the file, or a name for messages if `stream` is given.
+      stream: an open binary file to read instead. It is also unpacked if the name ends
+        in .gz.
 
     Raises:
-      ValueError: not JSON, not UTF-8, or not to be unpacked; names the line.
+      ValueError: the file is not JSON, not UTF-8, or cannot be unpacked; the message
+        names the line.
     """
     name = str(path).lower()
     packed = name.endswith(".gz")
@@ -163,8 +175,8 @@ def read_records(
 
 
 def decoded(data: bytes) -> str | None:
-    """Returns bytes as text: UTF-8, or UTF-16 and UTF-32 with their mark; None if they
-    are none of these."""
+    """Returns bytes decoded as UTF-8, or as UTF-16 or UTF-32 if they begin with a byte
+    order mark; None if they are not valid."""
     encoding = json.detect_encoding(data) if data[:2] in _MARKS else "utf-8-sig"
     try:
         return data.decode(encoding)
@@ -176,6 +188,7 @@ _MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00")
 
 
 def _lines(stream: IO[bytes], path: str) -> Iterator[tuple[str, Any]]:
+    """Yields (place, JSON value) for each line of a JSON Lines file."""
     first = _line(stream, path)
     if first[:2] in _MARKS:  # UTF-16 has zero bytes around its line ends
         text = _text(first + stream.read(), path)
@@ -195,19 +208,20 @@ def _line(stream: IO[bytes], path: str) -> bytes:
     """Returns the next line; b"" at the end.
 
     Raises:
-      ValueError: it is too long for a record.
+      ValueError: the line is longer than `MAX_LINE`.
     """
-    line = stream.readline(MOST_LINE + 1)
-    if len(line) > MOST_LINE:
+    line = stream.readline(MAX_LINE + 1)
+    if len(line) > MAX_LINE:
         raise ValueError(
-            f"{path}: a line of more than {MOST_LINE >> 20} MiB; want one JSON value a "
-            "line"
+            f"{path}: a line of more than {MAX_LINE >> 20} MiB; want one JSON value "
+            "per line"
         )
     return line
 
 
 def _whole(stream: IO[bytes], path: str) -> Iterator[tuple[str, Any]]:
-    """`read_records` of a .json file."""
+    """Yields (place, JSON value) for each record of a .json file, which may also be a
+    JSON Lines file."""
     text = _text(stream.read(), path)
     head, _, rest = text.strip().partition("\n")
     if rest and head.rstrip().endswith(("}", '"')) and _is_json(head):
@@ -229,6 +243,7 @@ def _whole(stream: IO[bytes], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_record(value: dict[str, Any]) -> bool:
+    """True if `record_of` knows the form of a value."""
     try:
         record_of(value, "")
     except ValueError:
@@ -237,6 +252,7 @@ def _is_record(value: dict[str, Any]) -> bool:
 
 
 def _text(data: bytes, where: str) -> str:
+    """Returns bytes as text; raises ValueError if they are not valid."""
     text = decoded(data)
     if text is None:
         raise ValueError(f"{where}: not UTF-8; convert it (iconv -t utf-8)")
@@ -252,14 +268,15 @@ def _is_json(text: str) -> bool:
 
 
 def _json(text: str, where: str) -> Any:
-    """Parses JSON; unlike Python's parser, refuses an object with one key twice."""
+    """Parses JSON. Unlike Python's parser, raises ValueError for an object that has a
+    key twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise _TwiceError(f"{where}: the key {twice!r} stands there twice")
+            raise _TwiceError(f"{where}: the key {twice!r} occurs twice")
         return fields
 
     try:
@@ -268,19 +285,20 @@ def _json(text: str, where: str) -> Any:
         raise
     except (ValueError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
-        want = "want one JSON value a line (a list of records: name the file .json)"
+        want = "want one JSON value per line (for a list of records, use .json)"
         raise ValueError(f"{where}: not JSON: {reason}; {want}") from error
 
 
 class _TwiceError(ValueError):
-    """An object with one key twice."""
+    """A JSON object has a key twice."""
 
 
 def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that are not null, by their names in small letters."""
+    """Returns the fields that are not null, with names in lower case unless two would
+    then be equal."""
     found = {name: v for name, v in value.items() if v is not None}
-    small = {name.lower(): v for name, v in found.items()}
-    return small if len(small) == len(found) else found
+    lower = {name.lower(): v for name, v in found.items()}
+    return lower if len(lower) == len(found) else found
 
 
 def _conversation(fields: Mapping[str, Any], where: str) -> Record | None:
@@ -291,19 +309,20 @@ def _conversation(fields: Mapping[str, Any], where: str) -> Record | None:
         return _with_system(name, messages, fields, {name}, unread)
     if isinstance(turns := fields.get(TURNS), list):
         if all(isinstance(turn, str) for turn in turns):
-            said = tuple({"role": "user", "content": turn} for turn in turns)
-            return _with_system(TURNS, said, fields, {TURNS}, ())
+            messages = tuple({"role": "user", "content": turn} for turn in turns)
+            return _with_system(TURNS, messages, fields, {TURNS}, ())
         messages, unread = _messages(turns, f"{where}: {TURNS}")
         return _with_system(TURNS, messages, fields, {TURNS}, unread)
     pair = [n for n in fields if n in _ROLES and isinstance(fields[n], str)]
     if [_ROLES[name] for name in pair] == ["user", "assistant"]:
         messages, unread = _messages([{n: fields[n] for n in pair}], where)
         return _with_system(" + ".join(pair), messages, fields, set(pair), unread)
-    return _in_two_halves(fields, where)
+    return _split_conversation(fields, where)
 
 
-def _in_two_halves(fields: Mapping[str, Any], where: str) -> Record | None:
-    """Returns a conversation whose prompt or answer is a list of messages (TRL)."""
+def _split_conversation(fields: Mapping[str, Any], where: str) -> Record | None:
+    """Returns a conversation whose prompt or answer field is a list of messages, as in
+    TRL; None for other records."""
     before = next((n for n in QUESTIONS if n in fields), None)
     after = next((n for n in ANSWERS if n in fields), None)
     lists = [n for n in (before, after) if n and isinstance(fields[n], list)]
@@ -317,23 +336,24 @@ def _in_two_halves(fields: Mapping[str, Any], where: str) -> Record | None:
         if name is None or (name == before and answer_is_whole):
             continue  # the answer repeats the prompt, as UltraFeedback's does
         if isinstance(fields[name], str):
-            said: tuple[Message, ...] = ({"role": role, "content": fields[name]},)
+            new: tuple[Message, ...] = ({"role": role, "content": fields[name]},)
             more: tuple[str, ...] = ()
         else:
-            said, more = _messages(fields[name], f"{where}: {name}")
-        messages, unread, read = (*messages, *said), (*unread, *more), {*read, name}
+            new, more = _messages(fields[name], f"{where}: {name}")
+        messages, unread, read = (*messages, *new), (*unread, *more), {*read, name}
     kind = " + ".join(n for n in (before, after) if n in read)
     return _with_system(kind, messages, fields, read, unread)
 
 
 def _opens(messages: Sequence[Message]) -> bool:
-    """True if messages begin with a question, so that they are a whole conversation."""
+    """True if messages begin with a user or system message, so that they are a whole
+    conversation."""
     role = next((m[s] for m in messages[:1] for s in _SPEAKERS if s in m), None)
     return isinstance(role, str) and _role(role) in ("user", "system")
 
 
 def _role(name: str) -> str:
-    """Returns the name that chat templates have for a role of a data set."""
+    """Returns the chat template role for a role of a data set."""
     return _ROLES.get(name.lower(), name.lower())
 
 
@@ -344,7 +364,8 @@ def _with_system(
     read: set[str],
     unread: tuple[str, ...],
 ) -> Record:
-    """Returns a conversation, with the system message that stands beside it."""
+    """Returns the record of a conversation. A system message in a separate field is put
+    before the other messages."""
     if all(message["role"] != "system" for message in messages):
         for name in SYSTEM:
             if isinstance(text := fields.get(name), str) and text.strip():
@@ -356,7 +377,7 @@ def _with_system(
 
 
 def _left(fields: Mapping[str, Any], read: Collection[str]) -> tuple[str, ...]:
-    """Returns the names of fields that hold something, and are not read."""
+    """Returns the names of non-empty fields that are not read."""
     return tuple(n for n, v in fields.items() if n not in read and v not in _EMPTY)
 
 
@@ -366,11 +387,11 @@ _EMPTY: tuple[Any, ...] = ("", [], {})
 def _messages(
     entries: Sequence[Any], where: str
 ) -> tuple[tuple[Message, ...], tuple[str, ...]]:
-    """Returns a conversation's messages, and names of fields that only some chat
-    templates read.
+    """Returns the messages of a conversation, and the names of their other fields,
+    which only some chat templates use.
 
     Entries are {"role", "content"}, {"from", "value"}, {"human": .., "assistant": ..},
-    or texts of user and assistant in turns.
+    or texts that alternate between user and assistant.
     """
     found: list[Message] = []
     unread: list[str] = []
@@ -380,8 +401,8 @@ def _messages(
             role = "assistant" if number % 2 else "user"
             found.append({"role": role, "content": entry})
         elif isinstance(entry, dict):
-            said, more = _turn(entry, place)
-            found += said
+            new, more = _turn(entry, place)
+            found += new
             unread += [f"message {name}" for name in more]
         else:
             raise ValueError(f"{place}: want a message, got {_type_name(entry)}")
@@ -397,23 +418,24 @@ def _turn(entry: Mapping[str, Any], where: str) -> tuple[list[Message], list[str
         if not pair:
             wanted = '"role" and "content", or "from" and "value"'
             raise ValueError(f"{where}: want {wanted}, {_keys_of(entry)}")
-        said = [{"role": _ROLES[name], "content": entry[name]} for name in pair]
-        return said, [n for n, v in entry.items() if n not in pair and v is not None]
-    rest = {
+        messages = [{"role": _ROLES[name], "content": entry[name]} for name in pair]
+        rest = [n for n, v in entry.items() if n not in pair and v is not None]
+        return messages, rest
+    others = {
         name: value
         for name, value in entry.items()
         if name not in (speaker, content) and value is not None
     }
-    text = _content(entry.get(content or ""), bool(rest), where)
+    text = _content(entry.get(content or ""), bool(others), where)
     role = _role(entry[speaker])
-    return [{**rest, "role": role, "content": text}], list(rest)
+    return [{**others, "role": role, "content": text}], list(others)
 
 
 def _content(value: Any, has_more: bool, where: str) -> str:
-    """Returns a message's text, which may be given in parts."""
+    """Returns the text of a message, which may be a list of parts."""
     if isinstance(value, str):
         return value
-    if value is None and has_more:  # a call of a tool, which has no text
+    if value is None and has_more:  # for example, a tool call without text
         return ""
     parts = value if isinstance(value, list) else [value]
     texts: list[Any] = [p.get("text") if isinstance(p, dict) else p for p in parts]
@@ -428,7 +450,8 @@ def _content(value: Any, has_more: bool, where: str) -> str:
 
 
 def _halves(fields: Mapping[str, Any]) -> Record | None:
-    """Returns a question with its answer, a text, or a prompt alone; else None."""
+    """Returns the record of a question with its answer, a single text, or a prompt
+    without answer; None for other records."""
     texts = {name: v for name, v in fields.items() if isinstance(v, str)}
 
     def first(names: Sequence[str]) -> str | None:
@@ -436,47 +459,55 @@ def _halves(fields: Mapping[str, Any]) -> Record | None:
 
     before, after = first(QUESTIONS), first(ANSWERS)
     if before is not None and after is not None:
-        read = _asked(texts, before)
+        read = _question_fields(texts, before)
         question = "\n".join(texts[name] for name in read)
-        return _made([*read, after], question, texts[after], fields)
+        return _record([*read, after], question, texts[after], fields)
     text = first(TEXTS)
-    if text is not None and before == "prompt":  # Cosmopedia; or one repeats the other
+    # As in Cosmopedia. The text may also begin with the prompt.
+    if text is not None and before == "prompt":
         read = [] if texts[text].startswith(texts["prompt"]) else ["prompt"]
         question = "".join(texts[name] for name in read)
-        return _made([*read, text], question, texts[text], fields)
-    if text is not None and "role" not in fields:  # a message of a longer conversation
-        return _made([text], "", texts[text], fields)
+        return _record([*read, text], question, texts[text], fields)
+    # With "role", it is a single message of a conversation in several records.
+    if text is not None and "role" not in fields:
+        return _record([text], "", texts[text], fields)
     left = [name for name in fields if any(word in name for word in _OTHER_ANSWERS)]
     if before == "prompt" and not left and not any(n in fields for n in ANSWERS):
-        read = _asked(texts, before)
-        return _made(read, "\n".join(texts[name] for name in read), None, fields)
+        read = _question_fields(texts, before)
+        return _record(read, "\n".join(texts[name] for name in read), None, fields)
     if "chosen" in texts:
-        return _made(["chosen"], "", texts["chosen"], fields)
+        return _record(["chosen"], "", texts["chosen"], fields)
     return None
 
 
-def _asked(texts: Mapping[str, str], before: str) -> list[str]:
-    """Returns the names of the fields that make up a question, in their order."""
+def _question_fields(texts: Mapping[str, str], before: str) -> list[str]:
+    """Returns the names of the fields that make up a question, in the order of the
+    text: system message, question field `before`, and inputs."""
     system = [name for name in SYSTEM if texts.get(name, "").strip()][:1]
-    beside = [n for n in INPUTS if n != before and texts.get(n, "").strip()]
+    inputs = [n for n in INPUTS if n != before and texts.get(n, "").strip()]
     if before in ("question", "query"):
-        return [*system, *beside, before]
-    return [*system, before, *beside]
+        return [*system, *inputs, before]
+    return [*system, before, *inputs]
 
 
-def _made(
+def _record(
     read: Sequence[str], question: str, answer: str | None, fields: Mapping[str, Any]
 ) -> Record:
+    """Returns a record of the fields `read`."""
     return Record(" + ".join(read), question, answer, unread=_left(fields, read))
 
 
 def prompt_of(value: Any, where: str) -> str:
-    """Returns the prompt half of a record.
+    """Returns the prompt of a record: the text before its answer.
 
-    A prompt is taken as it is; a question ends with a newline.
+    A prompt field is returned unchanged. A question gets a newline at its end.
+
+    Args:
+      value: a JSON value, see `record_of`.
+      where: name of the record, for error messages.
 
     Raises:
-      ValueError: the record has no such half, or is of no known shape.
+      ValueError: the record has no prompt, or is of unknown form.
     """
     if isinstance(value, dict):
         fields = _fields(value)
@@ -486,8 +517,8 @@ def prompt_of(value: Any, where: str) -> str:
         if found is None and before is None and "code" in texts and "text" in texts:
             before = "text"  # MBPP
         if found is None and before is not None:
-            read = _asked(texts, before)
-            found = _made(read, "\n".join(texts[n] for n in read), None, fields)
+            read = _question_fields(texts, before)
+            found = _record(read, "\n".join(texts[n] for n in read), None, fields)
         prompt = None if found is None else found.prompt()
         if prompt is not None:
             return prompt
@@ -501,7 +532,7 @@ def prompt_of(value: Any, where: str) -> str:
 
 
 def turns_of(value: Any, where: str) -> list[str]:
-    """Returns the user's turns of a conversation; empty for any other record."""
+    """Returns the user's messages in a conversation; empty for other records."""
     found = _conversation(_fields(value) if isinstance(value, dict) else {}, where)
     return [] if found is None else found.user_turns()
 
@@ -511,17 +542,19 @@ def _unknown() -> str:
 
 
 def _keys_of(fields: Mapping[str, Any]) -> str:
-    """Says which keys a record has, and of what type those are that are no texts."""
+    """Returns a message about the keys of a record, with the types of values that are
+    not texts."""
     named = [
         name if isinstance(value, str) else f"{name} ({_type_name(value)})"
         for name, value in fields.items()
     ]
-    more = len(named) - _MOST_KEYS
-    shown = ", ".join(named[:_MOST_KEYS]) + (f" and {more} more" if more > 0 else "")
+    more = len(named) - _MAX_KEYS
+    shown = ", ".join(named[:_MAX_KEYS]) + (f" and {more} more" if more > 0 else "")
     return f"in the keys {shown}" if named else "in an empty object"
 
 
 def _type_name(value: Any) -> str:
+    """Returns the name of a JSON value's type, with an article."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value"}
     default = "null" if value is None else "a number"
     return names.get(type(value), default)

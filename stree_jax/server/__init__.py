@@ -1,1 +1,1 @@
-"""`stree-jax serve`: the library behind an HTTP protocol that many clients speak."""
+"""`stree-jax serve`: an HTTP server with the protocol of OpenAI's API."""

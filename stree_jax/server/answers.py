@@ -1,4 +1,4 @@
-"""Answers in the protocol's shapes: whole ones, and chunks of a stream."""
+"""Answers in the protocol's format: complete answers, and chunks of a stream."""
 
 import json
 import time
@@ -17,13 +17,13 @@ FINGERPRINT = f"stree-jax-{__version__}"
 
 @dataclass
 class Answer:
-    """The texts that a request is answered with, as far as they have come.
+    """The answer to a request, with the texts generated so far.
 
     Attributes:
-      request: what was asked.
-      prompt_tokens: of all prompts together.
-      texts, tokens, finish_reasons, logprobs: by text: prompt by prompt, and of each
-        prompt answer by answer.
+      request: the request.
+      prompt_tokens: number of tokens of all prompts.
+      texts, tokens, finish_reasons, logprobs: one entry per text, prompt by prompt, and
+        for each prompt its n texts.
     """
 
     request: Request
@@ -37,18 +37,21 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
-        made = sum(self.tokens)
+        """Numbers of tokens, in the protocol's format."""
+        generated = sum(self.tokens)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": made,
-            "total_tokens": self.prompt_tokens + made,
+            "completion_tokens": generated,
+            "total_tokens": self.prompt_tokens + generated,
         }
 
     @property
     def finished(self) -> bool:
+        """True if all texts are finished."""
         return None not in self.finish_reasons
 
     def add(self, index: int, piece: Piece) -> None:
+        """Appends a piece to a text."""
         self.texts[index] += piece.text
         self.tokens[index] += piece.tokens
         self.logprobs[index] += piece.logprobs
@@ -56,6 +59,13 @@ class Answer:
 
 
 def empty_answer(request: Request, prompt_tokens: int, texts: int) -> Answer:
+    """Returns the answer to a request before its first piece.
+
+    Args:
+      request: the request.
+      prompt_tokens: number of tokens of all prompts.
+      texts: number of texts.
+    """
     return Answer(
         request,
         prompt_tokens,
@@ -67,7 +77,7 @@ def empty_answer(request: Request, prompt_tokens: int, texts: int) -> Answer:
 
 
 def whole(answer: Answer) -> dict[str, Any]:
-    """The answer to a request without `stream`."""
+    """Returns the response to a request without `stream`."""
     chat = answer.request.kind == "chat"
     choices = []
     for i, text in enumerate(answer.texts):
@@ -85,7 +95,7 @@ def whole(answer: Answer) -> dict[str, Any]:
 
 
 def opening(answer: Answer) -> list[bytes]:
-    """The chunks that a stream of chat begins with: who speaks."""
+    """Returns the first events of a stream, which give the role in chats."""
     if answer.request.kind != "chat":
         return []
     delta = {"role": "assistant", "content": "", "refusal": None}
@@ -94,22 +104,28 @@ def opening(answer: Answer) -> list[bytes]:
 
 
 def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
-    """Returns the events of a stream for one piece of an answer."""
-    chat, made = answer.request.kind == "chat", []
+    """Returns the events of a stream for one piece of a text.
+
+    Args:
+      answer: the answer, to which the piece was added.
+      index: index of the text.
+      piece: the piece.
+    """
+    chat, events = answer.request.kind == "chat", []
     before = len(answer.logprobs[index]) - len(piece.logprobs)
     offset = sum(len(_text(c.token)) for c in answer.logprobs[index][:before])
     lists = _logprobs(answer, piece.logprobs, offset)
     if piece.text or piece.logprobs:
         new = {"delta": {"content": piece.text}} if chat else {"text": piece.text}
-        made.append(_chunk(answer, index, new, lists, None))
+        events.append(_chunk(answer, index, new, lists, None))
     if piece.finish_reason is not None:
         last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
-        made.append(_chunk(answer, index, last, None, piece.finish_reason))
-    return made
+        events.append(_chunk(answer, index, last, None, piece.finish_reason))
+    return events
 
 
 def closing(answer: Answer) -> list[bytes]:
-    """The end of a stream, with its usage if that was asked for."""
+    """Returns the last events of a stream, including the usage if it was requested."""
     if not answer.request.usage:
         return [DONE]
     last = _envelope(answer, _chunk_kind(answer)) | {
@@ -120,7 +136,7 @@ def closing(answer: Answer) -> list[bytes]:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Returns a JSON body as a server-sent event."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -131,6 +147,7 @@ def _chunk(
     logprobs: dict[str, Any] | None,
     reason: str | None,
 ) -> bytes:
+    """Returns the event of one chunk of a stream."""
     choice = {"index": index, **new, "logprobs": logprobs, "finish_reason": reason}
     body = _envelope(answer, _chunk_kind(answer)) | {"choices": [choice]}
     return event(body | ({"usage": None} if answer.request.usage else {}))
@@ -142,6 +159,7 @@ def _chunk_kind(answer: Answer) -> str:
 
 
 def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
+    """Returns the fields that all responses to a request have."""
     prefix = "chatcmpl" if answer.request.kind == "chat" else "cmpl"
     return {
         "id": f"{prefix}-{answer.id}",
@@ -155,7 +173,14 @@ def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
 def _logprobs(
     answer: Answer, choices: Sequence[Choice], offset: int
 ) -> dict[str, Any] | None:
-    """Log-probabilities in the shape of the endpoint, if they were asked for."""
+    """Returns log-probabilities in the format of the endpoint, or None if they were not
+    requested.
+
+    Args:
+      answer: the answer.
+      choices: the tokens.
+      offset: number of characters of the text before the first token.
+    """
     if answer.request.top_logprobs is None:
         return None
     if answer.request.kind == "chat":

@@ -1,4 +1,4 @@
-"""The server's paths: an ASGI application over a `Service`."""
+"""The HTTP endpoints of the server: an ASGI application for a `Service`."""
 
 import asyncio
 import hmac
@@ -23,18 +23,19 @@ from stree_jax.server.protocol import Kind, parse
 from stree_jax.server.service import (
     Exchange,
     Service,
-    asked_of,
     check_name,
     prompt_ids,
+    text_requests,
 )
 
 JSON = "application/json"
-MOST_DIGITS = 400  # of an integer; the largest float64 has 309
-CLIENT_GONE = 499  # nobody reads it
+MAX_DIGITS = 400  # maximum digits of an integer; the largest float64 has 309
+CLIENT_CLOSED = 499  # status for clients that have disconnected, which do not read it
 
 
 def make_app(service: Service) -> Starlette:
-    """The application: completions, chat, models, health, metrics."""
+    """Returns the application with the endpoints for completions, chat, models, health
+    and metrics."""
 
     async def completions(http: HTTPRequest) -> Response:
         return await _answered(service, http, "completion")
@@ -69,42 +70,44 @@ def make_app(service: Service) -> Starlette:
             Route("/metrics", metrics),
         ],
         exception_handlers={
-            ApiError: _refused,
+            ApiError: _error_response,
             HTTPException: _no_such_path,
             Exception: _broken,
         },
     )
 
 
-async def _refused(http: HTTPRequest, error: Exception) -> Response:
+async def _error_response(http: HTTPRequest, error: Exception) -> Response:
+    """Returns the response for an `ApiError`."""
     assert isinstance(error, ApiError)
     return JSONResponse(error.body(), error.status, error.headers)
 
 
 async def _no_such_path(http: HTTPRequest, error: Exception) -> Response:
-    """Returns 404 and 405 of the routes in the protocol's error object, and the
-    allowed methods to OPTIONS."""
+    """Returns errors 404 and 405 in the protocol's format, and the allowed methods for
+    OPTIONS."""
     assert isinstance(error, HTTPException)
     if http.method == "OPTIONS" and error.status_code == 405:
         return Response(status_code=204, headers=error.headers)
     message = f"{error.detail}: {http.method} {http.url.path}"
-    refusal = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    return await _refused(http, refusal)
+    found = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return await _error_response(http, found)
 
 
 async def _broken(http: HTTPRequest, error: Exception) -> Response:
-    """A mistake of this code: the log has it, the client a word."""
-    return await _refused(http, ApiError(500, "The server had an error."))
+    """Returns the response for a bug in the server. The log has the details."""
+    return await _error_response(http, ApiError(500, "The server had an error."))
 
 
 def _check_key(service: Service, http: HTTPRequest) -> None:
-    """Whoever asks has a key, if any is wanted; how long it takes tells nothing."""
+    """Raises ApiError (401) if the server has API keys and the request has none of
+    them. The comparison takes constant time, so its duration reveals nothing."""
     if not service.keys:
         return
-    scheme, _, given = http.headers.get("authorization", "").partition(" ")
-    own = given.strip().encode()
-    known = [hmac.compare_digest(own, key) for key in service.keys]
-    if scheme.lower() != "bearer" or not any(known):
+    scheme, _, credentials = http.headers.get("authorization", "").partition(" ")
+    key = credentials.strip().encode()
+    matches = [hmac.compare_digest(key, known) for known in service.keys]
+    if scheme.lower() != "bearer" or not any(matches):
         raise ApiError(
             401,
             "Incorrect API key provided.",
@@ -114,6 +117,7 @@ def _check_key(service: Service, http: HTTPRequest) -> None:
 
 
 def _model(service: Service) -> dict[str, Any]:
+    """Returns the description of the model in the protocol's format."""
     return {
         "id": service.name,
         "object": "model",
@@ -124,23 +128,27 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 async def _body(service: Service, http: HTTPRequest) -> Any:
-    """Returns the request's JSON, which may neither be long nor take long to come."""
+    """Returns the JSON body of a request.
+
+    Raises:
+      ApiError: the body is too long, takes too long to arrive, or is not JSON.
+    """
     encoding = http.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
-        raise ApiError(415, f"Content-Encoding {encoding}: send the JSON as it is.")
-    most, data = service.limits.body_bytes, bytearray()
-    too_long = ApiError(413, f"The request's body is longer than {most} bytes.")
+        raise ApiError(415, f"Content-Encoding {encoding}: send uncompressed JSON.")
+    limit, data = service.limits.body_bytes, bytearray()
+    too_long = ApiError(413, f"The request's body is longer than {limit} bytes.")
     length = http.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most:
+    if length.isdecimal() and int(length) > limit:
         raise too_long
     try:
         async with asyncio.timeout(service.limits.timeout_s):
             async for part in http.stream():
                 data += part
-                if len(data) > most:
+                if len(data) > limit:
                     raise too_long
     except TimeoutError:
-        raise ApiError(408, "The request's body did not come in time.") from None
+        raise ApiError(408, "The request's body did not arrive in time.") from None
     try:
         return json.loads(
             data,
@@ -154,27 +162,31 @@ async def _body(service: Service, http: HTTPRequest) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object; of a field that is there twice one would be dropped."""
+    """Returns a JSON object. Raises ValueError if it has a field twice, because only
+    one of them could be used."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         double = counts.most_common(1)[0][0]
-        raise ValueError(f"{double[:40]!a} is there more than once")
+        raise ValueError(f"{double[:40]!a} occurs more than once")
     return found
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number has more than {MOST_DIGITS} digits")
+    """Parses an integer of JSON; raises ValueError if it is too long."""
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has more than {MAX_DIGITS} digits")
     return int(digits)
 
 
 def _not_a_number(name: str) -> None:
+    """Raises ValueError for NaN and infinities, which are not JSON."""
     raise ValueError(f"{name} is not JSON")
 
 
 async def _answered(service: Service, http: HTTPRequest, kind: Kind) -> Response:
-    """An answer, or its stream; whatever happens is counted."""
+    """Returns the response to a request for text, which may be a stream. Counts the
+    request in the metrics."""
     watch = Watch(service.metrics)
     try:
         _check_key(service, http)
@@ -182,14 +194,15 @@ async def _answered(service: Service, http: HTTPRequest, kind: Kind) -> Response
         check_name(service, request.model or service.name)
         request = replace(request, model=service.name)
         ids = await asyncio.to_thread(prompt_ids, service, request)
-        exchange = Exchange(service, request, ids, asked_of(service, request, ids))
+        texts = text_requests(service, request, ids)
+        exchange = Exchange(service, request, ids, texts)
         exchange.submit()
     except ApiError as error:
         watch.end(_outcome(error))
         raise
     except ClientDisconnect:
         watch.end("cancelled")
-        return Response(status_code=CLIENT_GONE)
+        return Response(status_code=CLIENT_CLOSED)
     service.metrics.prompt_tokens.inc(exchange.answer.prompt_tokens)
     if request.stream:
         return EventStream(exchange, watch)
@@ -197,13 +210,18 @@ async def _answered(service: Service, http: HTTPRequest, kind: Kind) -> Response
 
 
 def _outcome(error: ApiError) -> str:
+    """Returns the label of an error in the metrics."""
     if error.status == 429:
         return "rejected"
     return "refused" if error.status < 500 else "error"
 
 
 async def _whole(exchange: Exchange, watch: Watch, receive: Receive) -> Response:
-    """The whole answer, unless the time is up or the client goes away."""
+    """Waits for the complete answer and returns it.
+
+    Raises:
+      ApiError: the answer took too long, or the engine failed.
+    """
 
     async def collect() -> None:
         async for _, piece in exchange.pieces():
@@ -211,9 +229,9 @@ async def _whole(exchange: Exchange, watch: Watch, receive: Receive) -> Response
 
     outcome = "error"
     try:
-        if not await _before_it_leaves(collect(), receive, exchange.service):
+        if not await _while_connected(collect(), receive, exchange.service):
             outcome = "cancelled"
-            return Response(status_code=CLIENT_GONE)
+            return Response(status_code=CLIENT_CLOSED)
         outcome = "ok"
         return JSONResponse(whole(exchange.answer))
     except TimeoutError:
@@ -226,8 +244,8 @@ async def _whole(exchange: Exchange, watch: Watch, receive: Receive) -> Response
 
 
 class EventStream(Response):
-    """An answer as server-sent events. A client that reads slowly holds up nobody: what
-    waits for it is as long as its answer, and its time is limited."""
+    """An answer as server-sent events. A slow reader does not block other requests: its
+    unsent events are buffered, and their number and the time are limited."""
 
     media_type = "text/event-stream"
 
@@ -247,8 +265,8 @@ class EventStream(Response):
             start = {"type": "http.response.start", "status": self.status_code}
             await send(start | {"headers": self.raw_headers})
             service = self.exchange.service
-            there = await _before_it_leaves(sent(), receive, service)
-            outcome = "ok" if there else "cancelled"
+            complete = await _while_connected(sent(), receive, service)
+            outcome = "ok" if complete else "cancelled"
         except TimeoutError:
             outcome = "timeout"
             await self._fail(send, _too_late(self.exchange.service))
@@ -273,28 +291,32 @@ class EventStream(Response):
             yield part
 
     async def _fail(self, send: Send, error: ApiError) -> None:
-        """The status has been sent: what went wrong is an event, and the last one. A
-        client that does not even take that is left alone."""
+        """Sends an error as the last event, because the HTTP status has been sent
+        already. Gives up if the client does not read it."""
         last = {"type": "http.response.body", "body": event(error.body())}
         try:
-            async with asyncio.timeout(LAST_WORD_S):
+            async with asyncio.timeout(ERROR_EVENT_S):
                 await send(last)
         except (TimeoutError, OSError):
             return
 
 
 MORE = {"more_body": True}
-LAST_WORD_S = 5.0
+ERROR_EVENT_S = 5.0  # seconds that a client has to read the error event
 
 
-async def _before_it_leaves(work: Any, receive: Receive, service: Service) -> bool:
-    """Do the work; False: the client has gone away before it was done.
+async def _while_connected(work: Any, receive: Receive, service: Service) -> bool:
+    """Runs a coroutine until it is done or the client disconnects.
+
+    Returns:
+      False if the client disconnected first; the coroutine is then cancelled.
 
     Raises:
       TimeoutError: it took too long.
-      ApiError: of the work.
+      ApiError: raised by the coroutine.
     """
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
     both = {doing, leaving}
     try:
         async with asyncio.timeout(service.limits.timeout_s):
@@ -308,11 +330,13 @@ async def _before_it_leaves(work: Any, receive: Receive, service: Service) -> bo
         await asyncio.gather(*both, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
+    """Waits until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def _too_late(service: Service) -> ApiError:
+    """Returns the error for an answer that took too long."""
     seconds = f"{service.limits.timeout_s:g}"
     return ApiError(504, f"No answer within {seconds} seconds.", code="timeout")

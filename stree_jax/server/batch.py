@@ -1,9 +1,9 @@
-"""The device's side of a server: a batch of fixed sizes whose rows come and go.
+"""The server's batch on the device, with continuous batching and fixed sizes.
 
-Nothing is compiled after `warm`: prompts are read in a few widths, and three programs
-decode, whatever the rows ask for: greedy rows alone; with drawn ones beside them; with
-log-probabilities and repetition penalties. Rows pass from one program to another as
-their neighbours change, which changes none of their tokens.
+Everything is compiled in `warm`. Prompts are padded to a few widths, and three programs
+decode: one for greedy rows only, one that also has sampled rows, and one that also has
+log-probabilities and repetition penalties. The program depends on all rows of the
+batch, but a row's tokens do not depend on the program.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,29 +42,30 @@ from stree_jax.speculation.rows import (
 from stree_jax.speculation.step import Spec
 
 GREEDY = Sampling(temperature=0)
-NO_TOKEN = -1  # pads lists of stop tokens
+NO_TOKEN = -1  # padding of lists of stop tokens
 
 
 @jax.jit
 def seeded_key(
     key: jax.Array, low: jax.Array, high: jax.Array, sample: jax.Array
 ) -> jax.Array:
-    """Returns the key [] of a row with a 64-bit seed. Where its upper half is 0, it is
-    `row_key` of the lower one, so that small seeds have the texts of `generate`."""
+    """Returns the key [] of a row with a 64-bit seed. If the upper half of the seed is
+    0, it is `row_key` of the lower half, so that small seeds give the same texts as in
+    `generate`."""
     base = jnp.where(high == 0, key, jax.random.fold_in(key, high))
     return row_key(base, low, sample)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the programs are compiled for.
+    """The sizes for which programs are compiled.
 
     Attributes:
-      rows: texts that are decoded together.
-      context: most tokens of a prompt and its answer together.
-      steps: target calls between two looks at who comes and goes.
-      top_logprobs: most alternatives with a token's log-probability.
-      prefixes: texts whose states are kept, see `prefixes`.
+      rows: maximum number of texts that are decoded together.
+      context: maximum number of tokens of a prompt and its answer together.
+      steps: target passes per segment; rows are assigned between segments.
+      top_logprobs: maximum number of alternatives with log-probabilities per token.
+      prefixes: maximum number of texts whose states are cached, see `prefixes`.
     """
 
     rows: int = 4
@@ -75,17 +76,18 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One text to be made.
+class TextRequest:
+    """A request for one text.
 
     Attributes:
-      ids: the prompt, at least one token.
-      max_new_tokens: as many as the context leaves, at most.
-      sampling: with a seed; `GREEDY` for greedy text.
-      sample: which of the samples of its prompt: they differ in their random numbers.
-      seed_high: the upper 32 bits of a 64-bit seed, whose lower ones `sampling` has.
-      ignore_eos: whether the model's stop tokens leave the text running.
-      logprobs: whether the tokens' log-probabilities are wanted.
+      ids: token ids of the prompt, at least one.
+      max_new_tokens: maximum number of new tokens, which must fit in the context.
+      sampling: the sampling settings, with a seed; `GREEDY` for greedy decoding.
+      sample: index among the samples of the prompt, which differ in their random
+        numbers.
+      seed_high: the upper 32 bits of a 64-bit seed. `sampling` has the lower 32 bits.
+      ignore_eos: if True, the model's stop tokens do not end the text.
+      logprobs: True if log-probabilities are requested.
     """
 
     ids: Sequence[int]
@@ -98,16 +100,17 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class News:
-    """What some steps added to a row.
+class RowUpdate:
+    """The tokens that a segment added to a row.
 
     Attributes:
-      tokens: the new ones.
-      origins: [n] uint8, who drafted them, see `draft.ORIGINS`.
-      calls: of the target.
-      finish: as of `Decoding`.
-      raw: [n] float32, the tokens' log-probabilities, if they were asked for.
-      top, top_tokens: [n, k], those of the likeliest tokens, and whose they are.
+      tokens: the new tokens.
+      origins: [n] uint8. Sources of the tokens, see `draft.ORIGINS`.
+      calls: number of target passes.
+      finish: see `Decoding.finish`.
+      raw: [n] float32. Log-probabilities of the tokens, or None if not requested.
+      top, top_tokens: [n, k] float32 and int32. Log-probabilities of the likeliest
+        tokens, and these tokens.
     """
 
     tokens: list[int]
@@ -121,16 +124,22 @@ class News:
 
 @dataclass
 class Row:
-    """What is known on the host of a row that was given away."""
+    """Host-side record of a batch row that is assigned to a request.
 
-    asked: Asked
+    Attributes:
+      request: the request.
+      length: number of tokens of the text so far.
+      calls: number of target passes so far.
+    """
+
+    request: TextRequest
     length: int = 0
     calls: int = 0
 
 
 def reading_widths(config: ModelConfig, context: int) -> list[int]:
-    """Widths that prompts are padded to: the largest for each size of pass, so that a
-    prompt is read in the passes that `generate` would read it in."""
+    """Returns the widths to which prompts are padded: the largest width for each chunk
+    size, so that a prompt is prefilled in the same chunks as by `generate`."""
     texts = range(1, context + 1, PREFILL_CHUNK)
     widths = sorted({bucket(max(n - 1, 1)) + 1 for n in (*texts, context)})
     return sorted({reading_chunk(config, width): width for width in widths}.values())
@@ -138,16 +147,16 @@ def reading_widths(config: ModelConfig, context: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the arrays.
+    """Sizes of the arrays of a batch.
 
     Attributes:
-      widths: that prompts are padded to.
-      room: O, of the output.
-      capacity: rows of the attention caches.
+      widths: widths to which prompts are padded.
+      output_size: O, the size of the output buffer.
+      capacity: rows of the KV caches.
     """
 
     widths: tuple[int, ...]
-    room: int
+    output_size: int
     capacity: int
 
     @classmethod
@@ -158,50 +167,53 @@ class Layout:
         return cls(tuple(widths), bucket(sizes.context), capacity)
 
 
-def requests_of(asked: Asked, stops: jax.Array, key: jax.Array) -> Requests:
-    """Returns the requests of one row.
+def requests_of(request: TextRequest, stops: jax.Array, key: jax.Array) -> Requests:
+    """Returns the device-side requests of one row.
 
     Args:
-      stops: [1, n] stop tokens.
-      key: of the base of the random numbers.
+      request: the request.
+      stops: [1, n] int32. The model's stop tokens.
+      key: base key of the random numbers.
     """
-    drawn = sampling_rows([asked.sampling], filters=True)  # others' may have some
-    penalty = np.float32(asked.sampling.repetition_penalty)
+    # With filters, because other rows of the batch may have some.
+    sampling = sampling_rows([request.sampling], filters=True)
+    penalty = np.float32(request.sampling.repetition_penalty)
     low, high = (
         jnp.asarray(np.uint32(word))
-        for word in (asked.sampling.seed or 0, asked.seed_high)
+        for word in (request.sampling.seed or 0, request.seed_high)
     )
-    own = seeded_key(key, low, high, jnp.int32(asked.sample))
-    if asked.ignore_eos:
+    own = seeded_key(key, low, high, jnp.int32(request.sample))
+    if request.ignore_eos:
         stops = jnp.full_like(stops, NO_TOKEN)
     return Requests(
-        max_new_tokens=jnp.asarray([asked.max_new_tokens], jnp.int32),
+        max_new_tokens=jnp.asarray([request.max_new_tokens], jnp.int32),
         min_new_tokens=None,
         stop_tokens=stops,
         stop_strings=None,
-        sampling=replace(drawn, key=own[None], penalty=jnp.asarray([penalty])),
+        sampling=replace(sampling, key=own[None], penalty=jnp.asarray([penalty])),
     )
 
 
-def as_asked(d: Decoding, drawn: bool, lists: Any) -> Decoding:
-    """Returns a decoding as the program for its rows takes it.
+def for_program(d: Decoding, sampled: bool, lists: Any) -> Decoding:
+    """Returns a batch with only the fields that the program for its rows needs.
 
     Args:
-      drawn: whether any row is.
-      lists: of log-probabilities, if any row wants them or has a penalty: one program
-        serves both.
+      d: the batch with all fields.
+      sampled: True if any row is sampled.
+      lists: the log-probabilities if any row has them or a repetition penalty (one
+        program has both), else None.
     """
     if lists is None:
-        own = d.requests.sampling if drawn else None
+        own = d.requests.sampling if sampled else None
         sampling = None if own is None else replace(own, penalty=None)
         d = replace(d, requests=replace(d.requests, sampling=sampling), seen=None)
     return replace(d, logprobs=lists)
 
 
 def with_parts(d: Decoding, whole: Decoding) -> Decoding:
-    """Returns a decoding with the parts of `whole` that `as_asked` left out."""
+    """Returns a batch with the fields of `whole` that `for_program` left out."""
     own, sampling = d.requests.sampling, whole.requests.sampling
-    assert sampling is not None  # `requests_of` makes every part
+    assert sampling is not None  # set by `requests_of`
     if own is not None and own.penalty is None:
         sampling = replace(own, penalty=sampling.penalty)
     elif own is not None:
@@ -212,89 +224,99 @@ def with_parts(d: Decoding, whole: Decoding) -> Decoding:
 
 
 class Batch:
-    """Rows that decode together; for one thread.
+    """A batch of rows that are decoded together. It must be used by one thread only.
 
-    After an exception of `admit` or `advance` nothing of it can be used but `clear`.
+    After an exception in `admit` or `advance` only `clear` may be called.
     """
 
     def __init__(
         self, model: Model, spec: Spec, sizes: Sizes, spare: int | None = None
     ) -> None:
-        """Args:
-        spare: bytes for copies to time steps on, see `step_times.timed`.
+        """Allocates nothing; call `warm` or `clear` before other methods.
+
+        Args:
+          model: the target model.
+          spec: the configuration of the decoder.
+          sizes: the sizes of the batch.
+          spare: bytes available for copies on which steps are timed, see
+            `step_times.timed`.
         """
         self.model, self.sizes, self.spare = model, sizes, spare
         self.rows: list[Row | None] = [None] * sizes.rows
         self.prefixes = Prefixes(sizes.prefixes)
         self._layout = Layout.of(model.config, spec, sizes)
         spec = refilled(spec)
-        self._specs = {False: spec, True: spec}  # by whether any row is drawn
+        self._specs = {False: spec, True: spec}  # by whether any row is sampled
         self._stops = jnp.asarray(stop_token_table(model, None, 1))
-        self._key = key_of(0)  # as of `sampling_rows`
+        self._key = key_of(0)  # the default key of `sampling_rows`
         self._decoding: Decoding | None = None
         self._lists: logprobs.LogProbs | None = None
 
     def warm(self, say: Callable[[str], None]) -> None:
-        """Compile every program, time the steps of tree "auto", and be ready."""
+        """Compiles all programs, measures the step times of tree "auto", and clears the
+        batch."""
         widths = self._layout.widths
         for i, text in enumerate(texts := self._texts()):
-            say(f"compiling: reading prompts ({i + 1} of {len(widths)})")
-            self._read(Asked(text, 1))
+            say(f"compiling: prefill ({i + 1} of {len(widths)})")
+            self._read(TextRequest(text, 1))
         self.clear()
-        for i, asked in enumerate(_KINDS):
-            say(f"compiling: decoding {asked[0]} ({i + 1} of {len(_KINDS)})")
+        for i, (kind, request) in enumerate(_KINDS):
+            say(f"compiling: decoding {kind} ({i + 1} of {len(_KINDS)})")
             for row in range(self.sizes.rows):
                 new = min(PREFILL_CHUNK, self.sizes.context - 1)
-                self.admit(row, replace(asked[1], max_new_tokens=new))
+                self.admit(row, replace(request, max_new_tokens=new))
             self._time_steps()
             self.advance()
             self.cancel(range(self.sizes.rows))
         if self.sizes.prefixes:
             past = past_jit(self._decoding, jnp.int32(0))
             for i, text in enumerate(texts):
-                say(f"compiling: reading on ({i + 1} of {len(widths)})")
-                self._read(Asked(text, 1), past)
+                say(f"compiling: prefill after a prefix ({i + 1} of {len(widths)})")
+                self._read(TextRequest(text, 1), past)
         self.clear()
 
     def _texts(self) -> list[list[int]]:
-        """One for each width."""
+        """Returns a text for each width."""
         V, most = self.model.config.num_tokens, self.sizes.context
         lengths = (min(width, most) - 1 for width in self._layout.widths)
         return [[i % V for i in range(length)] or [0] for length in lengths]
 
     def clear(self) -> None:
-        """All rows free, whatever has been."""
-        self._decoding = self._lists = None  # what there was is freed first
+        """Frees all rows, with new arrays."""
+        self._decoding = self._lists = None  # free the old arrays first
         self.prefixes.clear()
         self.rows = [None] * self.sizes.rows
-        one = self._read(Asked([0], 1))
+        one = self._read(TextRequest([0], 1))
         self._decoding = vacant_jit(self._specs[False], one, self.sizes.rows)
         lists = logprobs.empty(
-            self.sizes.rows, self._layout.room, self.sizes.top_logprobs
+            self.sizes.rows, self._layout.output_size, self.sizes.top_logprobs
         )
-        self._lists = jax.tree.map(jnp.copy, lists)  # each its own, to be donated
+        # Separate buffers, because they are donated.
+        self._lists = jax.tree.map(jnp.copy, lists)
         jax.block_until_ready(self._decoding.root)
 
     def free_rows(self) -> list[int]:
+        """Returns the indices of the free rows."""
         return [i for i, row in enumerate(self.rows) if row is None]
 
-    def admit(self, row: int, asked: Asked) -> None:
-        """Read a prompt, or what of it no kept text has, and give it a row."""
-        kept = self.prefixes.take(asked.ids)
-        spec, one = self._specs[False], self._read(asked, kept and kept.past)
+    def admit(self, row: int, request: TextRequest) -> None:
+        """Prefills a prompt, except a cached prefix, and assigns a row to it."""
+        kept = self.prefixes.take(request.ids)
+        spec, one = self._specs[False], self._read(request, kept and kept.past)
         self._decoding = admit_jit(spec, self._decoding, jnp.int32(row), one)
-        self.rows[row] = Row(asked)
+        self.rows[row] = Row(request)
 
     def cancel(self, rows: Sequence[int]) -> None:
-        """Free rows whose texts nobody wants any more."""
+        """Frees rows before their texts are finished."""
         marks = np.zeros(self.sizes.rows, bool)
         marks[list(rows)] = True
         self._decoding = cancel_jit(self._decoding, jnp.asarray(marks))
         for row in rows:
             self.rows[row] = None
 
-    def advance(self) -> dict[int, News]:
-        """Some steps of all rows; what they added, by row. Finished rows are free."""
+    def advance(self) -> dict[int, RowUpdate]:
+        """Runs a segment (`Sizes.steps` steps of all rows). Returns the new tokens by
+        row, and frees finished rows."""
         spec, d = self._parts()
         d = advance_jit(spec, d, jnp.int32(self.sizes.steps))
         wanted = {
@@ -304,79 +326,86 @@ class Batch:
         host = jax.device_get(wanted)
         if d.logprobs is not None:
             self._lists = d.logprobs
-        assert self._decoding is not None  # `_parts` took parts of it
+        assert self._decoding is not None  # checked by `_parts`
         self._decoding = with_parts(d, self._decoding)
-        news = {i: _news(host, i, row) for i, row in enumerate(self.rows) if row}
-        for i, new in news.items():
-            if new.finish != RUNNING:
+        rows = enumerate(self.rows)
+        updates = {i: _row_update(host, i, row) for i, row in rows if row}
+        for i, update in updates.items():
+            if update.finish != RUNNING:
                 self._keep(i, host["tokens"][i, : host["length"][i]].tolist())
                 self.rows[i] = None
-        return news
+        return updates
 
     def _keep(self, i: int, tokens: list[int]) -> None:
-        """Keep the states of a row that has ended; reading what is shorter than a pass
-        takes a pass anyway."""
+        """Caches the states of a finished row, unless its text is shorter than a chunk
+        (prefilling it again would take one pass anyway)."""
         row = self.rows[i]
-        assert row is not None  # it has ended just now
-        ids = (*row.asked.ids, *tokens)[:-1]  # the last token was not read
+        assert row is not None  # it has just finished
+        ids = (*row.request.ids, *tokens)[:-1]  # the last token was not read
         if self.sizes.prefixes and len(ids) >= PREFILL_CHUNK:
-            self.prefixes.make_room(ids)
+            self.prefixes.evict_for(ids)
             past = past_jit(self._decoding, jnp.int32(i))
             self.prefixes.add(Kept(ids, past))
 
     def _parts(self) -> tuple[Spec, Decoding]:
-        """Returns how to decode, and the decoding as the rows need it."""
-        assert self._decoding is not None  # `clear` was called
-        asked = [row.asked for row in self.rows if row is not None]
-        lists = any(a.logprobs or a.sampling.repetition_penalty != 1 for a in asked)
-        drawn = lists or any(a.sampling.temperature > 0 for a in asked)
-        d = as_asked(self._decoding, drawn, self._lists if lists else None)
-        return self._specs[drawn], d
+        """Returns the configuration and the fields of the batch for the program that
+        its rows need."""
+        assert self._decoding is not None  # set by `clear`
+        requests = [row.request for row in self.rows if row is not None]
+        lists = any(r.logprobs or r.sampling.repetition_penalty != 1 for r in requests)
+        sampled = lists or any(r.sampling.temperature > 0 for r in requests)
+        d = for_program(self._decoding, sampled, self._lists if lists else None)
+        return self._specs[sampled], d
 
     def _time_steps(self) -> None:
-        """Let tree "auto" know what steps of the running rows' kind take."""
+        """Measures the step times of tree "auto" with the present rows, unless they
+        have log-probabilities."""
         spec, d = self._parts()
         if isinstance(spec.policy, AdaptivePolicy) and d.logprobs is None:
-            drawn = d.requests.sampling is not None
-            self._specs[drawn] = step_times.timed(spec, d, self.spare)
+            sampled = d.requests.sampling is not None
+            self._specs[sampled] = step_times.timed(spec, d, self.spare)
 
-    def _read(self, asked: Asked, past: Any = None) -> Decoding:
-        """A row by itself, with the sizes of the batch.
+    def _read(self, request: TextRequest, past: Any = None) -> Decoding:
+        """Prefills a prompt and returns a batch of one row with the sizes of this one.
 
         Args:
-          past: states that have read a beginning of it.
+          request: has the prompt.
+          past: cached states after a prefix of the prompt, or None.
         """
-        width = next(w for w in self._layout.widths if len(asked.ids) <= w)
+        width = next(w for w in self._layout.widths if len(request.ids) <= w)
         padded = np.zeros((1, width), np.int32)
-        padded[0, : len(asked.ids)] = asked.ids
+        padded[0, : len(request.ids)] = request.ids
         return init_decoding_jit(
             self._specs[False],
             jnp.asarray(padded),
-            jnp.asarray([len(asked.ids)], jnp.int32),
-            requests_of(asked, self._stops, self._key),
-            max_new_tokens=self._layout.room,
+            jnp.asarray([len(request.ids)], jnp.int32),
+            requests_of(request, self._stops, self._key),
+            max_new_tokens=self._layout.output_size,
             capacity=self._layout.capacity,
             past=past,
         )
 
 
-_DRAWN = Sampling(temperature=1.0, seed=0)
+_SAMPLED = Sampling(temperature=1.0, seed=0)
 _KINDS = [
-    ("greedy texts", Asked([0], 1)),
-    ("drawn texts", Asked([0], 1, _DRAWN)),
-    ("with log-probabilities and penalties", Asked([0], 1, _DRAWN, logprobs=True)),
+    ("greedy texts", TextRequest([0], 1)),
+    ("sampled texts", TextRequest([0], 1, _SAMPLED)),
+    (
+        "with log-probabilities and penalties",
+        TextRequest([0], 1, _SAMPLED, logprobs=True),
+    ),
 ]
 
 
-def _news(host: dict[str, Any], i: int, row: Row) -> News:
-    """Returns the new tokens of row i, and records them in `row`."""
+def _row_update(host: dict[str, Any], i: int, row: Row) -> RowUpdate:
+    """Returns the new tokens of row i, and updates the record `row`."""
     length, calls = int(host["length"][i]), int(host["used"][i].sum())
     new = slice(row.length, length)
     lists: tuple = (None, None, None)
-    if row.asked.logprobs:
+    if row.request.logprobs:
         kept = host["logprobs"]
         lists = (kept.raw[i, new], kept.top_raw[i, new], kept.top_raw_tokens[i, new])
-    news = News(
+    update = RowUpdate(
         host["tokens"][i, new].tolist(),
         host["origin"][i, new],
         calls - row.calls,
@@ -384,4 +413,4 @@ def _news(host: dict[str, Any], i: int, row: Row) -> News:
         *lists,
     )
     row.length, row.calls = length, calls
-    return news
+    return update

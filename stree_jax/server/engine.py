@@ -1,7 +1,7 @@
-"""The thread that owns the device, and the queue in front of it.
+"""The engine: the thread that uses the device, and its queue of requests.
 
-Between two segments of the loop it frees the rows of texts that ended or that nobody
-wants any more, and gives them to those that wait, first come, first served.
+Between two segments of the decoding loop it frees the rows of finished and cancelled
+texts, and assigns free rows to waiting texts in the order of their arrival.
 """
 
 import logging
@@ -13,48 +13,52 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stree_jax.server.batch import Asked, Batch, News
+from stree_jax.server.batch import Batch, RowUpdate, TextRequest
 from stree_jax.server.texts import Piece, Writer
 from stree_jax.speculation.draft import ORIGINS
 
 log = logging.getLogger(__name__)
 
-MOST_FAILURES = 3  # in a row, without a segment that went well
-WINDOW_S = 10.0  # over which tokens a second are counted
+MAX_FAILURES = 3  # successive failed segments before the engine stops
+WINDOW_S = 10.0  # seconds over which tokens per second are averaged
 
 
 class QueueFull(Exception):
-    """There is no room for so many texts more."""
+    """The queue has too little space for the texts of a request."""
 
 
 class Closed(Exception):
-    """The engine takes no texts any more."""
+    """The engine does not accept texts any more."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A text that will not be finished, and why."""
+    """The end of a text that failed.
+
+    Attributes:
+      reason: why it failed.
+    """
 
     reason: str
 
 
 @dataclass(eq=False)
 class Job:
-    """A text that somebody waits for.
+    """A text in the queue or in the batch.
 
     Attributes:
-      asked: of the device.
-      writer: of the text.
-      tell: is called with every `Piece`, or with `Failed`, in the engine's thread; it
-        must neither wait nor raise.
-      cancelled: nobody wants it any more.
-      queued: when it came, by `time.monotonic`.
-      began: when it got a row.
+      request: the request for the text.
+      writer: converts the row's tokens into text.
+      send: called with every `Piece`, or with `Failed`, in the engine's thread. It must
+        neither block nor raise.
+      cancelled: True if the text is not needed any more.
+      queued: time of arrival, by `time.monotonic`.
+      began: time at which a row was assigned, or None.
     """
 
-    asked: Asked
+    request: TextRequest
     writer: Writer
-    tell: Callable[[Piece | Failed], None]
+    send: Callable[[Piece | Failed], None]
     cancelled: bool = False
     queued: float = field(default_factory=time.monotonic)
     began: float | None = None
@@ -62,7 +66,16 @@ class Job:
 
 @dataclass
 class Counts:
-    """What the engine has done so far; written by its thread, read by others."""
+    """Counters of the engine. Its thread writes them, other threads read them.
+
+    Attributes:
+      tokens: generated tokens.
+      calls: target passes, summed over rows.
+      segments: segments of the decoding loop.
+      failures: failed segments.
+      by_origin: generated tokens by source, see `draft.ORIGINS`.
+      recent: times of recent segments and their numbers of tokens.
+    """
 
     tokens: int = 0
     calls: int = 0
@@ -73,22 +86,25 @@ class Counts:
     )
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
 
-    def add(self, news: Sequence[News]) -> None:
-        tokens = sum(len(new.tokens) for new in news)
+    def add(self, updates: Sequence[RowUpdate]) -> None:
+        """Counts a segment."""
+        tokens = sum(len(update.tokens) for update in updates)
         self.tokens += tokens
-        self.calls += sum(new.calls for new in news)
+        self.calls += sum(update.calls for update in updates)
         self.segments += 1
-        for new in news:
-            self.by_origin += np.bincount(new.origins, minlength=len(ORIGINS))
+        for update in updates:
+            self.by_origin += np.bincount(update.origins, minlength=len(ORIGINS))
         self.recent.append((time.monotonic(), tokens))
 
     def tokens_per_s(self) -> float:
+        """Returns the mean tokens per second over the last `WINDOW_S` seconds."""
         since = time.monotonic() - WINDOW_S
         return sum(n for at, n in tuple(self.recent) if at >= since) / WINDOW_S
 
 
 class Engine:
-    """Texts in, pieces out. All methods may be called from any thread."""
+    """A thread that runs requests for texts and sends back pieces of them. All methods
+    may be called from any thread."""
 
     def __init__(
         self,
@@ -96,56 +112,63 @@ class Engine:
         queue: int = 64,
         on_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Args:
-        queue: most texts that wait for a row.
-        on_death: is told once why no text will be made any more.
+        """Does not start the thread; see `start`.
+
+        Args:
+          batch: the batch, after `Batch.warm`.
+          queue: maximum number of texts that wait for a row.
+          on_death: called once, with the reason, if the engine stops after failures.
         """
-        self.batch, self.most, self.on_death = batch, queue, on_death
+        self.batch, self.max_waiting, self.on_death = batch, queue, on_death
         self.counts = Counts()
         self.dead: str | None = None
         self._waiting: deque[Job] = deque()
-        self._held: dict[int, Job] = {}  # by row; of the thread alone
+        self._held: dict[int, Job] = {}  # by row; used by the engine's thread only
         self._wake = threading.Condition()
         self.closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     @property
     def waiting(self) -> int:
+        """Number of texts that wait for a row."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
+        """Number of texts that have a row."""
         return len(self._held)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all of them, or none.
+        """Adds all of the jobs to the queue, or none.
 
         Raises:
-          QueueFull: more than fit.
+          QueueFull: the queue has too little space.
           Closed: the engine is shutting down, or has failed.
         """
         with self._wake:
             if self.closing or self.dead is not None:
                 raise Closed(self.dead or "the server is shutting down")
-            if len(self._waiting) + len(jobs) > self.most:
+            if len(self._waiting) + len(jobs) > self.max_waiting:
                 raise QueueFull
             self._waiting.extend(jobs)
             self._wake.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Their rows are free after the segment that is running."""
+        """Cancels jobs. Their rows become free after the present segment."""
         with self._wake:
             for job in jobs:
                 job.cancelled = True
-            gone = [job for job in jobs if job in self._waiting]
-            for job in gone:
+            waiting = [job for job in jobs if job in self._waiting]
+            for job in waiting:
                 self._waiting.remove(job)
 
     def stop(self, wait_s: float = 60.0) -> bool:
-        """End: what is not finished fails. Whether the thread has ended in time."""
+        """Stops the engine; unfinished texts fail. Returns True if the thread has ended
+        within `wait_s` seconds."""
         with self._wake:
             self.closing = True
             self._wake.notify()
@@ -162,10 +185,10 @@ class Engine:
                 except Exception as error:
                     failures += 1
                     self._recover(error)
-                    if failures >= MOST_FAILURES:
+                    if failures >= MAX_FAILURES:
                         raise
         except BaseException as error:
-            reason = f"decoding failed: {_in_a_line(error)}"
+            reason = f"decoding failed: {_one_line(error)}"
             self.dead = reason
         finally:
             self._fail_all(reason)
@@ -173,71 +196,75 @@ class Engine:
                 self.on_death(self.dead)
 
     def _wait(self) -> bool:
-        """Until there is something to do; False: to end."""
+        """Waits until there is work. Returns False if the engine must stop."""
         with self._wake:
             while not (self._waiting or self._held or self.closing):
                 self._wake.wait()
             return not self.closing
 
     def _turn(self) -> None:
-        """Free rows, give them away, and decode a segment."""
-        gone = [row for row, job in self._held.items() if job.cancelled]
-        if gone:
-            self.batch.cancel(gone)
-            for row in gone:
+        """Frees and assigns rows, and runs a segment."""
+        cancelled = [row for row, job in self._held.items() if job.cancelled]
+        if cancelled:
+            self.batch.cancel(cancelled)
+            for row in cancelled:
                 del self._held[row]
         for row in self.batch.free_rows():
             job = self._next()
             if job is None:
                 break
-            self._held[row] = job  # from here on its failure is told
+            self._held[row] = job  # from here on, `_recover` reports its failure
             job.began = time.monotonic()
-            self.batch.admit(row, job.asked)
+            self.batch.admit(row, job.request)
         if not self._held:
             return
-        news = self.batch.advance()
-        self.counts.add(list(news.values()))
-        for row, new in news.items():
-            self._tell(row, new)
+        updates = self.batch.advance()
+        self.counts.add(list(updates.values()))
+        for row, update in updates.items():
+            self._send(row, update)
 
     def _next(self) -> Job | None:
+        """Returns the next job of the queue, or None if it is empty."""
         with self._wake:
             return self._waiting.popleft() if self._waiting else None
 
-    def _tell(self, row: int, news: News) -> None:
+    def _send(self, row: int, update: RowUpdate) -> None:
+        """Sends the new piece of a row's text."""
         job = self._held[row]
         if job.cancelled:
             return  # the next turn frees the row
         try:
-            piece = job.writer.write(news)
-        except Exception as error:  # of one text: the batch is as it was
-            log.error("a text failed: %s", _in_a_line(error))
+            piece = job.writer.write(update)
+        except Exception as error:  # concerns this text only, not the batch
+            log.error("a text failed: %s", _one_line(error))
             job.cancelled = True
-            job.tell(Failed(f"the text could not be written: {_in_a_line(error)}"))
+            job.send(Failed(f"the text could not be written: {_one_line(error)}"))
             return
         if self.batch.rows[row] is None:
             del self._held[row]
         elif piece.finish_reason is not None:
-            job.cancelled = True  # ended by a stop string; its row goes on until then
-        job.tell(piece)
+            job.cancelled = True  # a stop string was found; the next turn frees the row
+        job.send(piece)
 
     def _recover(self, error: Exception) -> None:
-        """Whoever had a row has failed; a new batch is begun for those that wait."""
+        """Fails all jobs that have a row, and clears the batch for waiting jobs."""
         self.counts.failures += 1
-        log.error("decoding failed, its texts are lost: %s", _in_a_line(error))
+        log.error("decoding failed, its texts are lost: %s", _one_line(error))
         held, self._held = list(self._held.values()), {}
         for job in held:
-            job.tell(Failed(f"decoding failed: {_in_a_line(error)}"))
+            job.send(Failed(f"decoding failed: {_one_line(error)}"))
         self.batch.clear()
 
     def _fail_all(self, reason: str) -> None:
+        """Fails all jobs."""
         with self._wake:
             left = [*self._held.values(), *self._waiting]
             self._waiting.clear()
         self._held = {}
         for job in left:
-            job.tell(Failed(reason))
+            job.send(Failed(reason))
 
 
-def _in_a_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
+    """Returns an error's message as one line of limited length."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,16 +1,17 @@
-"""What is refused, in the protocol's error object."""
+"""Errors in the protocol's format."""
 
 from typing import Any
 
 
 class ApiError(Exception):
-    """A refusal: an HTTP status, and the object that says why.
+    """An error response.
 
     Attributes:
-      status: of HTTP.
-      param: the field of the request that is to blame, or None.
-      code: a word for programs, or None.
-      headers: of the response.
+      status: the HTTP status.
+      message: the message for people.
+      param: the field of the request that caused the error, or None.
+      code: the kind of error, for programs, or None.
+      headers: headers of the response, or None.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class ApiError(Exception):
         self.param, self.code, self.headers = param, code, headers
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON of the answer, which UTF-8 can spell whatever it quotes."""
+        """Returns the JSON body, which UTF-8 can always encode."""
         return {
             "error": {
                 "message": _whole(self.message),
@@ -39,11 +40,13 @@ class ApiError(Exception):
 
 
 def _whole(text: str) -> str:
-    """Returns a text with "?" for halves of characters, which JSON can hold."""
+    """Returns a text with "?" for lone surrogates, which JSON allows but UTF-8 does
+    not."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _type_of(status: int) -> str:
+    """Returns the protocol's error type for an HTTP status."""
     match status:
         case 401:
             return "authentication_error"
@@ -60,10 +63,12 @@ def _type_of(status: int) -> str:
 def invalid(
     message: str, param: str | None = None, code: str | None = None
 ) -> ApiError:
+    """Returns the error for an invalid request (400)."""
     return ApiError(400, message, param=param, code=code)
 
 
 def shown(value: Any) -> str:
-    """Returns a value for a refusal, or its type if it is long."""
+    """Returns a value as text for a message, or the name of its type if the text is
+    long."""
     text = repr(value)
     return text if len(text) <= 40 else type(value).__name__

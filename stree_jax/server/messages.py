@@ -1,17 +1,18 @@
-"""Checked messages of a chat: no part of one is dropped without a word."""
+"""Checks the messages of a chat. Unsupported parts are errors, never ignored."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stree_jax.server.errors import invalid
 
-# Fields of answers that clients send back; they hold no text.
+# Fields of answers that clients send back. They are allowed if they are empty.
 OF_ANSWERS = {"refusal", "annotations", "audio", "tool_calls", "function_call"}
-EMPTY: tuple[Any, ...] = ("", [], {}, False)  # what a field that says nothing holds
-TEXTS_OF_MESSAGES = ("name", "reasoning_content")  # the template has to use them
+EMPTY: tuple[Any, ...] = ("", [], {}, False)  # values that count as absent
+TEXTS_OF_MESSAGES = ("name", "reasoning_content")  # passed on to the chat template
 
 
 def messages_of(fields: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
+    """Returns the messages of a request; raises ApiError if they are invalid."""
     value = fields.get("messages")
     if not isinstance(value, list) or not value:
         raise invalid("messages: want a list of at least one message", "messages")
@@ -19,6 +20,7 @@ def messages_of(fields: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
 
 
 def _message(i: int, message: Any) -> dict[str, str]:
+    """Returns message i of a chat; raises ApiError if it is invalid."""
     where = f"messages.[{i}]"
     if not isinstance(message, dict) or not is_text(message.get("role")):
         raise invalid(f"{where}: want an object with a role", where)
@@ -39,7 +41,7 @@ def _message(i: int, message: Any) -> dict[str, str]:
 
 
 def _refuse_others(where: str, value: Mapping[str, Any], known: set[str]) -> None:
-    """Raises ApiError for a field that says something and is not one of `known`."""
+    """Raises ApiError for a field that is not empty and not in `known`."""
     others = {name for name, v in value.items() if v is not None and not _is_empty(v)}
     if extra := others - known:
         name = f"{where}.{min(extra)}"
@@ -47,11 +49,12 @@ def _refuse_others(where: str, value: Mapping[str, Any], known: set[str]) -> Non
 
 
 def _is_empty(value: Any) -> bool:
+    """True for a value that counts as absent."""
     return any(value == empty and type(value) is type(empty) for empty in EMPTY)
 
 
 def _content(where: str, content: Any) -> str:
-    """A text, from one or from parts of text."""
+    """Returns the text of a message, given as a text or as a list of text parts."""
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, Sequence):
         raise invalid(f"{where}: want a text, or a list of parts", where)
@@ -70,7 +73,7 @@ def _content(where: str, content: Any) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """True for a string that UTF-8 can spell: JSON may hold half a character."""
+    """True for a string that UTF-8 can encode. JSON also allows lone surrogates."""
     try:
         return isinstance(value, str) and bool(value.encode() or True)
     except UnicodeEncodeError:

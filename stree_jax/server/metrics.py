@@ -1,4 +1,4 @@
-"""What a server tells Prometheus; names begin with `stree_jax_`."""
+"""Metrics for Prometheus, whose names begin with `stree_jax_`."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 
 
 class EngineFigures(Collector):
-    """What the engine counts anyway, read when somebody asks."""
+    """The counters of the engine, read when metrics are requested."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -25,33 +25,33 @@ class EngineFigures(Collector):
         prefixes = engine.batch.prefixes
         for name, text, value in (
             ("queue_length", "Texts that wait for a row.", engine.waiting),
-            ("rows_running", "Rows that hold a text.", engine.running),
-            ("rows", "Rows that there are.", engine.batch.sizes.rows),
-            ("prefixes", "Texts whose states are kept.", len(prefixes)),
+            ("rows_running", "Rows that are decoding a text.", engine.running),
+            ("rows", "Rows of the batch.", engine.batch.sizes.rows),
+            ("prefixes", "Texts whose states are cached.", len(prefixes)),
             (
                 "tokens_per_second",
-                "Tokens made a second, over the last ten.",
+                "Generated tokens per second, over the last ten seconds.",
                 counts.tokens_per_s(),
             ),
             (
                 "tau",
-                "Tokens gained a target call and row, since the start.",
+                "Acceptance length: tokens per target pass and row, since the start.",
                 counts.tokens / max(counts.calls, 1),
             ),
         ):
             yield GaugeMetricFamily(f"stree_jax_{name}", text, value=value)
         for name, text, value in (
-            ("tokens", "Tokens made.", counts.tokens),
-            ("target_calls", "Passes of the target, by row.", counts.calls),
-            ("segments", "Segments of the loop.", counts.segments),
-            ("failures", "Times that decoding failed.", counts.failures),
-            ("prefix_hits", "Prompts that went on from a kept text.", prefixes.hits),
-            ("prefix_tokens", "Tokens of prompts not read anew.", prefixes.tokens),
+            ("tokens", "Generated tokens.", counts.tokens),
+            ("target_calls", "Target passes, summed over rows.", counts.calls),
+            ("segments", "Segments of the decoding loop.", counts.segments),
+            ("failures", "Failed segments.", counts.failures),
+            ("prefix_hits", "Prompts with a cached prefix.", prefixes.hits),
+            ("prefix_tokens", "Prompt tokens in cached prefixes.", prefixes.tokens),
         ):
             yield CounterMetricFamily(f"stree_jax_{name}", text, value=value)
         by = CounterMetricFamily(
             "stree_jax_tokens_by_origin",
-            "Tokens made, by who drafted them.",
+            "Generated tokens by source.",
             labels=["origin"],
         )
         for origin, count in zip(ORIGINS, counts.by_origin.tolist(), strict=True):
@@ -67,21 +67,21 @@ class Metrics:
         self.registry.register(EngineFigures(engine))
         self.requests = Counter(
             "stree_jax_requests",
-            "Requests for text, by how they ended.",
+            "Requests for text by outcome.",
             ["outcome"],
             registry=self.registry,
         )
         self.prompt_tokens = Counter(
             "stree_jax_prompt_tokens",
-            "Tokens of prompts that were taken on.",
+            "Tokens of the prompts of accepted requests.",
             registry=self.registry,
         )
         seconds = self._seconds
-        self.request_seconds = seconds("request", "From a request to its answer's end.")
-        self.first_token_seconds = seconds("first_token", "From a request to a token.")
-        self.queue_seconds = seconds("queue", "From a request to its first row.")
-        between = "A token of an answer, after its first piece."
-        self.token_seconds = seconds("token", between, TOKEN_SECONDS)
+        self.request_seconds = seconds("request", "Time to the end of the answer.")
+        self.first_token_seconds = seconds("first_token", "Time to the first token.")
+        self.queue_seconds = seconds("queue", "Time to the assignment of a row.")
+        per_token = "Time per token of an answer, after its first piece."
+        self.token_seconds = seconds("token", per_token, TOKEN_SECONDS)
 
     def _seconds(
         self, name: str, text: str, buckets: tuple[float, ...] = SECONDS
@@ -91,14 +91,16 @@ class Metrics:
         )
 
     def ended(self, outcome: str) -> None:
+        """Counts a request by its outcome."""
         self.requests.labels(outcome).inc()
 
     def text(self) -> bytes:
+        """Returns all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
 class Watch:
-    """One request's latencies."""
+    """A clock for the latencies of one request."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics, self.began = metrics, time.monotonic()
@@ -106,6 +108,7 @@ class Watch:
         self.later = 0  # tokens after the first piece
 
     def piece(self, tokens: int) -> None:
+        """Notes that a piece of the answer with a number of tokens is ready."""
         now = time.monotonic()
         if self.first is not None:
             self.later += tokens
@@ -114,6 +117,7 @@ class Watch:
             self.metrics.first_token_seconds.observe(now - self.began)
 
     def end(self, outcome: str) -> None:
+        """Counts the request, and its latencies if the outcome is "ok"."""
         now = time.monotonic()
         self.metrics.ended(outcome)
         if outcome != "ok":

@@ -1,11 +1,12 @@
-"""Which web pages may use a server: CORS, and a guard where no API key is wanted.
+"""Controls which web pages may use a server: CORS, and a guard for servers without API
+keys.
 
-A browser sends the Origin header for a page's requests. Pages of this machine are
-allowed by default. A page of a stranger must not use a server that listens on the
-loopback address and wants no key: the browser would carry its requests past any
-firewall. CORS alone hides only the answer from such a page, so its POSTs are refused.
-The same check stops DNS rebinding, where a stranger's name leads to this address: the
-Origin header still holds that name.
+A browser sends the Origin header with a page's requests. Pages of this machine are
+allowed by default. A page from elsewhere must not use a server that listens on the
+loopback address without API keys: the browser would carry its requests past any
+firewall. CORS hides only the answers from such a page, so its POST requests are
+rejected. The same check stops DNS rebinding, where an attacker's host name resolves to
+this address, because the Origin header still contains that name.
 """
 
 import re
@@ -21,21 +22,21 @@ from stree_jax.server.errors import ApiError
 ANY, NO_PAGE = "*", "none"
 LOCAL = r"https?://(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+")
-MAX_AGE_S = 600  # that a browser keeps the answer to a preflight
+MAX_AGE_S = 600  # seconds for which a browser caches the answer to a preflight
 
 
 def origins_named(values: Sequence[str] | None) -> tuple[str, ...] | None:
     """Returns the origins of --allow-origin, or None for pages of this machine.
 
     Raises:
-      ValueError: a value that no browser sends as an origin.
+      ValueError: a value is not a valid origin.
     """
     if not values:
         return None
     found = tuple(value.strip().rstrip("/").lower() for value in values)
     if NO_PAGE in found:
         if len(found) > 1:
-            raise ValueError(f"--allow-origin: {NO_PAGE} stands alone")
+            raise ValueError(f"--allow-origin: {NO_PAGE} must be the only value")
         return ()
     for origin in found:
         if origin not in (ANY, "null") and not ORIGIN.fullmatch(origin):
@@ -49,11 +50,13 @@ def origins_named(values: Sequence[str] | None) -> tuple[str, ...] | None:
 def with_origins(
     app: ASGIApp, origins: Sequence[str] | None = None, *, has_keys: bool = False
 ) -> ASGIApp:
-    """Returns `app` with CORS headers on all its answers, and its preflights answered.
+    """Returns `app` with CORS headers on all answers, and answers to preflights.
 
     Args:
-      origins: the allowed ones, "*" for any. If None, pages of this machine.
-      has_keys: whether requests need a key, so that pages of others do no harm.
+      app: the application.
+      origins: the allowed origins, "*" for all. If None, pages of this machine.
+      has_keys: True if requests need an API key, so that other pages cannot use the
+        server anyway.
     """
     local = LOCAL if origins is None else None
     guarded = _Guard(app)
@@ -62,9 +65,9 @@ def with_origins(
         allow_origins=origins or (),
         allow_origin_regex=local,
         allow_methods=("GET", "POST"),
-        allow_headers=("*",),  # clients send x-stainless-* and others beside the key
+        allow_headers=("*",),  # clients send headers such as x-stainless-*
         expose_headers=("Retry-After",),
-        allow_private_network=True,  # of allowed origins only
+        allow_private_network=True,  # for allowed origins only
         max_age=MAX_AGE_S,
     )
     guarded.allowed = found.is_allowed_origin
@@ -72,7 +75,7 @@ def with_origins(
 
 
 class _Guard:
-    """An application whose POSTs are refused to pages of other origins."""
+    """An application that rejects POST requests from pages of other origins."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -88,6 +91,7 @@ class _Guard:
 
 
 def _forbidden(origin: str) -> ASGIApp:
+    """Returns the response to a page of another origin."""
     error = ApiError(
         403,
         f"Pages of {origin} may not use this server; start it with --allow-origin "

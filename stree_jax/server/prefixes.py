@@ -1,7 +1,8 @@
-"""Texts whose states are kept, so that a prompt that goes on from one is not read anew.
+"""Prefix caching: a prompt that begins with a cached text prefills only the rest.
 
-A state of an SSM has read a text to one place, and cannot go back. It is kept at the
-end of an answer; the next turn of a conversation begins with all of that.
+An SSM state cannot be rolled back, so a cached text can only be continued from its end.
+States are cached at the end of an answer, because the next turn of a conversation
+begins with the whole text up to there.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,8 @@ class Kept:
     """A text and the states after it.
 
     Attributes:
-      ids: all tokens that were read.
-      past: states of target and drafter, as of `init_decoding`.
+      ids: all tokens that the states have read.
+      past: states of target and drafter, for `init_decoding`.
     """
 
     ids: tuple[int, ...]
@@ -23,25 +24,27 @@ class Kept:
 
 
 class Prefixes:
-    """At most so many texts; the one that was used longest ago goes first.
+    """A cache of texts with their states, which evicts the least recently used text.
 
     Attributes:
-      hits: prompts that went on from one.
-      tokens: that they did not have to read.
+      limit: maximum number of texts.
+      hits: number of prompts that continued a cached text.
+      tokens: number of prompt tokens that were not prefilled.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.hits = self.tokens = 0
-        self._kept: list[Kept] = []  # the last used last
+        self._kept: list[Kept] = []  # the most recently used last
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def take(self, ids: Sequence[int]) -> Kept | None:
-        """The longest text that a prompt goes on from, by a token at least."""
-        asked = tuple(ids)
-        fits = [k for k in self._kept if _goes_on(asked, k.ids)]
+        """Returns the longest cached text that is a proper prefix of a prompt, or
+        None."""
+        prompt = tuple(ids)
+        fits = [k for k in self._kept if _continues(prompt, k.ids)]
         if not fits:
             return None
         found = max(fits, key=lambda kept: len(kept.ids))
@@ -50,18 +53,21 @@ class Prefixes:
         self.tokens += len(found.ids)
         return found
 
-    def make_room(self, ids: Sequence[int]) -> None:
-        """For one text more: an equal one goes, and else the oldest if there are as
-        many as may be."""
+    def evict_for(self, ids: Sequence[int]) -> None:
+        """Makes space for a text. Evicts an equal text, or else the least recently used
+        one if the cache is full."""
         self._kept = [k for k in self._kept if k.ids != tuple(ids)]
-        del self._kept[: max(len(self._kept) - self.most + 1, 0)]
+        del self._kept[: max(len(self._kept) - self.limit + 1, 0)]
 
     def add(self, kept: Kept) -> None:
+        """Adds a text; call `evict_for` before."""
         self._kept.append(kept)
 
     def clear(self) -> None:
+        """Evicts all texts."""
         self._kept = []
 
 
-def _goes_on(asked: tuple[int, ...], read: tuple[int, ...]) -> bool:
-    return len(asked) > len(read) and asked[: len(read)] == read
+def _continues(prompt: tuple[int, ...], read: tuple[int, ...]) -> bool:
+    """True if `read` is a proper prefix of a prompt."""
+    return len(prompt) > len(read) and prompt[: len(read)] == read

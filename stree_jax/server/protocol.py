@@ -1,8 +1,9 @@
-"""Checked requests of the protocol: unsupported fields are named, never ignored.
+"""Parses and checks requests. Unsupported fields are errors, never ignored.
 
-The fields are those of OpenAI's API reference for completions and chat completions,
-and the sampling fields that vLLM, SGLang and llama.cpp add to them.
-docs/reference/server.md lists what each odd value means here and at those servers.
+The fields are those of OpenAI's API reference for completions and chat completions, and
+the sampling fields that vLLM, SGLang and llama.cpp add to them.
+docs/reference/server.md compares the meaning of special values here and in those
+servers.
 """
 
 import json
@@ -17,13 +18,13 @@ from stree_jax.server.errors import invalid, shown
 from stree_jax.server.messages import is_text, messages_of
 
 Kind = Literal["completion", "chat"]
-MOST_STOPS, MOST_STOP_BYTES = 16, 256
-MOST_SAMPLES = 128
-DEFAULT_TOKENS = 16  # of completions; a chat answer may fill the context
-LEAST_PENALTY, MOST_PENALTY = 0.01, 100.0  # beyond, logits overflow or vanish
+MAX_STOPS, MAX_STOP_BYTES = 16, 256
+MAX_SAMPLES = 128
+DEFAULT_TOKENS = 16  # max_tokens of completions; a chat answer may fill the context
+MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # beyond, logits overflow or underflow
 SMALLEST = float(np.finfo(np.float32).tiny)  # smaller numbers are 0 on the device
 
-# Fields that say who asks, or how to account for it: no answer depends on them.
+# Fields about the client or its accounting, which do not change answers.
 WITHOUT_EFFECT = {
     "user",
     "metadata",
@@ -32,11 +33,11 @@ WITHOUT_EFFECT = {
     "prompt_cache_retention",
     "service_tier",
     "request_id",  # vLLM
-    "priority",  # vLLM; answers are made first come, first served
+    "priority",  # vLLM; here requests are served in the order of arrival
     "cache_salt",  # vLLM
     "cache_prompt",  # llama.cpp
 }
-# Settings of llama.cpp's other samplers, whose switches have to be off.
+# Settings of llama.cpp's other samplers, which `NOTHING` requires to be off.
 WITHOUT_EFFECT |= {
     "dynatemp_exponent",
     "mirostat_tau",
@@ -48,7 +49,7 @@ WITHOUT_EFFECT |= {
     "xtc_threshold",
     "adaptive_decay",
 }
-# Values that ask for nothing; any other value would change the answer.
+# Unsupported fields, with values that have no effect. Other values are errors.
 NOTHING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -102,7 +103,7 @@ NOTHING_OF: dict[Kind, dict[str, tuple[Any, ...]]] = {
         "add_special_tokens": (False,),
         "tools": ([],),
         "tool_choice": ("none",),
-        "parallel_tool_calls": (True, False),  # of tools, and there are none
+        "parallel_tool_calls": (True, False),  # no effect without tools
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),
@@ -114,6 +115,7 @@ NOTHING_OF: dict[Kind, dict[str, tuple[Any, ...]]] = {
         "web_search_options": (),
     },
 }
+# Fields that may also be "auto" if the list in the other field is empty.
 CHOICES = {"tool_choice": "tools", "function_call": "functions"}
 READ = {
     "model",
@@ -148,11 +150,11 @@ READ_OF: dict[Kind, set[str]] = {
 
 @dataclass(frozen=True)
 class Turn:
-    """How a chat template spells the end of a conversation.
+    """Settings for the end of a conversation in the chat template.
 
     Attributes:
-      begins: whether the model begins a new turn (`add_generation_prompt`).
-      continues: whether it goes on with the last message instead.
+      begins: True if the model begins a new turn (`add_generation_prompt`).
+      continues: True if it continues the last message (`continue_final_message`).
       variables: other variables of the template, such as `enable_thinking`.
     """
 
@@ -163,23 +165,25 @@ class Turn:
 
 @dataclass(frozen=True)
 class Request:
-    """What somebody asks for.
+    """A checked request.
 
     Attributes:
-      kind: of the two endpoints.
-      model: its name.
+      kind: "completion" or "chat".
+      model: name of the model, or "" for the only one.
       prompts: texts or token ids (completions).
       messages: roles and texts (chat).
-      turn: how a chat template spells the end of the messages.
-      max_tokens: if None, as many as the context leaves.
-      temperature, top_p, top_k, min_p, penalty: how tokens are drawn, as of
-        `Sampling`; greedy answers have the penalty alone.
-      seed: 0..2^64-1. If None, the server draws one.
-      ignore_eos: whether stop tokens of the model leave an answer running.
-      n: answers to each prompt.
-      stops: texts that end an answer.
-      top_logprobs: None: no log-probabilities are wanted.
-      stream, usage: whether it comes piece by piece, and ends with the usage.
+      turn: settings for the end of the messages in the chat template.
+      max_tokens: maximum number of tokens of an answer. If None, the context limits it.
+      temperature, top_p, top_k, min_p, penalty: see `Sampling`. With temperature 0,
+        only the penalty is used.
+      seed: 0..2^64-1. If None, the server draws a seed.
+      ignore_eos: if True, the model's stop tokens do not end an answer.
+      n: number of answers per prompt.
+      stops: strings that end an answer.
+      top_logprobs: number of alternatives with log-probabilities per token. If None, no
+        log-probabilities are returned.
+      stream: True if the answer is streamed.
+      usage: True if a stream ends with the usage.
     """
 
     kind: Kind
@@ -202,11 +206,11 @@ class Request:
     usage: bool
 
     def sampling(self, seed: int) -> Sampling:
-        """Returns how answers are drawn.
+        """Returns the sampling settings, with the lower 32 bits of the seed. The upper
+        ones are `seed_high`, because seeds of `Sampling` have 32 bits.
 
         Args:
-          seed: for a request without one. Of 64-bit seeds the upper half is
-            `seed_high`, as `Sampling` takes 32 bits.
+          seed: the seed to use if the request has none.
         """
         own = (self.seed if self.seed is not None else seed) % 2**32
         if self.temperature == 0:
@@ -222,12 +226,13 @@ class Request:
 
     @property
     def seed_high(self) -> int:
-        """The upper 32 bits of the seed."""
+        """The upper 32 bits of the seed; 0 if the request has none."""
         return (self.seed or 0) >> 32
 
 
 def parse(kind: Kind, body: Any) -> Request:
-    """Returns the request of a JSON body; raises ApiError that names a bad field."""
+    """Returns the request in a JSON body; raises ApiError, which names the field, if it
+    is invalid."""
     if not isinstance(body, dict):
         raise invalid(
             "We could not parse the JSON body of your request: want an object"
@@ -237,7 +242,7 @@ def parse(kind: Kind, body: Any) -> Request:
     chat = kind == "chat"
     stream = _boolean(fields, "stream")
     temperature, top_p = _temperature(fields), _number(fields, "top_p", 1.0, 0.0, 1.0)
-    if top_p < SMALLEST:  # the likeliest token alone reaches it
+    if top_p < SMALLEST:  # keeps only the likeliest token: greedy decoding
         temperature = top_p = 0.0
     request = Request(
         kind=kind,
@@ -253,25 +258,27 @@ def parse(kind: Kind, body: Any) -> Request:
         penalty=_penalty(fields),
         seed=_seed(fields),
         ignore_eos=_boolean(fields, "ignore_eos"),
-        n=_integer(fields, "n", 1, 1, MOST_SAMPLES) or 1,
+        n=_integer(fields, "n", 1, 1, MAX_SAMPLES) or 1,
         stops=_stops(fields),
         top_logprobs=_chat_logprobs(fields) if chat else _logprobs(fields),
         stream=stream,
         usage=_usage(fields, stream),
     )
     _check_logit_bias(fields)
-    best_of = _integer(fields, "best_of", request.n, 1, MOST_SAMPLES)
+    best_of = _integer(fields, "best_of", request.n, 1, MAX_SAMPLES)
     if best_of != request.n:
         raise invalid(
-            "best_of: only n answers are made, of which none is left out", "best_of"
+            "best_of: want the value of n; all generated answers are returned",
+            "best_of",
         )
     return request
 
 
 def _check_unsupported(kind: Kind, fields: Mapping[str, Any]) -> None:
+    """Raises ApiError for unknown fields, and for unsupported values."""
     nothing = NOTHING | NOTHING_OF[kind]
     for choice, names in CHOICES.items():
-        if fields.get(names) == []:  # of none, "auto" chooses none
+        if fields.get(names) == []:  # "auto" chooses none of an empty list
             nothing |= {choice: ("none", "auto")}
     known = READ | READ_OF[kind] | WITHOUT_EFFECT
     for name, value in fields.items():
@@ -290,15 +297,15 @@ def _check_unsupported(kind: Kind, fields: Mapping[str, Any]) -> None:
 
 
 def _same(value: Any, allowed: Any) -> bool:
-    """True if a value is an allowed one. Fields of an object that are null count as
-    absent, and true and false are no numbers."""
+    """True if a value is equal to an allowed one. Null fields of an object count as
+    absent, and true and false are not equal to 1 and 0."""
     if isinstance(value, dict):
         value = {name: v for name, v in value.items() if v is not None}
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def _model(fields: Mapping[str, Any]) -> str:
-    """Returns the model's name, or "" for the only one that there is."""
+    """Returns the model's name, or "" if the request does not name a model."""
     model = fields.get("model", "")
     if not isinstance(model, str):
         raise invalid(f"model: want a name, got {shown(model)}", "model")
@@ -307,7 +314,7 @@ def _model(fields: Mapping[str, Any]) -> str:
 
 def _boolean(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
     value = fields.get(name, default)
-    if isinstance(value, int) and value in (0, 1):  # vLLM takes 0 and 1, too
+    if isinstance(value, int) and value in (0, 1):  # vLLM also accepts 0 and 1
         return bool(value)
     raise invalid(f"{name}: want true or false, got {shown(value)}", name)
 
@@ -320,7 +327,7 @@ def _number(
     fields: Mapping[str, Any], name: str, default: float, low: float, high: float
 ) -> float:
     value = fields.get(name, default)
-    if not _is_number(value) or not low <= value <= high:  # NaN is refused, too
+    if not _is_number(value) or not low <= value <= high:  # also rejects NaN
         problem = f"{name}: want a number in {low:g}..{high:g}, got {shown(value)}"
         raise invalid(problem, name)
     return float(value)
@@ -329,7 +336,8 @@ def _number(
 def _integer(
     fields: Mapping[str, Any], name: str, default: int | None, low: int, high: int
 ) -> int | None:
-    """Returns an integer field; 16.0 is one: JSON has a single kind of number."""
+    """Returns an integer field. 16.0 is accepted, because JSON has a single type of
+    number."""
     value = fields.get(name, default)
     if value is None:
         return None
@@ -343,48 +351,50 @@ def _integer(
 
 
 def _temperature(fields: Mapping[str, Any]) -> float:
+    """Returns the temperature; values that are 0 in float32 become 0."""
     value = _number(fields, "temperature", 1.0, 0.0, 2.0)
     return value if value >= SMALLEST else 0.0
 
 
 def _top_k(fields: Mapping[str, Any]) -> int:
-    """Returns top_k, where 0 and -1 mean all tokens, as at vLLM and llama.cpp."""
+    """Returns top_k. 0 and -1 mean all tokens, as in vLLM and llama.cpp."""
     value = _integer(fields, "top_k", 0, -1, 2**63 - 1) or 0
     return min(max(value, 0), 2**31 - 1)
 
 
 def _min_p(fields: Mapping[str, Any]) -> float:
-    """Returns min_p. Of 1 only tokens as likely as the best one are left."""
+    """Returns min_p, at most the largest float32 below 1. With 1, only tokens as likely
+    as the best one would remain."""
     below_1 = float(np.nextafter(np.float32(1), np.float32(0)))
     return min(_number(fields, "min_p", 0.0, 0.0, 1.0), below_1)
 
 
 def _penalty(fields: Mapping[str, Any]) -> float:
-    """Returns the repetition penalty, by vLLM's or llama.cpp's name."""
+    """Returns the repetition penalty, under vLLM's or llama.cpp's name."""
     names = [n for n in ("repetition_penalty", "repeat_penalty") if n in fields]
     if len(names) == 2:
-        problem = f"{names[1]}: it is {names[0]} by another name: give one"
+        problem = f"{names[1]}: the same as {names[0]}; send only one of them"
         raise invalid(problem, names[1])
     name = names[0] if names else "repetition_penalty"
-    return _number(fields, name, 1.0, LEAST_PENALTY, MOST_PENALTY)
+    return _number(fields, name, 1.0, MIN_PENALTY, MAX_PENALTY)
 
 
 def _seed(fields: Mapping[str, Any]) -> int | None:
-    """Returns the seed as 64 bits, or None for -1, "any seed" of vLLM and llama.cpp.
-
-    Other negative numbers are the 64 bits of their two's complement, so that every
-    integer a client can spell has a text of its own.
-    """
+    """Returns the seed as an unsigned 64-bit integer, or None for -1, which means a
+    random seed in vLLM and llama.cpp. Other negative numbers are converted by two's
+    complement, so that different seeds stay different."""
     value = _integer(fields, "seed", None, -(2**63), 2**64 - 1)
     return None if value in (None, -1) else value % 2**64
 
 
 def _max_tokens(kind: Kind, fields: Mapping[str, Any]) -> int | None:
-    """Returns the limit of an answer; -1 is llama.cpp's "until it ends"."""
+    """Returns the maximum number of tokens of an answer, or None for -1, which means no
+    limit in llama.cpp."""
     names = [n for n in ("max_completion_tokens", "max_tokens") if n in fields]
     if len(names) == 2:
         raise invalid(
-            "max_tokens and max_completion_tokens are one thing: give one", "max_tokens"
+            "max_tokens: the same as max_completion_tokens; send only one of them",
+            "max_tokens",
         )
     if not names:
         return DEFAULT_TOKENS if kind == "completion" else None
@@ -395,7 +405,7 @@ def _max_tokens(kind: Kind, fields: Mapping[str, Any]) -> int | None:
 def _check_logit_bias(fields: Mapping[str, Any]) -> None:
     """Raises ApiError unless every token's bias is 0."""
     value = fields.get("logit_bias", {})
-    if value == []:  # llama.cpp's way to give none
+    if value == []:  # llama.cpp's form of an empty value
         return
     if not isinstance(value, dict) or any(v != 0 for v in value.values()):
         problem = "logit_bias: this server does not support it"
@@ -403,6 +413,7 @@ def _check_logit_bias(fields: Mapping[str, Any]) -> None:
 
 
 def _turn(fields: Mapping[str, Any]) -> Turn:
+    """Returns the settings for the end of a chat in the template."""
     begins = _boolean(fields, "add_generation_prompt", True)
     continues = _boolean(fields, "continue_final_message")
     if continues and fields.get("add_generation_prompt"):
@@ -418,20 +429,21 @@ def _turn(fields: Mapping[str, Any]) -> Turn:
 
 
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the stop strings; empty ones, which clients send for a field that is not
-    filled in, are left out as at llama.cpp."""
+    """Returns the stop strings. Empty ones, which some clients send for an empty form
+    field, are ignored, as in llama.cpp."""
     value = fields.get("stop", [])
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
-        raise invalid(f"stop: want a string, or a list of up to {MOST_STOPS}", "stop")
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+        raise invalid(f"stop: want a string, or a list of up to {MAX_STOPS}", "stop")
     for stop in stops:
-        if not is_text(stop) or len(stop.encode()) > MOST_STOP_BYTES:
-            problem = f"stop: want texts of up to {MOST_STOP_BYTES} bytes"
+        if not is_text(stop) or len(stop.encode()) > MAX_STOP_BYTES:
+            problem = f"stop: want strings of up to {MAX_STOP_BYTES} bytes"
             raise invalid(problem, "stop")
     return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
 def _prompts(fields: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
+    """Returns the prompts of a completion, as texts or token ids."""
     value = fields.get("prompt")
     if value is None:
         raise invalid("you must provide a prompt", "prompt")
@@ -444,6 +456,7 @@ def _prompts(fields: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _are_ids(value: Any) -> bool:
+    """True for a non-empty list of integers."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -452,26 +465,30 @@ def _are_ids(value: Any) -> bool:
 
 
 def _logprobs(fields: Mapping[str, Any]) -> int | None:
-    """Returns how many alternatives a completion wants; false wants no list."""
+    """Returns the number of alternatives in a completion's log-probabilities, or None
+    if it has no log-probabilities."""
     if fields.get("logprobs") is False:
         return None
     return _integer(fields, "logprobs", None, 0, 20)
 
 
 def _chat_logprobs(fields: Mapping[str, Any]) -> int | None:
+    """Returns the number of alternatives in a chat's log-probabilities, or None if it
+    has no log-probabilities."""
     wanted = _boolean(fields, "logprobs")
     top = _integer(fields, "top_logprobs", None, 0, 20)
     if top and not wanted:
-        raise invalid("top_logprobs: wants logprobs to be true", "top_logprobs")
+        raise invalid("top_logprobs: requires logprobs to be true", "top_logprobs")
     return (top or 0) if wanted else None
 
 
 def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
+    """Returns True if a stream ends with the usage."""
     options = fields.get("stream_options", {})
     if not isinstance(options, dict):
         raise invalid("stream_options: want an object", "stream_options")
     if "stream_options" in fields and not stream:
-        raise invalid("stream_options: wants stream to be true", "stream_options")
+        raise invalid("stream_options: requires stream to be true", "stream_options")
     on = {k for k, v in options.items() if v is not None and v is not False}
     if unknown := on - {"include_usage"}:
         name = min(unknown)

@@ -1,7 +1,7 @@
-"""The process around the application: its socket, its start, its signals, its end.
+"""Runs the server process: its socket, start, signals and shutdown.
 
-The server listens at once, and answers that it is starting while a thread loads the
-model and compiles. The main thread runs the event loop, so that a signal ends the
+The server listens at once. While a thread loads the model and compiles, it answers that
+it is starting. The main thread runs the event loop, so that a signal can end the
 process at any time.
 """
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from stree_jax.server.engine import Engine
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-STOP_S = 60.0  # that a segment may take to end
+STOP_S = 60.0  # seconds that the last segment may take
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at an address, which does not listen yet.
+    """Returns a socket that is bound to an address and does not listen yet.
 
     Raises:
-      ValueError: the address is in use, or none of this machine.
+      ValueError: the address is in use or not available.
     """
     sock = None
     try:
@@ -49,13 +49,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
             sock.close()
         problem = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"{host or repr(host)}:{port}: {problem}; give another --host or --port"
+            f"{host or repr(host)}:{port}: {problem}; use another --host or --port"
         ) from error
     return sock
 
 
 def url_of(sock: socket.socket) -> str:
-    """Returns the base URL of clients, with brackets around an IPv6 address."""
+    """Returns the base URL for clients, with an IPv6 address in brackets."""
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{port}/v1"
@@ -63,12 +63,12 @@ def url_of(sock: socket.socket) -> str:
 
 @dataclass(frozen=True)
 class Ready:
-    """A server that can answer.
+    """A loaded server.
 
     Attributes:
-      app: its application.
-      engine: warm, not started.
-      line: to print; it says that the server is ready.
+      app: the application.
+      engine: the engine, whose batch is warm and whose thread is not started.
+      line: message to print, which says that the server is ready.
     """
 
     app: ASGIApp
@@ -80,24 +80,30 @@ Load = Callable[[Callable[[str], None]], Ready]
 
 
 class _Abandoned(Exception):
-    """The server stops before it is ready."""
+    """The server stops before it is ready. Raised to end the loading thread."""
 
 
 class _Loading(threading.Thread):
     """The thread that loads the model, while the event loop answers 503.
 
     Attributes:
-      ready: the result, once `front` has its application.
-      error: why there is none.
+      ready: the loaded server, or None while it is loading.
+      error: the exception if loading failed, else None.
     """
 
     def __init__(
         self, load: Load, front: UntilReady, say: Callable[[str], None], stop: Callable
     ) -> None:
-        """Args:
-        stop: ends the event loop; called if loading or decoding fails for good.
+        """Does not start the thread.
+
+        Args:
+          load: loads the server.
+          front: answers requests, and receives the application.
+          say: prints a message.
+          stop: ends the event loop. Called if loading fails or the engine stops.
         """
-        # A daemon: a compilation cannot be interrupted, and must not delay the end.
+        # A daemon, because a compilation cannot be interrupted and must not delay the
+        # exit.
         super().__init__(name="loading", daemon=True)
         self.load, self.front, self.say, self.stop = load, front, say, stop
         self.ready: Ready | None = None
@@ -129,7 +135,7 @@ class _Loading(threading.Thread):
         self.say(text)
 
     def abandon(self) -> bool:
-        """Give up loading; returns False if it is over already."""
+        """Abandons loading. Returns False if loading has ended already."""
         with self._lock:
             if self.ready is None and self.error is None:
                 self._abandoned = True
@@ -137,7 +143,8 @@ class _Loading(threading.Thread):
 
 
 class _Server(uvicorn.Server):
-    """Ends in order on the first signal, and at once on the second."""
+    """A uvicorn server that shuts down gracefully on the first signal, and at once on
+    the second."""
 
     def __init__(
         self,
@@ -145,8 +152,12 @@ class _Server(uvicorn.Server):
         say: Callable[[str], None],
         listening: Callable[[], None],
     ) -> None:
-        """Args:
-        listening: called once the socket accepts connections.
+        """Makes a server.
+
+        Args:
+          config: uvicorn's settings.
+          say: prints a message.
+          listening: called once the socket accepts connections.
         """
         super().__init__(config)
         self.say, self.listening = say, listening
@@ -159,20 +170,20 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._asked_to_end)
+            loop.add_signal_handler(number, self._on_signal)
         try:
             yield
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
-    def _asked_to_end(self) -> None:
+    def _on_signal(self) -> None:
         if self.should_exit:
             self.force_exit = True
             return
         self.should_exit = True
         grace = self.config.timeout_graceful_shutdown
-        self.say(f"stopping; what is running has {grace} s (again: at once)")
+        self.say(f"stopping within {grace} s (signal again to stop at once)")
 
 
 def run(
@@ -182,27 +193,28 @@ def run(
     grace_s: int,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> int:
-    """Listen, load, and serve until a signal, or until the engine dies.
+    """Listens, loads, and serves until a signal arrives or the engine stops.
 
     Args:
-      load: returns what to serve; called in a thread, with a function to say how far
-        it has come.
-      sock: a socket of `bound_socket`, which is closed at the end.
-      grace_s: seconds for the texts that are running once the server is to stop.
-      around: adds middleware, also to the answers before the server is ready.
+      load: loads the server. Called in a thread, with a function that prints progress
+        messages.
+      sock: a socket from `bound_socket`, which is closed at the end.
+      say: prints a message.
+      grace_s: seconds that running requests have after a signal.
+      around: adds middleware, also for answers before the server is ready.
 
     Returns:
-      the exit code: 1 if the engine died.
+      The exit code: 1 if the engine stopped after failures, else 0.
 
     Raises:
-      whatever `load` raised.
+      Exception: any exception of `load`.
     """
     front = UntilReady()
     config = uvicorn.Config(
         around(front),
         http=Connection,
         ws="none",
-        log_config=None,  # warnings and errors go where the process has them go
+        log_config=None,  # use the logging configuration of the process
         access_log=False,
         lifespan="off",
         server_header=False,
@@ -233,14 +245,14 @@ def run(
     if ready.engine.dead is not None:
         say(f"stopped: {ready.engine.dead}")
         return 1
-    say("stopped" if ended else "stopped in the midst of a segment")
+    say("stopped" if ended else "stopped during a segment")
     return 0
 
 
 def _leave(loading: threading.Thread) -> None:
-    """End the process at its exit if a program is still being compiled: XLA's own
-    cleanup would wait for it, or crash. Only a server that was asked to stop gets here,
-    and its exit code is 0."""
+    """Ends the process at its exit if a program is still being compiled, because XLA's
+    cleanup would wait for it or crash. Called only after a signal, so the exit code is
+    0."""
     if loading.is_alive():
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""From a request of the protocol to jobs of the engine, and back to its pieces."""
+"""Turns requests of the protocol into jobs of the engine, and collects their pieces."""
 
 import asyncio
 import secrets
@@ -12,7 +12,7 @@ from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.sampling.continuation import continuation
 from stree_jax.sampling.stop_strings import token_bytes
 from stree_jax.server.answers import empty_answer
-from stree_jax.server.batch import Asked
+from stree_jax.server.batch import TextRequest
 from stree_jax.server.engine import Closed, Engine, Failed, Job, QueueFull
 from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.metrics import Metrics
@@ -21,16 +21,16 @@ from stree_jax.server.texts import Piece, Reader, Writer
 
 Spell = Callable[[Sequence[dict[str, str]], Turn], list[int]]
 NO_TOKENIZER = "this model has no tokenizer.json, so it cannot read text"
-RETRY_S = 1  # what a client is told to wait where the queue is full
+RETRY_S = 1  # value of Retry-After, in seconds, if the queue is full
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of what a request may ask.
+    """Limits of a request.
 
     Attributes:
-      body_bytes: of its JSON.
-      timeout_s: until the last byte of its answer has left.
+      body_bytes: maximum bytes of its JSON.
+      timeout_s: maximum seconds until the last byte of its answer is sent.
     """
 
     body_bytes: int = 1 << 20
@@ -39,14 +39,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Service:
-    """All that answers need.
+    """The objects that answer requests.
 
     Attributes:
-      name: of the model, for clients.
-      spell: returns the tokens of a conversation, up to the answer. If None, the
-        model has no chat template.
-      keys: who has one of these may ask; none: everybody may.
-      created: seconds since 1970, when the server was started.
+      engine: the engine.
+      model: the target model.
+      name: name of the model for clients.
+      reader: converts tokens to text.
+      metrics: the metrics.
+      limits: limits of requests.
+      spell: returns the tokens of a conversation, up to the answer. None if the model
+        has no chat template.
+      keys: accepted API keys. If empty, requests need no key.
+      created: time of the start, in seconds since 1970.
     """
 
     engine: Engine
@@ -61,24 +66,27 @@ class Service:
 
     @property
     def context(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together."""
         return self.engine.batch.sizes.context
 
 
 def reader_of(model: Model) -> Reader:
-    """How a model's tokens are read; raises ValueError without a tokenizer."""
+    """Returns the reader of a model's tokens; raises ValueError if the model has no
+    tokenizer."""
     if model.tokenizer is None:
         raise ValueError(NO_TOKENIZER)
     try:
         return Reader(model.tokenizer, token_bytes(model.tokenizer))
-    except ValueError:  # a kind that only stop strings want to know more of
+    except ValueError:  # without the bytes of tokens only stop strings are unsupported
         return Reader(model.tokenizer, None)
 
 
 def prompt_ids(service: Service, request: Request) -> list[list[int]]:
-    """Encodes the prompts; it may take a while, and touches no device.
+    """Encodes the prompts of a request. It may take long, and does not use the device.
 
     Raises:
-      ApiError: invalid text, ids outside the vocabulary, no chat template.
+      ApiError: a text is invalid, an id is outside the vocabulary, or there is no chat
+        template.
     """
     chat = request.kind == "chat"
     if chat and service.spell is None:
@@ -89,13 +97,13 @@ def prompt_ids(service: Service, request: Request) -> list[list[int]]:
         )
     try:
         if chat and service.spell is not None:
-            return [_spelled(service, service.spell, request)]
+            return [_conversation_ids(service, service.spell, request)]
         return encode_prompts(service.model, list(request.prompts))
     except ValueError as error:
         raise invalid(str(error), "messages" if chat else "prompt") from error
 
 
-def _spelled(service: Service, spell: Spell, request: Request) -> list[int]:
+def _conversation_ids(service: Service, spell: Spell, request: Request) -> list[int]:
     """Returns the tokens of a conversation; raises ValueError for unknown ids."""
     with encoding("messages"):
         ids = spell(request.messages, request.turn)
@@ -115,36 +123,38 @@ def check_name(service: Service, name: str) -> None:
         )
 
 
-def asked_of(
+def text_requests(
     service: Service, request: Request, prompts: Sequence[Sequence[int]]
-) -> list[Asked]:
-    """Returns what the device is asked for, text by text; nothing for `max_tokens` 0.
+) -> list[TextRequest]:
+    """Returns the requests for single texts: n for each prompt, or an empty list if
+    `max_tokens` is 0.
 
     Raises:
-      ApiError: more than the context or the queue has room for, or what this model or
-        server has not.
+      ApiError: the request exceeds the context or the queue, or the model does not
+        support it.
     """
     sizes, chat = service.engine.batch.sizes, request.kind == "chat"
-    if len(prompts) * request.n > service.engine.most:
+    if len(prompts) * request.n > service.engine.max_waiting:
         name = "n" if request.n > 1 else "prompt"
-        raise invalid(f"{name}: at most {service.engine.most} texts a request", name)
+        most = service.engine.max_waiting
+        raise invalid(f"{name}: at most {most} texts per request", name)
     if (request.top_logprobs or 0) > sizes.top_logprobs:
         name = "top_logprobs" if chat else "logprobs"
-        raise invalid(f"{name}: at most {sizes.top_logprobs} here", name)
+        raise invalid(f"{name}: at most {sizes.top_logprobs} on this server", name)
     if request.stops and service.reader.pieces is None:
-        problem = "stop: wants a byte-level or sentencepiece tokenizer"
+        problem = "stop: needs a byte-level or sentencepiece tokenizer"
         raise invalid(problem, "stop")
     seed = secrets.randbelow(2**32)
-    asked: list[Asked] = []
+    texts: list[TextRequest] = []
     for ids in prompts:
-        new = _room(service, request, len(ids))
+        new = _max_new_tokens(service, request, len(ids))
         sampling = request.sampling(seed)
         if request.max_tokens == 0:
             continue
         for sample in range(request.n):
             greedy = sampling.temperature == 0
-            asked.append(
-                Asked(
+            texts.append(
+                TextRequest(
                     ids=ids,
                     max_new_tokens=new,
                     sampling=sampling,
@@ -154,23 +164,23 @@ def asked_of(
                     logprobs=request.top_logprobs is not None,
                 )
             )
-    return asked
+    return texts
 
 
-def _room(service: Service, request: Request, prompt: int) -> int:
-    """Most new tokens after so many of a prompt."""
+def _max_new_tokens(service: Service, request: Request, prompt: int) -> int:
+    """Returns the maximum number of new tokens after a prompt of `prompt` tokens."""
     if prompt == 0:
-        raise invalid("messages: they spell no token at all", "messages")
+        raise invalid("messages: the chat template gives an empty text", "messages")
     left = service.context - prompt
     new = left if request.max_tokens is None else request.max_tokens
     if new > left or left < 1:
         where = "messages" if request.kind == "chat" else "prompt"
-        made = max(new, 1)
+        requested = max(new, 1)
         raise invalid(
             f"This model's maximum context length is {service.context} tokens. "
-            f"However, you requested {prompt + made} tokens ({prompt} in the {where}, "
-            f"{made} in the completion). Please reduce the length of the {where} or "
-            "completion.",
+            f"However, you requested {prompt + requested} tokens ({prompt} in the "
+            f"{where}, {requested} in the completion). Please reduce the length of the "
+            f"{where} or completion.",
             where,
             "context_length_exceeded",
         )
@@ -178,41 +188,52 @@ def _room(service: Service, request: Request, prompt: int) -> int:
 
 
 class Exchange:
-    """One request's texts while they are made."""
+    """The texts of one request while they are generated."""
 
     def __init__(
         self,
         service: Service,
         request: Request,
         prompts: Sequence[Sequence[int]],
-        asked: Sequence[Asked],
+        texts: Sequence[TextRequest],
     ) -> None:
+        """Makes the jobs; call `submit` to queue them.
+
+        Args:
+          service: the service.
+          request: the request.
+          prompts: result of `prompt_ids`.
+          texts: result of `text_requests`.
+        """
         self.service = service
-        texts = len(prompts) * request.n
-        self.answer = empty_answer(request, sum(map(len, prompts)), texts)
+        count = len(prompts) * request.n
+        self.answer = empty_answer(request, sum(map(len, prompts)), count)
         self._queue: asyncio.Queue[tuple[int, Piece | Failed]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         reader, top = service.reader, request.top_logprobs or 0
         decoders = [continuation(reader.tokenizer, ids) for ids in prompts]
         self.jobs = []
-        for i, one in enumerate(asked):  # prompt by prompt, n texts each
+        for i, one in enumerate(texts):  # prompt by prompt, n texts each
             writer = Writer(reader, request.stops, top, decoders[i // request.n])
-            self.jobs.append(Job(one, writer, self._teller(i)))
+            self.jobs.append(Job(one, writer, self._sender(i)))
         if request.max_tokens == 0:
-            for i in range(texts):
+            for i in range(count):
                 self._queue.put_nowait((i, Piece("", 0, (), "length")))
 
-    def _teller(self, index: int) -> Callable[[Piece | Failed], None]:
-        def tell(news: Piece | Failed) -> None:
+    def _sender(self, index: int) -> Callable[[Piece | Failed], None]:
+        """Returns a function for the engine's thread that queues a piece of a text."""
+
+        def send(piece: Piece | Failed) -> None:
             try:
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, news))
-            except RuntimeError:  # the loop is closed: nobody is there any more
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
+            except RuntimeError:  # the loop is closed: the server is stopping
                 return
 
-        return tell
+        return send
 
     def submit(self) -> None:
-        """Queue the texts; raises ApiError if the queue is full or the engine ended."""
+        """Queues the texts; raises ApiError if the queue is full or the engine has
+        stopped."""
         try:
             self.service.engine.submit(self.jobs)
         except QueueFull:
@@ -226,25 +247,26 @@ class Exchange:
             raise ApiError(503, str(error), code="unavailable") from None
 
     def cancel(self) -> None:
-        """Nobody wants what is not finished."""
+        """Cancels texts that are not finished."""
         self.service.engine.cancel(self.jobs)
 
     def observe_queue(self) -> None:
-        """How long the first text waited for a row, if it got one."""
+        """Adds the time that the first text waited for a row to the metrics."""
         began = [job.began for job in self.jobs if job.began is not None]
         if began:
             waited = min(began) - self.jobs[0].queued
             self.service.metrics.queue_seconds.observe(waited)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """As they come, until every text has ended; `answer` has them.
+        """Yields (index of the text, piece) until all texts are finished. The pieces
+        are also added to `answer`.
 
         Raises:
           ApiError: the engine failed.
         """
         while not self.answer.finished:
-            index, news = await self._queue.get()
-            if isinstance(news, Failed):
-                raise ApiError(500, news.reason, code="engine_error")
-            self.answer.add(index, news)
-            yield index, news
+            index, piece = await self._queue.get()
+            if isinstance(piece, Failed):
+                raise ApiError(500, piece.reason, code="engine_error")
+            self.answer.add(index, piece)
+            yield index, piece

@@ -1,11 +1,12 @@
-"""What a server answers before its model is loaded and its programs are compiled."""
+"""Answers requests before the model is loaded and programs are compiled."""
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stree_jax.server.errors import ApiError
 
-# Seconds. Loading and compiling take 15 to 70, and official clients retry twice.
+# Value of Retry-After, in seconds. Loading and compiling take 15 to 70 seconds, and
+# OpenAI's clients retry twice.
 RETRY_S = 5
 STARTING = {"status": "starting"}
 
@@ -14,7 +15,7 @@ class UntilReady:
     """An ASGI application that answers 503 with Retry-After until `app` is set.
 
     Attributes:
-      app: answers requests from then on.
+      app: the application that answers requests once it is set.
     """
 
     def __init__(self) -> None:
@@ -26,10 +27,11 @@ class UntilReady:
 
 
 def _answer(path: str) -> ASGIApp:
+    """Returns the response to a request for a path."""
     retry = {"Retry-After": str(RETRY_S)}
     error = ApiError(
         503,
-        "The server is starting: it loads the model and compiles; please retry, or "
+        "The server is starting (loading the model and compiling); please retry, or "
         "wait until GET /health answers 200.",
         code="starting",
     )

@@ -1,4 +1,4 @@
-"""A text as it grows: what of it can be shown, and where it ends, on the host."""
+"""Converts generated tokens to text on the host, piece by piece, and finds its end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,38 +9,38 @@ import numpy as np
 from stree_jax.result import FINISH_REASONS, text_so_far
 from stree_jax.sampling.continuation import Continuation, continuation
 from stree_jax.sampling.stop_strings import HIT, byte_automaton, follow
-from stree_jax.server.batch import News
+from stree_jax.server.batch import RowUpdate
 from stree_jax.speculation.decoding import RUNNING, STOP_STRING
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-LEAST = -9999.0  # stands for the logarithm of 0, which JSON has no number for
+MIN_LOGPROB = -9999.0  # in place of -inf, which JSON cannot represent
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What turns a model's tokens into text.
+    """A converter of a model's tokens to text.
 
     Attributes:
-      pieces: bytes of each token; None where the tokenizer's kind does not say them.
+      tokenizer: the model's tokenizer.
+      pieces: the bytes of each token. None if they cannot be derived from this kind of
+        tokenizer.
     """
 
     tokenizer: "Tokenizer"
     pieces: Sequence[bytes] | None
 
     def bytes_of(self, token: int, place: Continuation) -> bytes:
-        """Returns what a token adds to the text at a place.
-
-        A token that adds nothing wherever it stands, as a special one, has its name.
-        """
+        """Returns the bytes that a token adds to the text after `place`. For tokens
+        that never add text, such as special ones, returns the token's name."""
         piece = b""
         if self.pieces is None:
             piece = place.decode([token]).encode()
         elif token < len(self.pieces):
             piece = self.pieces[token]
         if b" " in piece and not place.before:
-            text = place.decode([token])  # the start of a text may lose its spaces
+            text = place.decode([token])  # decoding may strip spaces at the start
             if text != piece.decode("utf-8", "replace"):
                 return text.encode()
         return piece or (self.tokenizer.id_to_token(token) or "").encode()
@@ -48,7 +48,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Choice:
-    """A token's log-probability, beside those of the likeliest ones."""
+    """A token with its log-probability, and the likeliest tokens with theirs."""
 
     token: bytes
     logprob: float
@@ -57,13 +57,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of a text.
+    """A new piece of a text.
 
     Attributes:
-      text: whole characters that no stop string can begin in any more.
-      tokens: how many.
-      logprobs: of these tokens, if they were asked for.
-      finish_reason: "stop" or "length" of the last piece, else None.
+      text: new characters. They are complete, and cannot become part of a stop string.
+      tokens: number of new tokens.
+      logprobs: log-probabilities of these tokens, empty if not requested.
+      finish_reason: "stop" or "length" for the last piece, else None.
     """
 
     text: str
@@ -74,11 +74,19 @@ class Piece:
 
 @dataclass
 class Writer:
-    """A generated text; `write` takes the device's updates and returns what is new.
+    """A generated text, which is extended by the updates of its row.
 
     Attributes:
-      top: how many of the likeliest tokens to return with log-probabilities.
-      after: decodes what follows the prompt; if None, there is no prompt.
+      reader: converts tokens to text.
+      stops: the stop strings.
+      top: number of likeliest tokens to return with log-probabilities.
+      after: decodes tokens after the prompt. If None, the text starts without a prompt.
+      tokens: the tokens so far.
+      shown: number of characters that were returned.
+      state: state of the automaton of the stop strings.
+      steps: transition table of the automaton, or None without stop strings.
+      decoder: decodes the text.
+      place: decodes the next token whose log-probability is returned.
     """
 
     reader: Reader
@@ -90,7 +98,7 @@ class Writer:
     state: int = 0
     steps: np.ndarray | None = None
     decoder: Continuation = field(init=False)
-    place: Continuation = field(init=False)  # of the next log-probability
+    place: Continuation = field(init=False)
 
     def __post_init__(self) -> None:
         self.decoder = self.after or continuation(self.reader.tokenizer, ())
@@ -98,38 +106,41 @@ class Writer:
         if self.stops:
             self.steps = byte_automaton(self.stops)
 
-    def write(self, news: News) -> Piece:
-        """The next piece. A text that is cut at a stop string is finished, whatever its
-        row goes on to say."""
-        count, finish = self._kept(news)
-        self.tokens += news.tokens[:count]
+    def write(self, update: RowUpdate) -> Piece:
+        """Adds new tokens and returns the new piece of the text.
+
+        After a stop string the text is finished, even if its row continues."""
+        count, finish = self._kept(update)
+        self.tokens += update.tokens[:count]
         text, final, _ = text_so_far(
             self.decoder, self.tokens, finish, self.stops, self.reader.pieces
         )
         new, self.shown = text[self.shown : final], max(self.shown, final)
         ended = None if finish == RUNNING else FINISH_REASONS[finish]
-        return Piece(new, count, self._choices(news, count), ended)
+        return Piece(new, count, self._choices(update, count), ended)
 
-    def _kept(self, news: News) -> tuple[int, int]:
-        """Returns the number of new tokens to keep, and why the text ended, if it
-        did."""
+    def _kept(self, update: RowUpdate) -> tuple[int, int]:
+        """Returns the number of new tokens up to the first stop string, and the
+        `Decoding.finish` after them."""
         if self.steps is None:
-            return len(news.tokens), news.finish
+            return len(update.tokens), update.finish
         pieces = self.reader.pieces
-        assert pieces is not None  # or the stop strings would have been refused
-        for i, token in enumerate(news.tokens):
+        assert pieces is not None  # checked by `text_requests`
+        for i, token in enumerate(update.tokens):
             piece = pieces[token] if token < len(pieces) else b""
             self.state = follow(self.steps, self.state, piece)
             if self.state == HIT:
                 return i + 1, STOP_STRING
-        return len(news.tokens), news.finish
+        return len(update.tokens), update.finish
 
-    def _choices(self, news: News, count: int) -> tuple[Choice, ...]:
-        raw, top, likeliest = news.raw, news.top, news.top_tokens
+    def _choices(self, update: RowUpdate, count: int) -> tuple[Choice, ...]:
+        """Returns the log-probabilities of the first `count` new tokens, empty if not
+        requested."""
+        raw, top, likeliest = update.raw, update.top, update.top_tokens
         if raw is None or top is None or likeliest is None:
             return ()
         choices = []
-        for i, token in enumerate(news.tokens[:count]):
+        for i, token in enumerate(update.tokens[:count]):
             others = tuple(
                 (self._name(int(likeliest[i, k])), _finite(top[i, k]))
                 for k in range(self.top)
@@ -143,4 +154,5 @@ class Writer:
 
 
 def _finite(logprob: np.floating) -> float:
-    return float(logprob) if np.isfinite(logprob) else LEAST
+    """Returns a log-probability that JSON can represent."""
+    return float(logprob) if np.isfinite(logprob) else MIN_LOGPROB

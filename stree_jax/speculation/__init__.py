@@ -1,1 +1,1 @@
-"""Draft a tree, verify it in one pass, accept what is right: STree's Algorithm 1."""
+"""Speculative decoding with trees: draft, verify in one pass, accept (STree)."""

@@ -1,26 +1,28 @@
 """Acceptance rules: which path of a verified tree becomes text.
 
-Every rule returns the accepted nodes (the root first: it is text already, but the
-target had not read it) and the tokens that they gain: the accepted drafts and one more,
-chosen by the target after the last of them.
+Every rule returns the accepted nodes and the tokens that follow them. The first
+accepted node is the root: it is part of the text already, but the target reads it in
+this step. The tokens are the accepted draft tokens and one more (the bonus token),
+which the target chooses after the last accepted node.
 
-p is the target's distribution after a node, q the drafter's, both processed.
+Below, p is the target's distribution after a node and q the drafter's, both after
+temperature and filters.
 
-- naive (SpecInfer's baseline, SpecExec): draw from p, go on while a child has that
-  token. What it draws does not depend on the drafts, so that with equal seeds its text
-  is that of plain decoding. Greedy decoding is its case of temperature 0.
-- leviathan (Leviathan et al. 2023): the drafts are one draw from q a place. Accept x
-  with probability min(1, p(x) / q(x)), else draw from norm(max(0, p - q)).
-- mss, multi-step speculative sampling (SpecInfer): several independent draws from q a
-  node; try them in turn, p <- norm(max(0, p - q)) after each rejection.
-- recursive (recursive rejection sampling; Sequoia): draws without replacement; after
-  each rejection p <- norm(max(0, p - q)) and q <- norm(q without the draft).
+- naive (SpecInfer's baseline, SpecExec): draw a token from p and continue while a child
+  has that token. The draws do not depend on the draft, so with equal seeds the output
+  is identical to plain decoding. Greedy decoding is the special case of temperature 0.
+- leviathan (Leviathan et al. 2023): the draft has one draw from q at each position.
+  Accept x with probability min(1, p(x) / q(x)), else draw from norm(max(0, p - q)).
+- mss, multi-step speculative sampling (SpecInfer): several independent draws from q at
+  each node. Try them in turn, with p <- norm(max(0, p - q)) after each rejection.
+- recursive (recursive rejection sampling; Sequoia): draws without replacement. After
+  each rejection p <- norm(max(0, p - q)) and q <- norm(q without the rejected token).
 
-One more promises nothing: its text is not the target's, and only who names it gets it.
+One rule changes the output distribution and must be requested by name:
 
-- typical (Medusa, section 2.3.1): accept every draft that is not too unlikely,
-  p(x) > min(epsilon, delta exp(-H(p))), and of the longest such paths the likeliest;
-  after it comes the most probable token.
+- typical (Medusa, section 2.3.1): accept every draft token that is not too unlikely,
+  p(x) > min(epsilon, delta exp(-H(p))). Of the longest such paths take the likeliest,
+  followed by the most probable token.
 """
 
 import difflib
@@ -53,15 +55,16 @@ Promise = Literal["tokens", "distribution", "nothing"]
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a way to accept promises, and the draftings that keep the promise.
+    """Properties of an acceptance method.
 
     Attributes:
-      unbiased: draftings that leave the output the target's, its own choice first.
-      promise: "tokens" are those of plain decoding, or their "distribution" is, or
-        "nothing".
-      needs_q: whether it asks for the probabilities that drafts were drawn with.
-      uses_up: whether a rejected draft is taken out of q (drawn without replacement).
-      chains_only: whether it knows one draft a place.
+      unbiased: drafting methods under which the method keeps its `promise`, the default
+        first.
+      promise: what sampled output has in common with plain decoding: the same "tokens"
+        (with equal seeds), the same "distribution", or "nothing".
+      needs_q: True if it needs the probabilities with which draft tokens were drawn.
+      uses_up: True if a rejected token is removed from q (draws without replacement).
+      chains_only: True if it supports only one draft token per position.
     """
 
     unbiased: tuple[Drafting, ...]
@@ -80,22 +83,24 @@ ACCEPTANCES = {
     "recursive": Acceptance(("without_replacement",), uses_up=True),
     "typical": Acceptance(("top_k",), "nothing", needs_q=False),
 }
-DRAFTINGS = ACCEPTANCES["naive"].unbiased  # which takes any
+DRAFTINGS = ACCEPTANCES["naive"].unbiased  # "naive" supports all drafting methods
 BEAM_RULE = "naive", "top_k"
 WHY_BIASED = {
-    "top_k": "accepting with p/q wants drafts drawn from q, and the most probable "
-    "tokens are no draws",
-    "coupled": "accepting with p/q wants drafts independent of the target's noise",
-    "without_replacement": "a second sibling is then no draw from q, but from q "
-    "without the first; take 'recursive'",
-    "iid": "it takes a rejected draft out of q, but independent draws can repeat; "
-    "take 'mss'",
+    "top_k": "accepting with p/q needs draft tokens drawn from q, and the most "
+    "probable tokens are not random draws",
+    "coupled": "accepting with p/q needs draft tokens that are independent of the "
+    "target's noise",
+    "without_replacement": "a second sibling is drawn not from q, but from q without "
+    "the first token; use 'recursive'",
+    "iid": "it removes a rejected token from q, but independent draws can repeat; "
+    "use 'mss'",
 }
 
 
 @dataclass(frozen=True)
 class Typical:
-    """What is not too unlikely: p > min(epsilon, delta exp(-entropy)), as published."""
+    """Thresholds of typical acceptance: accept if p > min(epsilon, delta
+    exp(-entropy)). The defaults are those of the Medusa paper."""
 
     epsilon: float = 0.09
     delta: float = 0.3
@@ -112,7 +117,15 @@ class Typical:
 @class_with_hints
 @dataclass(frozen=True)
 class Rule:
-    """How drafts are accepted and how they are drawn; see `resolve_rule`."""
+    """An acceptance rule: how draft tokens are accepted and how they are drawn.
+
+    Attributes:
+      acceptance: a key of `ACCEPTANCES`.
+      drafting: how the drafter chooses tokens: the most probable ones ("top_k"),
+        independent draws ("iid"), draws "without_replacement", or the top tokens under
+        the target's sampling noise ("coupled").
+      typical: thresholds of the acceptance "typical"; unused by others.
+    """
 
     acceptance: str
     drafting: Drafting
@@ -135,27 +148,27 @@ class Rule:
 
     @property
     def promise(self) -> Promise:
-        """Which part of a sampled text is exactly plain decoding's; a greedy one is,
-        all of it."""
+        """The property that sampled output shares with plain decoding, see
+        `Acceptance`. Greedy output is always identical."""
         return ACCEPTANCES[self.acceptance].promise
 
     @property
     def needs_q(self) -> bool:
-        """True if sampled drafts have to come with their probabilities."""
+        """True if sampled drafts must come with their probabilities (`Draft.q`)."""
         return ACCEPTANCES[self.acceptance].needs_q
 
     @property
     def uses_up(self) -> bool:
-        """True if a rejected draft is removed from q."""
+        """True if a rejected token is removed from q."""
         return ACCEPTANCES[self.acceptance].uses_up
 
     def accept(self, draft: Draft, logits: jax.Array, dist: Distribution) -> "Accepted":
-        """The path of a verified tree that becomes text.
+        """Chooses the path of a verified tree that becomes text.
 
         Args:
           draft: the tree of T nodes.
-          logits: [B, T, >= V] float32, the target's.
-          dist: what the tokens below the root are chosen by.
+          logits: [B, T, >= V] float32. The target's logits after each node.
+          dist: the distribution of the tokens below the root.
         """
         if dist.sampling is None:
             return accept_greedy(draft, logits, dist)
@@ -164,15 +177,21 @@ class Rule:
         return accept_path(self, draft, logits, dist)
 
 
-NAIVE = Rule("naive", "top_k")  # all there is to greedy decoding
+NAIVE = Rule("naive", "top_k")  # greedy decoding needs no other rule
 
 
 @with_hints
 def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
-    """A rule from "mss", or from "naive/coupled": acceptance and drafting.
+    """Returns the rule for a name and checks that it fits the tree.
+
+    Args:
+      rule: a `Rule`, the name of an acceptance method ("mss") with its default drafting
+        method, or both names ("naive/coupled").
+      tree: the tree that is drafted.
 
     Raises:
-      ValueError: unknown names, or a pair that breaks what its acceptance promises.
+      ValueError: a name is unknown, the pair would bias the output, or the rule does
+        not fit the tree.
     """
     typical = rule.typical if isinstance(rule, Rule) else Typical()
     if isinstance(rule, Rule):
@@ -187,7 +206,7 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
     if acceptance in ACCEPTANCES:
         unbiased = ACCEPTANCES[acceptance].unbiased
     found: Any = named if slash else unbiased[0]
-    drafting = Rule(acceptance, found).drafting  # which checks the names
+    drafting = Rule(acceptance, found).drafting  # checks the names
     if drafting not in unbiased:
         if acceptance == "typical":
             raise ValueError(f"rule: typical takes drafts by top_k, not {drafting}")
@@ -198,53 +217,55 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
     exact = acceptance != "typical"
     if isinstance(tree, Beam) and exact and (acceptance, drafting) != BEAM_RULE:
         raise ValueError(
-            f"rule: {acceptance}/{drafting} does not fit a beam, which holds the most "
-            "probable paths; take 'naive'"
+            f"rule: {acceptance}/{drafting} does not fit a beam, which drafts the most "
+            "probable paths; use 'naive'"
         )
     if isinstance(tree, Auto | Budget) and exact:
         _check_choosing(acceptance, drafting)
     if ACCEPTANCES[acceptance].chains_only and tree.children > 1:
         raise ValueError(
-            f"rule: {acceptance} is for chains, and this tree has up to "
-            f"{tree.children} children a node; take 'mss' or 'recursive'"
+            f"rule: {acceptance} supports chains only, and this tree has up to "
+            f"{tree.children} children per node; use 'mss' or 'recursive'"
         )
     return Rule(acceptance, drafting, typical)
 
 
 def _known(name: Any, names: Iterable[str]) -> str:
-    """Returns the hint for an unknown name: what to write instead."""
+    """Returns a hint for an unknown name: the known names and the closest one."""
     known = f"known: {', '.join(names)}"
     close = difflib.get_close_matches(str(name).strip().casefold(), names, 1)
     return f"{known}; did you mean {close[0]!r}?" if close else known
 
 
 def _check_choosing(acceptance: str, drafting: Drafting) -> None:
-    """Raises ValueError for rules under which nodes may not be chosen by worth."""
+    """Raises ValueError for rules that do not allow choosing nodes by value (expected
+    gain)."""
     name = f"rule: {acceptance}/{drafting}"
     if ACCEPTANCES[acceptance].promise != "tokens":
         raise ValueError(
             f"{name} would bias the output, as 'auto', 'lookup' and n-grams choose "
-            "drafts by their worth; take 'naive/coupled', or a model and a fixed tree "
-            "such as 'A'"
+            "draft tokens by value instead of drawing them; use 'naive/coupled', or a "
+            "draft model with a fixed tree such as 'A'"
         )
     if drafting not in ("top_k", "coupled"):
         raise ValueError(
-            f"{name} does not fit 'auto', 'lookup' and n-grams, which take the "
-            "likeliest drafts; take 'naive/coupled' or 'naive'"
+            f"{name} does not fit 'auto', 'lookup' and n-grams, which draft the "
+            "likeliest tokens; use 'naive/coupled' or 'naive'"
         )
 
 
 @struct.dataclass
 class Accepted:
-    """What one pass gained.
+    """The accepted path of one verification pass.
 
     Attributes:
-      path: [B, M + 1] int32, rows of the accepted nodes, root first, padded with 0.
-      length: [B] int32, how many they are, at least 1.
-      tokens: [B, M + 1] int32, the token after each of them, `length` of which count.
-      margin: [B, M + 1] float32, by how much scores would have to change for another
-        token to be chosen; infinity where it was not chosen by an argmax, NaN where
-        logits were NaN.
+      path: [B, M + 1] int32. Accepted nodes, the root first, padded with 0.
+      length: [B] int32. Number of accepted nodes, at least 1.
+      tokens: [B, M + 1] int32. The token after each accepted node; the first `length`
+        are valid.
+      margin: [B, M + 1] float32. How much scores would have to change for another token
+        to be chosen. Infinity if the token was not chosen by an argmax, NaN if logits
+        were NaN.
     """
 
     path: jax.Array
@@ -254,10 +275,8 @@ class Accepted:
 
 
 def accept_greedy(draft: Draft, logits: jax.Array, dist: Distribution) -> Accepted:
-    """The longest path along which every token is the target's most probable one.
-
-    Args and result are those of `Rule.accept`.
-    """
+    """Accepts the longest path on which every token is the target's most probable one.
+    Arguments and result are those of `Rule.accept`."""
     layout, V = draft.layout, dist.num_tokens
     scores = logits
     if dist.requests.min_new_tokens is not None:
@@ -284,7 +303,13 @@ def _accepted_shapes(
 def likeliest_path(
     scores: jax.Array, tokens: jax.Array, layout: Layout, *, num_tokens: int
 ) -> Accepted:
-    """Accepts greedily by scores [B, T, >= V] of a tree's tokens [B, T]."""
+    """Accepts the longest path of tokens with the highest scores.
+
+    Args:
+      scores: [B, T, >= V] float32. Scores of the next token after each node.
+      tokens: [B, T] int32. Tokens of the tree.
+      num_tokens: V.
+    """
     parents, depth, paths = layout.parents, layout.depth, layout.paths
     scores = scores[..., :num_tokens]
     best = argmax(scores)
@@ -303,12 +328,13 @@ def likeliest_path(
 def accept_typical(
     typical: Typical, draft: Draft, logits: jax.Array, dist: Distribution
 ) -> Accepted:
-    """The longest path of drafts that are not too unlikely, the likeliest of those.
+    """Accepts the longest path of draft tokens that are not too unlikely; of several
+    such paths, the likeliest.
 
-    Greedy rows take what is most probable, as ever. Args and result are those of
+    Greedy rows accept only the most probable tokens. Arguments and result are those of
     `Rule.accept`.
     """
-    assert dist.sampling is not None  # `Rule.accept` asks
+    assert dist.sampling is not None  # checked by `Rule.accept`
     layout = draft.layout
     above = jnp.maximum(layout.parents, 0)
 
@@ -328,7 +354,7 @@ def accept_typical(
     root = layout.parents == -1
     likely &= layout.parents >= 0
     depth = jnp.where(along(likely | root, layout.paths).all(axis=-1), layout.depth, -1)
-    # Paths are padded with the root, which adds nothing.
+    # Paths are padded with the root, whose log-probability counts as 0.
     likelihood = along(jnp.where(root, 0.0, own), layout.paths).sum(axis=-1)
     longest = depth == depth.max(axis=1, keepdims=True)
     last = jnp.argmax(jnp.where(longest, likelihood, -jnp.inf), axis=1)[:, None]
@@ -338,30 +364,35 @@ def accept_typical(
     place = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     drafted = jnp.pad(along(draft.tokens, path)[:, 1:], ((0, 0), (0, 1)))
     tokens = jnp.where(place < length[:, None] - 1, drafted, along(best, path))
-    # No filter chooses for a greedy row, so that none may hide the second best.
+    # Filters do not apply to greedy rows, so they must not hide the second best token.
     margin = top2_margin(along(edges.unfiltered, path), along(best, path))
-    # Else tests decided, not only argmaxes; a NaN stays, so that it is seen.
+    # Sampled rows were not decided by argmaxes alone. Keep NaN, so that it is noticed.
     margin = jnp.where(greedy | jnp.isnan(margin), margin, jnp.inf)
     return Accepted(path, length, tokens, margin)
 
 
 def accepts(u: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
-    """True where drafts with probabilities p and q are accepted, u uniform in [0, 1).
+    """True where draft tokens are accepted with probability min(1, p / q).
 
-    u q < p is u < p / q without the division; never at p = 0, always at p >= q.
+    `u * q < p` means u < p / q, without the division. It never holds at p = 0 and
+    always at p >= q > 0.
+
+    Args:
+      u: uniform in [0, 1).
+      p, q: probabilities of the tokens under the target and the drafter.
     """
     return u * q < p
 
 
 def residual(p: jax.Array, q: jax.Array) -> jax.Array:
-    """norm(max(0, p - q)) over the last axis: what is left of p after a rejection."""
+    """Returns norm(max(0, p - q)) over the last axis: p after a rejection."""
     rest = jnp.maximum(p - q, 0.0)
     total = rest.sum(axis=-1, keepdims=True)
     return jnp.where(total > 0, rest / total, p)  # p == q rejects only by rounding
 
 
 def remove_token(q: jax.Array, token: jax.Array) -> jax.Array:
-    """q [B, V] without a token [B], normalised; all 0 once nothing is left."""
+    """Returns q [B, V] without a token [B], normalised; all 0 if no mass remains."""
     vocabulary = jnp.arange(q.shape[-1], dtype=token.dtype)[None]
     rest = jnp.where(vocabulary == token[:, None], 0.0, q)
     total = rest.sum(axis=-1, keepdims=True)
@@ -376,23 +407,24 @@ def try_siblings(
     exists: jax.Array,
     u: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Try the children of one node in turn.
+    """Tries the children of one node in turn.
 
     Args:
-      p, q: [B, V] float32.
-      drafts: [B, C] int32, their tokens in the order they were drawn.
-      exists: [B, C] bool, which of them exist.
+      p, q: [B, V] float32. Distributions of the target and the drafter.
+      drafts: [B, C] int32. Tokens of the children, in the order in which they were
+        drawn.
+      exists: [B, C] bool. False for padding.
       u: [B, C] float32, uniform in [0, 1).
 
     Returns:
-      the accepted child's rank [B], or -1, and what is left of p [B, V].
+      The accepted child's rank [B], or -1, and p after the rejections [B, V].
     """
 
     def attempt(r: jax.Array, carry: tuple) -> tuple:
         taken, p, q = carry
         x = lax.dynamic_index_in_dim(drafts, r, axis=1)  # [B, 1]
         p_x, q_x = (jnp.take_along_axis(z, x, axis=1)[:, 0] for z in (p, q))
-        # Once q is used up there are no draws left, whatever stands in the tree.
+        # Once the mass of q is used up, the remaining children are not draws from q.
         tried = (taken < 0) & exists[:, r] & (q_x > 0)
         passed = tried & accepts(u[:, r], p_x, q_x)
         failed = (tried & ~passed)[:, None]
@@ -415,15 +447,17 @@ def by_probability(
     exists: jax.Array,
     depth: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Test a node's drafts by their probabilities, each accepted or used up.
+    """Accepts or rejects a node's children by their probabilities.
 
     Args:
-      logits: [B, >= V] float32, after the node, which is at a depth [] int32.
-      q: [B, V] float32, what the drafts were drawn from.
-      drafts, exists: as of `try_siblings`.
+      logits: [B, >= V] float32. The target's logits after the node.
+      q: [B, V] float32. The distribution from which the children were drawn.
+      drafts, exists: as in `try_siblings`.
+      depth: [] int32. Depth of the node.
 
     Returns:
-      the rank of the accepted one [B], or -1, and a token [B] drawn from what is left.
+      The rank of the accepted child [B], or -1, and a token [B] drawn from p after the
+      rejections.
     """
     z = dist.scores(logits[:, None], depth[None, None])[:, 0]
     keys = dist.keys(ACCEPT, depth)
@@ -436,22 +470,20 @@ def by_probability(
 def accept_path(
     rule: Rule, draft: Draft, logits: jax.Array, dist: Distribution
 ) -> Accepted:
-    """Go down from the root, one node a depth, as the rule says; greedy rows naively.
-
-    Args and result are those of `Rule.accept`.
-    """
-    assert dist.sampling is not None  # `Rule.accept` asks
+    """Descends from the root, one accepted node per depth; greedy rows use "naive".
+    Arguments and result are those of `Rule.accept`."""
+    assert dist.sampling is not None  # checked by `Rule.accept`
     layout, q, (batch, T) = draft.layout, draft.q, draft.tokens.shape
     if rule.needs_q and q is None and T > 1:
         raise ValueError(
-            f"rule: {rule.acceptance} tests drafts by the probabilities that they were "
-            "drawn with, and this drafter gives none (Draft.q); take 'naive', or give "
-            "them"
+            f"rule: {rule.acceptance} tests drafts by the probabilities of their "
+            "draws, and this drafter does not return them (Draft.q); use 'naive', or "
+            "return them"
         )
     b = jnp.arange(batch, dtype=jnp.int32)
     greedy = dist.sampling.greedy
 
-    def alive(carry: tuple) -> jax.Array:
+    def is_walking(carry: tuple) -> jax.Array:
         depth, _, walking, _, _ = carry
         return (depth < layout.paths.shape[2]) & walking.any()
 
@@ -487,5 +519,5 @@ def accept_path(
     none = jnp.zeros((batch, layout.paths.shape[2]), jnp.int32)
     out = Accepted(none, none, none, jnp.full(none.shape, jnp.inf, jnp.float32))
     start = (none[:, 0], jnp.ones((batch,), bool), dist, out)
-    *_, out = lax.while_loop(alive, down, (jnp.int32(0), *start))
+    *_, out = lax.while_loop(is_walking, down, (jnp.int32(0), *start))
     return replace(out, length=out.length.sum(axis=1, dtype=jnp.int32))

@@ -1,7 +1,7 @@
-"""A batch in the middle of being decoded, and how a step's gain is written down.
+"""The state of a batch during decoding, and how a step's tokens are added to it.
 
-Letters: B rows, T nodes, M depth of the deepest tree, O room for output, V tokens of
-the vocabulary, K trees of the policy's menu.
+Letters: B rows, T nodes, M depth of the deepest tree, O size of the output buffer, V
+tokens of the vocabulary, K trees of the policy's menu.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from stree_jax.speculation.drafter import DraftState
 
 PolicyState = Any  # a policy's own pytree
 
-OPEN = -1  # of `Decoding.choice`
+OPEN = -1  # `Decoding.choice` if the policy has to choose
 
 # Values of `Decoding.finish`.
 RUNNING, STOP_TOKEN, OUT_OF_LENGTH, STOP_STRING = 0, 1, 2, 3
@@ -32,28 +32,29 @@ RUNNING, STOP_TOKEN, OUT_OF_LENGTH, STOP_STRING = 0, 1, 2, 3
 
 @struct.dataclass
 class Decoding:
-    """All of it lives on the device.
+    """The state of a batch that is being decoded. All arrays are on the device.
 
     Attributes:
-      requests: what each row asks for.
-      state: the target's, up to (not including) `pending`.
-      pending: the last accepted path, replayed at the start of the next step.
+      requests: the request of each row.
+      state: the target's state, up to (not including) `pending`.
+      pending: the last accepted path, which is replayed at the start of the next step.
       drafting: the drafter's state.
       policy: the policy's state.
-      choice: [] int32, place in the policy's menu of the next tree; `OPEN` until the
+      choice: [] int32. Index of the next tree in the policy's menu; `OPEN` until the
         policy has chosen.
-      root: [B] int32, the last token of the text, which the target reads next.
-      tokens: [B, O] int32, the output so far, padded with 0.
-      length: [B] int32, valid tokens in it.
-      seen: [B, V] bool, tokens in prompt and output; None without a penalty.
-      stop_state: [B] int32, state of the automaton of stop strings, or None.
-      logprobs: of the output, or None where they are not asked for.
-      finish: [B] int32, RUNNING, STOP_TOKEN, OUT_OF_LENGTH or STOP_STRING.
-      origin: [B, O] uint8, where each token of the output comes from, see `draft`.
-      used: [B, K] int32, target calls made while the row was running, by tree of the
-        menu.
-      gained: [B, M + 2] int32, how often a call gained 0 .. M + 1 tokens.
-      margin: [B] float32, smallest `Accepted.margin` of any token of the output.
+      root: [B] int32. The last token of the text, which the target reads next.
+      tokens: [B, O] int32. The output so far, padded with 0.
+      length: [B] int32. Number of valid tokens in the output.
+      seen: [B, V] bool. Tokens in the prompt and the output. None if no row has a
+        repetition penalty.
+      stop_state: [B] int32. States of the automata of the stop strings. None if there
+        are no stop strings.
+      logprobs: log-probabilities of the output, or None if they are not requested.
+      finish: [B] int32. RUNNING, STOP_TOKEN, OUT_OF_LENGTH or STOP_STRING.
+      origin: [B, O] uint8. Source of each token of the output, see `draft.ORIGINS`.
+      used: [B, K] int32. Target passes per tree of the menu while the row was running.
+      gained: [B, M + 2] int32. Number of target passes that gained 0 .. M + 1 tokens.
+      margin: [B] float32. Smallest `Accepted.margin` of the tokens of the output.
     """
 
     requests: Requests
@@ -76,11 +77,11 @@ class Decoding:
 
     @property
     def calls(self) -> jax.Array:
-        """[B] int32, target calls made while the row was running."""
+        """[B] int32. Target passes made while the row was running."""
         return self.used.sum(axis=1, dtype=jnp.int32)
 
     def distribution(self, num_tokens: int) -> Distribution:
-        """Returns the distribution that the tokens below the root are chosen from."""
+        """Returns the distribution of the tokens below the root."""
         return Distribution(self.requests, self.length, self.seen, num_tokens)
 
     def __repr__(self) -> str:
@@ -89,16 +90,23 @@ class Decoding:
 
 
 class Stop(NamedTuple):
-    """Where rows stand after a cut: `finish` and `stop_state` of a `Decoding`."""
+    """`finish` and `stop_state` of a `Decoding` after the accepted tokens were cut."""
 
     finish: jax.Array
     state: jax.Array | None
 
 
 def follow_stop_strings(d: Decoding, tokens: jax.Array) -> jax.Array | None:
-    """States [B, M + 1] of the automata after each new token; -1 is a match.
+    """Runs the automata of the stop strings over new tokens.
 
-    The text that they read begins at `min_new_tokens`, where a row may first stop.
+    They read the output from `min_new_tokens` on, where a row may first stop.
+
+    Args:
+      tokens: [B, M + 1] int32.
+
+    Returns:
+      The states [B, M + 1] after each token, -1 for a match. None if there are no stop
+      strings.
     """
     automata, first = d.requests.stop_strings, d.requests.min_new_tokens
     if automata is None or d.stop_state is None:
@@ -106,7 +114,7 @@ def follow_stop_strings(d: Decoding, tokens: jax.Array) -> jax.Array | None:
 
     def feed(state: jax.Array, inputs: tuple) -> tuple[jax.Array, jax.Array]:
         token, place = inputs
-        after = automata.table[automata.automaton, state, token]  # from -1 again to -1
+        after = automata.table[automata.automaton, state, token]  # -1 stays -1
         if first is not None:
             after = jnp.where(place < first, 0, after)
         return after, after
@@ -117,19 +125,20 @@ def follow_stop_strings(d: Decoding, tokens: jax.Array) -> jax.Array | None:
 
 
 def cut_at_stops(d: Decoding, accepted: Accepted) -> tuple[Accepted, Stop]:
-    """Cut what was accepted at the first stop token or string and at the limit.
+    """Cuts the accepted tokens at the first stop token or string and at the limit.
 
     Returns:
-      `accepted` with the length after the cut (0 for finished rows), and what stopped.
+      `accepted` with the length after the cut (0 for finished rows), and the rows'
+      finish reasons and automaton states.
     """
     limits = d.requests.max_new_tokens, d.requests.stop_tokens
-    asked = accepted.tokens, accepted.length, d.length, d.finish, *limits
+    args = accepted.tokens, accepted.length, d.length, d.finish, *limits
     states = follow_stop_strings(d, accepted.tokens)
     if states is None or d.stop_state is None:
-        length, finish = _cut_by_tokens(*asked)
+        length, finish = _cut_by_tokens(*args)
         return replace(accepted, length=length), Stop(finish, d.stop_state)
     by_string = _first(states < 0)
-    length, finish = _cut(*asked, by_string)
+    length, finish = _cut(*args, by_string)
     last = jnp.maximum(length - 1, 0)[:, None]
     after = jnp.take_along_axis(states, last, axis=1)[:, 0]
     stop_state = jnp.where(d.finish == RUNNING, after, d.stop_state)
@@ -137,7 +146,8 @@ def cut_at_stops(d: Decoding, accepted: Accepted) -> tuple[Accepted, Stop]:
 
 
 def _first(marks: jax.Array) -> jax.Array:
-    """Places [B] of the first marks of [B, M + 1] bool; M + 1 where there are none."""
+    """Returns the index [B] of the first True in each row of [B, M + 1] bool; M + 1 if
+    there is no True."""
     width = marks.shape[1]
     index = jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.where(marks, index, width).min(axis=1)
@@ -155,7 +165,7 @@ def _cut_by_tokens(
     limit: jax.Array,
     stop_tokens: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Cuts at stop tokens and at the limit, see `_cut`."""
+    """Cuts at stop tokens and at the limit, but not at stop strings; see `_cut`."""
     return _cut(tokens, accepted, before, finish, limit, stop_tokens)
 
 
@@ -168,25 +178,28 @@ def _cut(
     stop_tokens: jax.Array,
     by_string: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns how many of the accepted tokens are kept [B], and `finish` [B].
+    """Returns the number of accepted tokens that are kept [B], and the new `finish`
+    [B].
 
     Args:
       tokens: [B, M + 1] int32.
-      accepted: [B] int32, how many of them were accepted.
-      before: [B] int32, tokens of the text so far.
-      finish, limit: [B] int32, of the text.
+      accepted: [B] int32. Number of accepted tokens.
+      before: [B] int32. Number of tokens of the output so far.
+      finish: [B] int32. `Decoding.finish` before the step.
+      limit: [B] int32. Maximum number of tokens of the output.
       stop_tokens: [B, n] int32.
-      by_string: [B] int32, at which token a stop string is complete.
+      by_string: [B] int32. Index of the token that completes a stop string.
     """
-    running, room = finish == RUNNING, limit - before
+    running, left = finish == RUNNING, limit - before
     by_token = _first((tokens[..., None] == stop_tokens[:, None]).any(axis=-1))
-    length = jnp.minimum(jnp.minimum(accepted, by_token + 1), room)
+    length = jnp.minimum(jnp.minimum(accepted, by_token + 1), left)
     if by_string is not None:
         length = jnp.minimum(length, by_string + 1)
-    end = jnp.where(length == room, OUT_OF_LENGTH, RUNNING)
+    end = jnp.where(length == left, OUT_OF_LENGTH, RUNNING)
     end = jnp.where(by_token < length, STOP_TOKEN, end)
     if by_string is not None:
-        end = jnp.where(by_string < length, STOP_STRING, end)  # texts leave it out
+        # Takes precedence: the text of a result is cut before a stop string.
+        end = jnp.where(by_string < length, STOP_STRING, end)
     return jnp.where(running, length, 0), jnp.where(running, end, finish)
 
 
@@ -199,14 +212,14 @@ def record_step(
     dist: Distribution,
     trees: jax.Array,
 ) -> Decoding:
-    """Write down what a step gained: the output, its log-probabilities, statistics.
+    """Adds the tokens of a step to the output, with log-probabilities and statistics.
 
     Args:
       draft: the step's tree of T nodes.
-      logits: [B, T, >= V] float32, the target's.
-      accepted, stop: after the cut.
-      dist: what the tokens below the root were chosen by.
-      trees: [] or [B] int32, places in the menu of the rows' trees.
+      logits: [B, T, >= V] float32. The target's logits.
+      accepted, stop: results of `cut_at_stops`.
+      dist: the distribution of the tokens below the root.
+      trees: [] or [B] int32. Indices of the rows' trees in the menu.
     """
     seen, lists = d.seen, d.logprobs
     if lists is not None or seen is not None:
@@ -240,15 +253,16 @@ def record_step(
 
 
 def _places(
-    before: jax.Array, count: jax.Array, tokens: jax.Array, room: int
+    before: jax.Array, count: jax.Array, tokens: jax.Array, size: int
 ) -> jax.Array:
-    """Places in the output of tokens [B, M + 1]; `room` for those that do not count."""
+    """Returns the output positions of tokens [B, M + 1] in a buffer of `size` tokens.
+    Tokens from `count` [B] on are invalid and get the position `size`."""
     depth = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    return jnp.where(depth < count[:, None], before[:, None] + depth, room)
+    return jnp.where(depth < count[:, None], before[:, None] + depth, size)
 
 
 class Output(NamedTuple):
-    """What each step of a `Decoding` adds to, see its attributes."""
+    """The arrays of a `Decoding` to which each step adds; see its attributes."""
 
     tokens: jax.Array
     origin: jax.Array
@@ -274,20 +288,21 @@ def _recorded(
     """Returns the output and statistics after a step.
 
     Args:
-      before: the output so far.
-      choice: [B] int32, the step's trees, as places in the menu.
-      running: [B] bool, rows that were not finished.
-      accepted: of the step, after the cut.
-      origin: [B, T] uint8, of the tree's nodes.
+      before: the output before the step.
+      choice: [B] int32. Indices of the rows' trees in the menu.
+      running: [B] bool. Rows that were not finished before the step.
+      accepted: the accepted tokens, after the cut.
+      origin: [B, T] uint8. Sources of the tree's nodes.
     """
     tokens, path, length = accepted.tokens, accepted.path, accepted.length
     places = _places(before.length, length, tokens, before.tokens.shape[1])
-    after = jnp.pad(path[:, 1:], ((0, 0), (0, 1)))  # nodes lead to the next; 0: none
-    drafted = jnp.take_along_axis(origin, after, axis=1)
-    drafted = jnp.where(after > 0, drafted, jnp.uint8(TARGET))
+    # The node of each token; 0 for the last token, which the target chose.
+    drafts = jnp.pad(path[:, 1:], ((0, 0), (0, 1)))
+    drafted = jnp.take_along_axis(origin, drafts, axis=1)
+    drafted = jnp.where(drafts > 0, drafted, jnp.uint8(TARGET))
 
     def write(old: jax.Array, place: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[place].set(new, mode="drop")  # by row: shardings stay
+        return old.at[place].set(new, mode="drop")  # per row, which keeps the sharding
 
     last = jnp.maximum(length - 1, 0)[:, None]
     end = jnp.take_along_axis(tokens, last, axis=1)[:, 0]

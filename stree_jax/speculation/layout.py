@@ -1,7 +1,7 @@
-"""The tables of a tree, derived in one place from its `parents`.
+"""Index tables of trees, derived from their `parents`.
 
-Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level (those with
-children), C most children.
+Letters: B rows, T nodes, M depth of the tree, I maximum number of inner nodes (nodes
+with children) per level, C maximum number of children.
 """
 
 import jax
@@ -16,13 +16,13 @@ from stree_jax.speculation.tree import Topology, Tree
 
 @struct.dataclass
 class Layout:
-    """How trees are walked; rows of a batch may have trees of their own.
+    """Paths and children of the trees of a batch; each row may have a different tree.
 
     Attributes:
-      parents: [B, T] int32, -1 for the root.
-      depth: [B, T] int32.
-      paths: [B, T, M + 1] int32, the nodes from the root to each, padded with 0.
-      children: [B, T, C] int32, children of each node by rank, padded with T; C >= 1.
+      parents: [B, T] int32. Parent of each node; -1 for the root.
+      depth: [B, T] int32. Number of edges from the root to each node.
+      paths: [B, T, M + 1] int32. Nodes from the root to each node, padded with 0.
+      children: [B, T, C] int32. Children of each node by rank, padded with T; C >= 1.
     """
 
     parents: jax.Array
@@ -33,11 +33,11 @@ class Layout:
 
 @struct.dataclass
 class Levels:
-    """How a static tree is filled depth by depth.
+    """The levels of a static tree, which is filled level by level.
 
     Attributes:
-      inner: [M, I] int32, the inner nodes at depth 0..M - 1, padded with T.
-      rank: [T] int32, place of a node among its siblings.
+      inner: [M, I] int32. The inner nodes at depths 0..M - 1, padded with T.
+      rank: [T] int32. Index of each node among its siblings.
     """
 
     inner: jax.Array
@@ -52,7 +52,12 @@ def _count_before(same: jax.Array) -> jax.Array:
 
 
 def tree_layout(tree: Topology, parents: jax.Array) -> Layout:
-    """The layout of trees with `parents` [B, T], whose sizes `tree` gives."""
+    """Returns the layout of trees.
+
+    Args:
+      tree: has the depth and the maximum number of children of the trees.
+      parents: [B, T] int32.
+    """
     tables = _layout_tables(parents, M=tree.depth, C=max(tree.children, 1))
     return Layout(parents, *tables)
 
@@ -67,7 +72,7 @@ def _tables_shapes(
 @cpu_kernel(
     "stree_tree_layout",
     outputs=_tables_shapes,
-    # The tables of the root alone are constants to XLA.
+    # For a root alone XLA folds the tables into constants.
     unsupported=lambda parents, **_: parents.shape[1] == 1,
 )
 def _layout_tables(
@@ -92,7 +97,7 @@ def _layout_tables(
 
 
 def tree_levels(tree: Tree) -> Levels:
-    """The levels of a tree that all rows have."""
+    """Returns the levels of a static tree."""
     T, parents = tree.size, jnp.asarray(tree.parents, jnp.int32)
     node = jnp.arange(T, dtype=jnp.int32)
     depth = (ancestors(parents[None], tree.depth + 1)[0] >= 0).sum(-1, jnp.int32) - 1
@@ -105,12 +110,14 @@ def tree_levels(tree: Tree) -> Levels:
 
 
 def below_root(parents: jax.Array, conv_taps: int) -> Nodes:
-    """The nodes of a tree without its root: a forest below a context that holds it.
+    """Returns the nodes of trees without their roots, for a model whose state already
+    contains the root.
 
-    Row 0 stays as an isolated node, so that rows keep their numbers.
+    Node 0 remains as an isolated node, so that the indices of other nodes stay the
+    same.
 
     Args:
       parents: [B, T] int32, -1 for the root.
-      conv_taps: K.
+      conv_taps: K, the number of taps of the model's convolutions.
     """
     return tree_nodes(jnp.where(parents == 0, -1, parents), conv_taps)

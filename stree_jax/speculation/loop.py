@@ -1,7 +1,7 @@
-"""The loop around the steps: one `lax.while_loop` from prompts to finished texts.
+"""The decoding loop: one `lax.while_loop` over steps, from prompts to finished texts.
 
-Letters: B rows, Bp prompts, S width of the prompts, O room for output, V tokens of the
-vocabulary.
+Letters: B rows, Bp prompts, S width of the prompts, O size of the output buffer, V
+tokens of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -56,21 +56,30 @@ from stree_jax.speculation.on_mesh import (
 )
 from stree_jax.speculation.policy import Policy
 from stree_jax.speculation.specs import make_spec
-from stree_jax.speculation.step import Spec, Verify, in_room, packed, step
+from stree_jax.speculation.step import Spec, Verify, in_buffers, packed, step
 from stree_jax.speculation.tree import Topology, compiled_steps, resolve_tree
 
 FOREVER = 2**31 - 1  # steps
-MOST_TOKENS = 2**24  # of a text: beyond any model's, and its buffers fit int32
+# Maximum tokens of a text. No model supports longer ones, and indices into the buffers
+# fit in int32.
+MOST_TOKENS = 2**24
 
 
 def cache_capacity(
     text_tokens: int, max_new_tokens: int, depth: int, *, resumed: bool = False
 ) -> int:
-    """Returns attention-cache rows that a generation after `text_tokens` tokens needs.
+    """Returns the number of KV cache rows that a generation needs.
 
-    Text is read by whole chunks, which begin anywhere when a past is resumed, and a
-    commit writes a whole path (`depth` + 1 rows), of which the accepted part counts.
-    Caches are of whole blocks, so that no bit of a text depends on their capacity.
+    Prefill writes whole chunks, and a commit writes a whole path (`depth` + 1 rows), of
+    which only the accepted part is valid. Caches consist of whole blocks, so that the
+    output does not depend on their capacity, not even in the last bit.
+
+    Args:
+      text_tokens: tokens of the prompt.
+      max_new_tokens: maximum tokens of the output.
+      depth: depth of the deepest tree.
+      resumed: True if the generation continues a cached state, whose length need not be
+        a multiple of a chunk.
     """
     chunk = chunk_of(text_tokens)
     chunks = -(-max(text_tokens - 1, 1) // chunk) + resumed
@@ -78,7 +87,7 @@ def cache_capacity(
 
 
 def deepest(policy: Policy) -> int:
-    """Returns depth of the deepest tree of a menu."""
+    """Returns the depth of the deepest tree in a policy's menu."""
     return max(tree.depth for tree in policy.menu)
 
 
@@ -94,18 +103,22 @@ def init_decoding(
     top_logprobs: int | None = None,
     past: tuple[State, DraftState] | None = None,
 ) -> Decoding:
-    """Read the texts, all but their last tokens, which are the first trees' roots.
+    """Prefills the prompts and returns a batch that is ready for its first step.
+
+    The last token of each prompt is not prefilled: it is the root of the first tree.
 
     Args:
       token_ids: [Bp, S] int32, padded on the right.
       lengths: [Bp] int32, at least 1.
-      requests: of B = Bp * `samples` rows, prompt by prompt.
-      max_new_tokens: O, size of the output buffer.
-      capacity: rows of the attention caches, `cache_capacity` at least (default).
-      samples: rows per prompt; they share its reading.
-      top_logprobs: how many of the best log-probabilities to keep a token (0: only the
-        token's own); None keeps none.
-      past: states of target and drafter that have read a beginning of each text.
+      requests: requests of B = Bp * `samples` rows, prompt by prompt.
+      max_new_tokens: O, the size of the output buffer.
+      capacity: number of rows of the KV caches, at least `cache_capacity` (the
+        default).
+      samples: rows per prompt, which share its prefill.
+      top_logprobs: number of top log-probabilities to keep per token (0: only that of
+        the token itself). If None, log-probabilities are not kept.
+      past: cached states of target and drafter, which have read a prefix of each
+        prompt, or None.
     """
     if capacity is None:
         width, resumed, M = token_ids.shape[1], past is not None, deepest(spec.policy)
@@ -174,7 +187,8 @@ def _begin(
 
 
 def _observer(drafter: DrafterBase, drafting: DraftState) -> Observer:
-    """Returns how a drafter in the state `drafting` observes the prompts."""
+    """Returns the observer that feeds the prompts to a drafter whose state is
+    `drafting`."""
 
     def observe(
         drafting: DraftState,
@@ -191,23 +205,23 @@ def _observer(drafter: DrafterBase, drafting: DraftState) -> Observer:
 
 
 def tokens_of(token_ids: jax.Array, lengths: jax.Array, vocab_size: int) -> jax.Array:
-    """Returns [Bp, V] bool, which tokens are in the first `lengths` of texts [Bp,
-    S]."""
+    """Returns [Bp, V] bool: True for the tokens in the first `lengths` [Bp] tokens of
+    texts [Bp, S]."""
     row = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
     token = jnp.where(place < lengths[:, None], token_ids, vocab_size)
-    none = jnp.zeros((token_ids.shape[0], vocab_size), bool)
-    return none.at[row, token].set(True, mode="drop")
+    found = jnp.zeros((token_ids.shape[0], vocab_size), bool)
+    return found.at[row, token].set(True, mode="drop")
 
 
 def advance(
     spec: Spec, decoding: Decoding, max_steps: jax.Array, verify: Verify = packed
 ) -> Decoding:
-    """Run steps until every row has finished, or `max_steps` [] int32 more.
+    """Runs steps until every row has finished, at most `max_steps` [] int32.
 
-    A loop for each compiled step runs as long as the policy stays with its trees; what
-    a conditional would copy (all states) stays in place. So is asking the policy a loop
-    that runs once at most.
+    Each compiled step has a loop, which runs as long as the policy chooses its trees.
+    Calling the policy is a loop, too, which runs at most once. Loops update the states
+    in place, where a conditional would copy them.
     """
     go, mesh = partial(_advance, verify), spec.target.mesh
     if mesh is None:
@@ -241,23 +255,23 @@ def _advance(
         def plain_steps(
             carry: tuple[jax.Array, Decoding],
         ) -> tuple[jax.Array, Decoding]:
-            room = carry[1].pending
+            buffers = carry[1].pending
             count, d = steps((carry[0], with_short_path(carry[1])))
-            return count, replace(d, pending=in_room(d.pending, room))
+            return count, replace(d, pending=in_buffers(d.pending, buffers))
 
         if tree.size == 1 and len(menu) > 1:
             return lax.while_loop(chosen, plain_steps, carry)
         return steps(carry)
 
-    def ask(d: Decoding) -> Decoding:
-        asked = (spec.drafter, spec.rule, spec.target.config.num_tokens)
+    def choose(d: Decoding) -> Decoding:
+        args = spec.drafter, spec.rule, spec.target.config.num_tokens
         with jax.named_scope("choose"):
             return lax.while_loop(
-                lambda d: d.choice == OPEN, lambda d: spec.policy.choose(d, *asked), d
+                lambda d: d.choice == OPEN, lambda d: spec.policy.choose(d, *args), d
             )
 
     def round_of_menu(carry: tuple[jax.Array, Decoding]) -> tuple[jax.Array, Decoding]:
-        carry = (carry[0], ask(carry[1]))
+        carry = (carry[0], choose(carry[1]))
         for tree, places in compiled_steps(menu, decoding.root.shape[0]):
             carry = stay(carry, tree, places)
         return carry
@@ -267,9 +281,11 @@ def _advance(
 
 
 def with_short_path(d: Decoding) -> Decoding:
-    """Returns the decoding with paths of one node; a longer pending path is replayed.
+    """Returns the batch with buffers for pending paths of one node, after it has
+    replayed longer pending paths.
 
-    Plain steps come in runs, and replay as many rows as there is room for.
+    It is called before a run of plain steps, each of which would otherwise replay as
+    many rows as the buffers have.
     """
     last = d.pending
 
@@ -280,7 +296,7 @@ def with_short_path(d: Decoding) -> Decoding:
         state, length = carry
         return commit(state, last.records, last.path, length), jnp.zeros_like(length)
 
-    # A loop that runs once, if at all: a conditional would copy the state.
+    # A loop that runs at most once, because a conditional would copy the state.
     state, length = lax.while_loop(is_long, replayed, (d.state, last.length))
     records = tuple(map(shortened, last.records))
     return replace(d, state=state, pending=Pending(records, last.path[:, :1], length))
@@ -300,36 +316,38 @@ def generate_tokens(
     rule: Rule | str = NAIVE,
     times: StepTimes | None = None,
 ) -> Decoding:
-    """Generation as one pure function, to be used inside `jax.jit`.
+    """Generates tokens, as one pure function that can be used inside `jax.jit`.
 
     Args:
-      target: verifies; what comes out is its own text.
-      drafter: proposes: a model, heads of the target, "lookup" (or "auto", as in
-        `generate`) or "mtp"; None for plain decoding (then `tree` is `chain(0)`).
-      tree: the drafted tree, or a name or parents of one; "auto" chooses at every step.
+      target: the target model, which verifies the draft tokens.
+      drafter: proposes draft tokens: a draft model, heads of the target, "lookup" (or
+        "auto", as in `generate`) or "mtp". None for plain decoding, with the tree
+        `chain(0)`.
+      tree: the draft tree, its name, or a list of parents. "auto" chooses a tree at
+        every step.
       prompts: [B, S] ints, padded on the right.
-      lengths: [B] ints, 1 .. S.
-      max_new_tokens: most tokens per row, static.
-      stop_tokens: [n] ints; None: the target's own.
-      sampling: `sampling_rows(...)`, or None for greedy text.
-      rule: how drafts are accepted and drawn, see `accept.resolve_rule`.
-      times: for tree "auto", seconds of steps on this machine, see `stree_jax.tune`;
-        None: assumed ones.
+      lengths: [B] ints in 1 .. S.
+      max_new_tokens: maximum number of tokens per row, static.
+      stop_tokens: [n] ints. If None, the target's stop tokens.
+      sampling: `sampling_rows(...)`, or None for greedy decoding.
+      rule: how draft tokens are accepted and drawn, see `accept.resolve_rule`.
+      times: for tree "auto", step times measured on this machine, see `stree_jax.tune`.
+        If None, assumed times.
 
     Returns:
-      the finished `Decoding`: `.tokens` [B, max_new_tokens], `.length` [B], `.calls`.
+      The finished `Decoding`: `.tokens` [B, max_new_tokens] int32, `.length` [B] int32,
+      `.calls` [B] int32.
 
     Raises:
-      ValueError: arguments of a wrong type or shape, inside `jit` too; ids outside the
-        vocabulary, or lengths outside 1 .. S, where they are known. Inside `jit` their
-        values are not: an id that is outside is read as the nearest one, and a length
-        outside 1 .. S as the nearest of those.
+      ValueError: an argument has a wrong type or shape. Outside `jit`, also if a token
+        id is outside the vocabulary or a length is outside 1 .. S. Inside `jit` values
+        are unknown, and ids and lengths are clipped to the valid range instead.
     """
     if not isinstance(target, Model):
         kind = shown(type(target))
         raise ValueError(f"target: want a model of stree_jax.load, got {kind}")
     _check_prompts(target, prompts, lengths)
-    what = f"1..{MOST_TOKENS} tokens, which jit does not trace"
+    what = f"1..{MOST_TOKENS} tokens, static under jit"
     max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, MOST_TOKENS, what)
     batch, S = prompts.shape
     stops = _stop_table(target, stop_tokens)
@@ -354,7 +372,7 @@ def generate_tokens(
 
 
 def _check_prompts(target: Model, prompts: Any, lengths: Any) -> None:
-    """Raises ValueError for wrong types and shapes, and for values that are known."""
+    """Raises ValueError for wrong types and shapes and, outside `jit`, wrong values."""
     for name, value in (("prompts", prompts), ("lengths", lengths)):
         if not isinstance(value, jax.Array | np.ndarray):
             raise ValueError(f"{name}: want an array of integers, got {shown(value)}")
@@ -380,7 +398,8 @@ def _check_prompts(target: Model, prompts: Any, lengths: Any) -> None:
 
 
 def _stop_table(target: Model, stop_tokens: Any) -> jax.Array:
-    """Returns stop tokens [1, n] int32; the target's own if None are given."""
+    """Returns stop tokens [1, n] int32; those of the target if `stop_tokens` is
+    None."""
     if stop_tokens is None:
         stop_tokens = target.config.stop_tokens
     known = not isinstance(stop_tokens, jax.core.Tracer)
@@ -393,7 +412,7 @@ def _stop_table(target: Model, stop_tokens: Any) -> jax.Array:
         stops = stops.astype(np.int32)
     if stops.ndim > 1 or not jnp.issubdtype(stops.dtype, jnp.integer):
         raise ValueError(
-            f"stop_tokens: want token ids [n] or one of them, got {shown(stop_tokens)}"
+            f"stop_tokens: want a token id or a list of them, got {shown(stop_tokens)}"
         )
     if known and stops.size and not 0 <= stops.min() <= stops.max() < V:
         raise ValueError(f"stop_tokens: {stops.tolist()} are not all in 0..{V - 1}")
@@ -401,7 +420,7 @@ def _stop_table(target: Model, stop_tokens: Any) -> jax.Array:
 
 
 def _check_sampling(sampling: Any, batch: int) -> None:
-    """Raises ValueError for settings that are not those of `batch` rows."""
+    """Raises ValueError unless `sampling` has the settings of `batch` rows."""
     if sampling is None:
         return
     if not isinstance(sampling, SamplingRows):
@@ -416,7 +435,8 @@ def _check_sampling(sampling: Any, batch: int) -> None:
 
 _STATIC = ("max_new_tokens", "capacity", "samples", "top_logprobs")
 init_decoding_jit = partial(jax.jit, static_argnames=_STATIC)(init_decoding)
-resume_decoding_jit = partial(  # whose past becomes the new state
+# Updates the cached states `past` in place.
+resume_decoding_jit = partial(
     jax.jit, static_argnames=_STATIC, donate_argnames=("past",)
 )(init_decoding)
 advance_jit = partial(
@@ -432,7 +452,8 @@ def commit_jit(
     length: jax.Array,
     mesh: Mesh | None = None,
 ) -> State:
-    """Returns `commit`, of a model on a mesh or on one device."""
+    """Replays accepted paths into a state, see `models.commit`, on a mesh or on one
+    device."""
     if mesh is None:
         return on_one_device(commit, state, records, path, length)
     return committed_on(mesh, commit, state, records, path, length)

@@ -1,9 +1,10 @@
-"""A program on all devices of a mesh at once.
+"""Runs the decoding loop on all devices of a mesh.
 
-Every device runs the whole loop, on its part of the target (`models.shards`) and its
-rows of the batch. Parts talk where layers end; all else they compute alike, from the
-same logits, and so they agree on what is drafted, accepted and written down. Rows talk
-where a batch decides together: whether any of them runs, and which tree comes next.
+Every device runs the whole loop, on its part of the target (`models.sharding.shards`)
+and its rows of the batch. The parts of the target communicate at the end of layers. All
+other computations are the same on every part and start from the same logits, so the
+parts agree on draft, accepted tokens and output. Rows communicate for decisions of the
+whole batch: whether any row is running, and which tree comes next.
 """
 
 from collections.abc import Callable
@@ -37,8 +38,8 @@ def _is_model(x: Any) -> bool:
 
 
 def model_specs(tree: Any) -> Any:
-    """Returns partition specs of a pytree with models in it: their parameters as they
-    are cut, and all else on every device."""
+    """Returns partition specs of a pytree with models: parameters as they are sharded,
+    everything else replicated."""
 
     def specs(x: Any) -> Any:
         if not _is_model(x):
@@ -52,7 +53,8 @@ def model_specs(tree: Any) -> Any:
 
 
 def parts_of(tree: Any) -> Any:
-    """The same, as a device sees it."""
+    """Returns a pytree with models as one device sees it, with its parts of the
+    parameters."""
 
     def part(x: Any) -> Any:
         return part_of(x) if _is_model(x) and x.mesh is not None else x
@@ -61,19 +63,20 @@ def parts_of(tree: Any) -> Any:
 
 
 def row_specs(tree: Any, rows: str | None) -> Any:
-    """Returns partition specs of a pytree whose leaves have rows first; scalars are
-    whole on every device."""
+    """Returns partition specs of a pytree whose leaves have rows as first axis; scalars
+    are replicated."""
 
-    def spec(leaf: Any, facts: Leaf) -> P:
+    def spec(leaf: Any, info: Leaf) -> P:
         if leaf.ndim == 0:
             return P()
         axes = range(1, leaf.ndim)
-        return P(rows, *(MODEL if i == facts.part_axis else None for i in axes))
+        return P(rows, *(MODEL if i == info.part_axis else None for i in axes))
 
     return map_leaves(spec, tree)
 
 
 def request_specs(requests: Requests, rows: str | None) -> Requests:
+    """Returns partition specs of requests. The table of stop strings is replicated."""
     specs = row_specs(requests, rows)
     if requests.stop_strings is None:
         return specs
@@ -82,16 +85,18 @@ def request_specs(requests: Requests, rows: str | None) -> Requests:
 
 
 def decoding_specs(d: Decoding, policy: Policy, rows: str | None) -> Decoding:
-    learnt = jax.tree.map(
+    """Returns partition specs of a batch."""
+    policy_specs = jax.tree.map(
         lambda by_row: P(rows) if by_row else P(), keeps_by_row(policy)
     )
     specs = row_specs(d, rows)
-    return replace(specs, requests=request_specs(d.requests, rows), policy=learnt)
+    requests = request_specs(d.requests, rows)
+    return replace(specs, requests=requests, policy=policy_specs)
 
 
 def rows_axis(mesh: Mesh, count: int) -> str | None:
-    """Returns the axis that rows are spread over; None where they do not divide: then
-    every device has all of them."""
+    """Returns the mesh axis over which `count` rows are sharded. None if they do not
+    divide evenly; then every device has all rows."""
     n = axis_size(mesh, DATA)
     return DATA if n > 1 and count % n == 0 else None
 
@@ -104,25 +109,29 @@ def on_mesh(
     arg_specs: tuple,
     out_specs: Any,
 ) -> Any:
-    """Runs `function(models, *args)` on every device, each on its own parts.
+    """Runs `function(models, *args)` on every device of a mesh.
 
     Args:
-      models: a pytree with models in it, which the function sees as `parts_of` it.
+      function: runs on each device, with that device's parts of the arguments.
+      mesh: the mesh.
+      models: a pytree with models. The function receives `parts_of(models)`.
+      args: other arguments.
+      arg_specs: partition specs of `args`.
+      out_specs: partition specs of the result.
     """
 
     def local(models: Any, *args: Any) -> Any:
         return function(parts_of(models), *args)
 
     def there(spec: P) -> P:
-        """Returns the axes of a spec that this mesh has; "data" or "model" may be
-        missing."""
+        """Returns a spec without axes that this mesh lacks ("data" or "model")."""
         return P(*(axis if axis in mesh.axis_names else None for axis in spec))
 
     in_specs = (model_specs(models), *arg_specs)
     in_specs, out_specs = jax.tree.map(there, (in_specs, out_specs))
 
-    # What is alike on every device is so by construction, which nothing can prove of
-    # custom calls.
+    # Replicated results are equal on every device by construction, but JAX cannot check
+    # that for custom calls.
     run = jax.shard_map(
         local,
         mesh=mesh,
@@ -134,10 +143,10 @@ def on_mesh(
 
 
 def on_one_device(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns `function(*args)` of a model on one device.
+    """Returns `function(*args)` for a model on one device.
 
-    Under `jax.set_mesh` of a mesh with explicit axes, types of arrays have shardings.
-    The loops here have none, so that in here the axes are automatic.
+    Under `jax.set_mesh` of a mesh with explicit axes, array types contain shardings.
+    The loops here do not specify them, so the function runs with automatic axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in mesh.axis_types:
@@ -146,8 +155,8 @@ def on_one_device(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def whole_on(model: Model, function: Callable[..., Any], *args: Any) -> Any:
-    """Runs `function(model, *args)` on the model's mesh, if it has one; every device
-    has all of the arguments and of the results."""
+    """Runs `function(model, *args)` on the model's mesh, if it has one, with replicated
+    arguments and results."""
     if model.mesh is None:
         return on_one_device(function, model, *args)
     return on_mesh(function, model.mesh, model, args, (P(),) * len(args), P())
@@ -160,7 +169,7 @@ Past = tuple[State, Any] | None
 def begun_on(
     mesh: Mesh, begin: Callable[..., Decoding], spec: Spec, texts: Texts, past: Past
 ) -> Decoding:
-    """Runs `begin(spec, *texts, past)` on a mesh."""
+    """Runs `begin(spec, *texts, past)`, which prefills the prompts, on a mesh."""
     token_ids, lengths, requests = texts
     rows = rows_axis(mesh, token_ids.shape[0])
     shapes = jax.eval_shape(begin, _whole(spec), *texts, None)
@@ -188,7 +197,7 @@ def advanced_on(
 def _spread(
     function: Callable[..., Decoding], rows: str | None, spec: Spec, *args: Any
 ) -> Decoding:
-    """Calls `function` with a spec whose rows are spread over the axis `rows`."""
+    """Calls `function` with a spec whose rows are sharded over the axis `rows`."""
     policy = spec.policy.with_rows(rows)
     return function(replace(spec, rows=rows, policy=policy), *args)
 
@@ -201,7 +210,8 @@ def committed_on(mesh: Mesh, commit: Callable[..., State], *args: Any) -> State:
 
 
 def _whole(tree: Any) -> Any:
-    """The same, of models on one device, abstract: for the structure of results."""
+    """Returns a pytree in which models on a mesh are abstract models on one device, for
+    tracing the structure of results."""
 
     def whole(x: Any) -> Any:
         if not _is_model(x) or x.mesh is None:
@@ -213,11 +223,13 @@ def _whole(tree: Any) -> Any:
 
 
 def everywhere(mesh: Mesh, tree: Any) -> Any:
-    """Puts arrays on every device of a mesh, except models that are on it."""
+    """Replicates arrays on every device of a mesh, except those of models that are
+    already on it."""
     sharding = NamedSharding(mesh, P())
 
     def whole(leaf: Any) -> Any:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # only its numbers go
+        # Across processes only the numbers of a key array can be put on devices.
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             numbers, impl = jax.random.key_data(leaf), jax.random.key_impl(leaf)
             return jax.random.wrap_key_data(whole(numbers), impl=impl)
         return jax.device_put(leaf, sharding)
@@ -230,12 +242,12 @@ def everywhere(mesh: Mesh, tree: Any) -> Any:
 
 
 def to_host(tree: Any) -> Any:
-    """Returns NumPy arrays, whole in every process."""
+    """Returns the arrays as NumPy arrays, complete in every process."""
     leaves = jax.tree.leaves(tree)
-    away = [x for x in leaves if isinstance(x, jax.Array)]
-    if all(x.is_fully_addressable or x.is_fully_replicated for x in away):
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    if all(x.is_fully_addressable or x.is_fully_replicated for x in arrays):
         return jax.device_get(tree)
-    shardings = (x.sharding for x in away)
+    shardings = (x.sharding for x in arrays)
     mesh = next(s.mesh for s in shardings if isinstance(s, NamedSharding))
     whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
     return jax.device_get(whole(tree))

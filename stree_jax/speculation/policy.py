@@ -1,4 +1,4 @@
-"""Which tree a step drafts: the protocol of policies, and one tree for ever."""
+"""Policies choose the tree of each step: the protocol, and a policy with one tree."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,59 +16,69 @@ from stree_jax.speculation.tree import Topology
 
 
 class Policy(Protocol):
-    """A menu of trees, and pure functions that choose from it step by step."""
+    """A policy: a menu of trees, and pure functions that choose one at each step."""
 
     @property
     def menu(self) -> tuple[Topology, ...]:
-        """The trees; their number and sizes are static.
+        """The trees that steps may use; their number and sizes are static.
 
-        Each has a compiled step, of its own or in the room of a larger one:
+        Each has a compiled step, which several trees may share, see
         `tree.compiled_steps`. Plain decoding is `chain(0)`.
         """
         ...
 
     def with_rows(self, rows: str | None) -> "Policy":
-        """Returns the policy of a batch whose rows are spread over an axis of a mesh;
-        see `Spec.rows`."""
+        """Returns the policy for a batch whose rows are sharded over a mesh axis, see
+        `Spec.rows`."""
         ...
 
-    def init(self, batch: int) -> PolicyState: ...
+    def init(self, batch: int) -> PolicyState:
+        """Returns the state before the first step of a batch of rows."""
+        ...
 
     def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array | None:
-        """Returns bool [], whether a draft model reads the prompts first; None for yes.
-        Otherwise it reads them when it first drafts."""
+        """Returns [] bool: whether a draft model prefills the prompts before the first
+        step (None: it does). If not, it prefills them when it first drafts."""
         ...
 
     def choose(
         self, decoding: Decoding, drafter: Drafter, rule: Rule, num_tokens: int
     ) -> Decoding:
-        """Set `choice`, the place in the menu of the next step's tree.
+        """Returns the batch with `choice`, the index in the menu of the next tree.
 
-        The drafter may be asked to look ahead, so `drafting` and `policy` may change.
+        The policy may use the drafter to evaluate candidates, so `drafting` and
+        `policy` may change, too.
+
+        Args:
+          decoding: the batch before the step.
+          drafter: the drafter of the step.
+          rule: the acceptance rule.
+          num_tokens: tokens of the vocabulary.
         """
         ...
 
     def update(
         self, state: PolicyState, choice: jax.Array, draft: Draft, accepted: Accepted
     ) -> tuple[PolicyState, jax.Array]:
-        """Learn what the chosen tree gained.
+        """Updates the state with the result of a step.
 
         Returns:
-          the state, and the choice for the next step, or `OPEN`: `choose` is asked.
+          The state, and the choice for the next step; if it is `OPEN`, `choose` is
+          called.
         """
         ...
 
 
 def keeps_by_row(policy: Policy) -> Any:
-    """Returns which leaves of a policy's state have rows first; the others are of the
-    whole batch."""
+    """Returns a pytree of bools like a policy's state: True for leaves whose first axis
+    is the rows, False for leaves shared by the whole batch."""
     two, three = (jax.eval_shape(partial(policy.init, rows)) for rows in (2, 3))
     return jax.tree.map(lambda a, b: a.shape != b.shape, two, three)
 
 
 @struct.dataclass
 class FixedTree:
-    """One tree at every step."""
+    """A policy that uses the same tree at every step."""
 
     tree: Topology
 

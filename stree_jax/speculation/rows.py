@@ -1,9 +1,9 @@
-"""Rows of a batch that come and go: a prompt takes the place of a text that has ended.
+"""Continuous batching: a new request takes over the row of a finished one.
 
-Between two calls of `loop.advance` a row that does not run may be given to another
-text, which was read by itself. Neither shapes nor programs change, and what is decoded
-beside it does not notice: whatever a row's tokens depend on is the row's own. What a
-policy has learnt of the batch goes on.
+Between two calls of `loop.advance`, a row that is not running may be assigned to
+another text, which was prefilled separately. Shapes and compiled programs stay the
+same. The output of other rows does not change, because a row's tokens depend only on
+the row itself. The statistics of the policy are kept.
 
 Letters: B rows.
 """
@@ -26,10 +26,10 @@ from stree_jax.speculation.step import Spec
 
 
 def refilled(spec: Spec) -> Spec:
-    """The same decoding, of rows that come and go: nobody waits for the last one.
+    """Returns the configuration for continuous batching.
 
-    With tree "auto" all rows then count alike, however long their texts are; any other
-    tree takes no notice.
+    With tree "auto" all rows then have equal weight, because the batch does not wait
+    for its slowest row. Other policies do not change.
     """
     if not isinstance(spec.policy, AdaptivePolicy):
         return spec
@@ -37,23 +37,23 @@ def refilled(spec: Spec) -> Spec:
 
 
 def _by_row(policy: Policy, d: Decoding) -> Decoding:
-    """Returns which leaves have rows first: all but the choice, and what a policy keeps
-    of the whole batch.
+    """Returns a pytree of bools like `d`: True for leaves whose first axis is the rows.
+    These are all leaves except the choice and the shared leaves of the policy's state.
 
     Raises:
-      ValueError: rows with stop strings, whose automata are in one table.
+      ValueError: the rows have stop strings, whose automata share one table.
     """
     if d.requests.stop_strings is not None:
         raise ValueError(
-            "stop_strings: rows that come and go have no table of them in common; look "
-            "for them between calls, see sampling.stop_strings.byte_automaton"
+            "stop_strings: not supported with continuous batching; search for them "
+            "between calls, see sampling.stop_strings.byte_automaton"
         )
     marks = jax.tree.map(lambda _: True, d)
     return replace(marks, choice=False, policy=keeps_by_row(policy))
 
 
 def _open_to_filters(d: Decoding) -> Decoding:
-    """Returns the decoding with space for filters, if rows are sampled."""
+    """Returns the batch with arrays for filters, if its rows are sampled."""
     sampling = d.requests.sampling
     if sampling is None or sampling.filters is not None:
         return d
@@ -62,12 +62,13 @@ def _open_to_filters(d: Decoding) -> Decoding:
 
 
 def vacant(spec: Spec, one: Decoding, rows: int) -> Decoding:
-    """Returns a batch of `rows` rows, all of them finished.
+    """Returns a batch of `rows` rows, all finished, for `admit`.
 
     Args:
-      spec: `refilled`, if others are to take the place of rows that end.
-      one: any decoding of one row: its shapes are those of all that can be admitted,
-        and whether it is sampled.
+      spec: result of `refilled`, for continuous batching.
+      one: any batch of one row. It sets the shapes of all texts that can be admitted,
+        and whether they are sampled.
+      rows: B.
     """
     one = _open_to_filters(one)
 
@@ -82,14 +83,14 @@ def vacant(spec: Spec, one: Decoding, rows: int) -> Decoding:
 
 
 def admit(spec: Spec, decoding: Decoding, row: jax.Array, one: Decoding) -> Decoding:
-    """Returns `decoding` with another text in a row, in place of what the row had.
+    """Returns `decoding` with another text in one row, replacing the row's old text.
 
     Args:
-      row: [] int32, which.
-      one: of one row, just begun by `init_decoding` with the sizes of `decoding`.
+      row: [] int32. Index of the row.
+      one: a batch of one row from `init_decoding`, with the sizes of `decoding`.
 
     Raises:
-      ValueError: parts or sizes that `decoding` does not have.
+      ValueError: `one` has other fields or sizes than `decoding`.
     """
     sampling = decoding.requests.sampling
     if sampling is not None and sampling.filters is not None:
@@ -100,23 +101,24 @@ def admit(spec: Spec, decoding: Decoding, row: jax.Array, one: Decoding) -> Deco
         return lax.dynamic_update_slice_in_dim(x, new, row, 0) if has_rows else x
 
     d = jax.tree.map(written, _by_row(spec.policy, decoding), decoding, one)
-    # A run of plain steps ends: there may be something to draft now.
+    # End a run of plain steps: the new text may have candidates to draft.
     return replace(d, choice=jnp.int32(OPEN))
 
 
 def cancel(decoding: Decoding, rows: jax.Array) -> Decoding:
-    """Returns `decoding` with the `rows` [B] bool ended where they are, as by their
-    limits."""
-    ended = rows & (decoding.finish == RUNNING)
-    return replace(decoding, finish=jnp.where(ended, OUT_OF_LENGTH, decoding.finish))
+    """Returns `decoding` with the `rows` [B] bool finished at once, as if they had
+    reached their limits."""
+    cancelled = rows & (decoding.finish == RUNNING)
+    finish = jnp.where(cancelled, OUT_OF_LENGTH, decoding.finish)
+    return replace(decoding, finish=finish)
 
 
 def past_of(decoding: Decoding, row: jax.Array) -> tuple[State, DraftState]:
-    """Returns states of target and drafter after a row's text but its last token, of
-    one row: what `init_decoding` takes as `past`.
+    """Returns the states of target and drafter of one row, after its text without the
+    last token. They are a `past` for `init_decoding`.
 
     Args:
-      row: [] int32, which; it must not run.
+      row: [] int32. Index of the row, which must be finished.
     """
     parts = decoding.state, decoding.pending, kept(decoding.drafting)
     state, last, drafting = jax.tree.map(
@@ -126,6 +128,9 @@ def past_of(decoding: Decoding, row: jax.Array) -> tuple[State, DraftState]:
 
 
 def _check_alike(decoding: Decoding, one: Decoding) -> None:
+    """Raises ValueError unless `one` has the fields and sizes of a row of
+    `decoding`."""
+
     def sizes(d: Decoding) -> tuple[Any, list]:
         parts = {**vars(d), "choice": None, "policy": None}
         leaves, kind = jax.tree.flatten(parts)
@@ -133,8 +138,8 @@ def _check_alike(decoding: Decoding, one: Decoding) -> None:
 
     if sizes(decoding) != sizes(one):
         raise ValueError(
-            "one: want the parts and sizes of the batch: the same capacity, room for "
-            "output, drafter, and kinds of requests"
+            "one: want the fields and sizes of the batch: the same capacity, output "
+            "size, drafter and kinds of requests"
         )
 
 

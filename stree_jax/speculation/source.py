@@ -1,8 +1,7 @@
-"""The protocol of sources of drafts: what users pass as `drafter`, as an object that
-answers for itself.
+"""The protocol of draft sources, which wrap the values that users pass as `drafter`.
 
-A source is not yet bound to a target or a tree. Each kind is a class beside its drafter
-in `speculation/drafters/` and a line of the table in `drafters/table.py`.
+A source is not yet bound to a target or a tree. Each kind of source is a class beside
+its drafter in `speculation/drafters/` and an entry of the table in `drafters/table.py`.
 """
 
 import os
@@ -30,17 +29,18 @@ from stree_jax.speculation.tree import (
     resolve_tree,
 )
 
-DEFAULT_TREE = "E"  # where tree "auto" is not the default
-RANK_DECAY = 0.4  # assumed: how the share of right guesses falls from rank to rank
+DEFAULT_TREE = "E"  # for sources whose default tree is not "auto"
+# Assumed ratio of the acceptance rates of guesses of successive ranks; not measured.
+RANK_DECAY = 0.4
 
 
 @dataclass(frozen=True)
 class Work:
-    """What drafting takes, for a guess of its seconds.
+    """The work of drafting, from which its time is estimated.
 
     Attributes:
-      models: models that run a pass for every level.
-      read_once: bytes that a step reads for all levels together.
+      models: models that run one forward pass per level.
+      read_once: bytes that a step reads once for all levels.
     """
 
     models: tuple[Model, ...] = ()
@@ -48,7 +48,13 @@ class Work:
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a part of a drafter: their number, and a tokenizer or None."""
+    """The vocabulary of a part of a drafter.
+
+    Attributes:
+      name: name of the part, for messages.
+      num_tokens: number of tokens.
+      tokenizer: its tokenizer, or None.
+    """
 
     name: str
     num_tokens: int
@@ -56,17 +62,18 @@ class Vocabulary(NamedTuple):
 
 
 class Source:
-    """A source of drafts.
+    """A source of draft tokens.
 
     Attributes:
-      value: as `generate` takes it.
-      name: in plans and messages.
-      has_q: whether drafts can say the probabilities they were drawn with.
-      by_level: whether every level that tree "auto" searches takes a pass.
-      needs_trace: whether only a traced step shows that drafts fit the rule.
-      needs_mtp: whether the target is loaded with its MTP layers.
-      top1: assumed share of first guesses that are right.
-      trees: names of the trees to consider. If empty, those that gain most.
+      value: the value that the user passed as `drafter`.
+      name: its name in plans and messages.
+      has_q: True if it can return the probabilities from which tokens were drawn.
+      by_level: True if every level that tree "auto" searches takes a forward pass.
+      needs_trace: True if a step must be traced to check that drafts fit the rule.
+      needs_mtp: True if the target must be loaded with its MTP layers.
+      top1: assumed acceptance rate of first guesses.
+      trees: names of the trees to consider. If empty, the trees with the largest
+        expected gain.
     """
 
     value: Any
@@ -82,16 +89,16 @@ class Source:
         """Raises ValueError if the source does not fit the target."""
 
     def check_tree(self, tree: Topology) -> None:
-        """Raises ValueError for a tree that the source does not fill."""
+        """Raises ValueError if the source does not support the tree."""
 
     def check_past(self, target: Model, past: DraftState, batch: int) -> None:
-        """Raises ValueError for a drafter's `past` that does not fit."""
+        """Raises ValueError if a cached state of the drafter does not fit."""
 
     def vocabularies(self, name: str) -> Iterator[Vocabulary]:
-        """Yields the vocabularies that should be the target's.
+        """Yields the vocabularies that should be equal to the target's.
 
         Args:
-          name: what the drafter is called.
+          name: name of the drafter, for messages.
         """
         return iter(())
 
@@ -102,66 +109,70 @@ class Source:
 
     @property
     def timed_as(self) -> "Source | None":
-        """The source whose measured steps of tree "auto" are the same as its own."""
+        """The source whose measured step times for tree "auto" also apply to this
+        source, or None."""
         return self if self.prefers_auto else None
 
     @property
     def count(self) -> int:
-        """Number of parts, such as heads; 0 if it has no parts."""
+        """Number of parts, such as heads; 0 if it is not divided into parts."""
         return 0
 
     @property
     def models(self) -> tuple[Model, ...]:
-        """The models that draft, the outermost first."""
+        """The draft models, the outermost first."""
         return ()
 
     def fixed_tree(self) -> Topology:
-        """Returns the default tree where "auto" is not."""
+        """Returns the default tree if "auto" is not the default."""
         return resolve_tree(DEFAULT_TREE)
 
     def sparse_tree(self, nodes: str) -> Tree:
-        """Returns the tree "sparse:`nodes`", the best one by measured accuracies."""
-        raise ValueError("tree: 'sparse:N' goes by the accuracies of Medusa heads")
+        """Returns the tree "sparse:`nodes`", the best one for the measured accuracies
+        of Medusa heads."""
+        raise ValueError("tree: 'sparse:N' needs the accuracies of Medusa heads")
 
     def bind(self, target: Model, tree: Topology) -> DrafterBase:
-        """Returns the drafter of a target, for a tree that `check_tree` takes. For tree
-        "auto" it is a `Searcher`, or another drafter if n-gram lookup drafts alone."""
+        """Returns the drafter for a target and a tree that `check_tree` accepts. For
+        tree "auto" it is a `Searcher`, or another drafter if only prompt lookup
+        drafts."""
         raise NotImplementedError
 
     def filled(self, tree: Topology) -> Topology:
-        """Returns the tree whose steps run when `tree` is asked for."""
+        """Returns the tree that steps use in place of `tree`."""
         return tree
 
     @property
     def search_size(self) -> tuple[int, int]:
-        """Most nodes of a level, and most levels, with tree "auto"."""
+        """Maximum nodes per level and maximum levels with tree "auto"."""
         return 3, 8
 
     def narrowed(self, count: int) -> Self:
-        """Returns the first `count` parts as a source."""
+        """Returns a source that uses only the first `count` parts."""
         return self
 
     def narrower(self) -> Iterator["Source"]:
-        """Yields the source itself, and those with fewer parts."""
+        """Yields the source itself and the sources that use fewer parts."""
         yield self
 
     def acceptance(self) -> Acceptance:
-        """Returns how often a guess is right by depth and rank, measured or assumed."""
+        """Returns the measured or assumed acceptance rates by depth and rank."""
         ranks = self.top1 * RANK_DECAY ** np.arange(MOST_CHILDREN)
         return Acceptance(np.tile(ranks, (DEEPEST, 1)))
 
     def work(self, target: Model) -> Work:
-        """Returns what drafting for a target takes."""
+        """Returns the work of drafting for a target."""
         return Work(self.models)
 
 
 def picked_tree(tree: Topology) -> Topology:
-    """Returns a tree of as many nodes, as deep, whose nodes the drafter picks."""
+    """Returns a `Budget` with the size and depth of a tree; a tree of one node is
+    returned unchanged."""
     return tree if tree.size == 1 else Budget(tree.size, tree.depth)
 
 
 def not_a_source(name: str, value: Any) -> ValueError:
-    """Returns the error for a value that is not a source of drafts."""
+    """Returns the error for a value that is not a source of draft tokens."""
     if isinstance(value, type):
         what = f"got the class {value.__name__}; give an instance of it"
     elif isinstance(value, str):
@@ -177,14 +188,14 @@ def not_a_source(name: str, value: Any) -> ValueError:
 
 
 def check_state(name: str, model: Model, state: Any, batch: int) -> None:
-    """Raises ValueError for a state without the layers and sizes of a model's; the
-    capacity of caches is not compared."""
+    """Raises ValueError if a state does not have the layers and sizes of a model's
+    state. The capacities of caches are not compared."""
 
     def sizes(state: Any) -> Any:
         found = []
 
-        def visit(x: Any, facts: Leaf) -> Any:
-            axes = (i for i in range(x.ndim) if i != facts.capacity_axis)
+        def visit(x: Any, info: Leaf) -> Any:
+            axes = (i for i in range(x.ndim) if i != info.capacity_axis)
             found.append((x.dtype, tuple(x.shape[i] for i in axes)))
             return x
 
@@ -195,10 +206,10 @@ def check_state(name: str, model: Model, state: Any, batch: int) -> None:
     if model.mesh is not None:
         parts = axis_size(model.mesh, MODEL)
 
-    def whole(part: Any, facts: Leaf) -> Any:
+    def whole(part: Any, info: Leaf) -> Any:
         shape = list(part.shape)
-        if facts.part_axis is not None:
-            shape[facts.part_axis] *= parts
+        if info.part_axis is not None:
+            shape[info.part_axis] *= parts
         return jax.ShapeDtypeStruct(tuple(shape), part.dtype)
 
     config: ModelConfig = part_config(model.config, model.cut)

@@ -1,4 +1,4 @@
-"""A `Spec` from a target, a source of drafts and a tree.
+"""Makes a `Spec` from a target, a drafter and a tree.
 
 Letters: as `loop`.
 """
@@ -23,11 +23,11 @@ from stree_jax.speculation.source import Source, picked_tree
 from stree_jax.speculation.step import Spec, passes_skip
 from stree_jax.speculation.tree import Auto, Topology
 
-AUTO = "auto"  # the default drafter of the API and, but for the demo, of commands
+AUTO = "auto"  # default drafter of the API and of all commands except the demo
 
 
 def check_times(times: Any) -> None:
-    """Raises ValueError for step times of another type."""
+    """Raises ValueError unless `times` is None or a `StepTimes`."""
     if times is not None and not isinstance(times, StepTimes):
         hint = "; give its .on_device()" if hasattr(times, "on_device") else ""
         raise ValueError(
@@ -43,30 +43,41 @@ def make_spec(
     rule: Rule,
     times: StepTimes | None = None,
 ) -> Spec:
-    """Returns how a target is decoded.
+    """Returns the configuration of a decoder.
 
     Args:
-      drafter: a model fills static trees, or searches a beam; `Heads` fill static trees
-        that are no deeper than there are heads; `NGrams` fill static trees; `Staged`
-        does, and guesses for tree "auto", too; "lookup" drafts what followed the text's
-        last tokens before, as does tree "auto" beside any drafter; "mtp" uses the
-        target's own layers; a custom drafter fills static trees, and those of "auto" if
-        it has a `search`; None drafts nothing.
-      times: of steps, for tree "auto". If None, they are assumed.
+      target: the target model.
+      drafter: one of
+        - a draft model, which fills static trees or searches a beam,
+        - `Heads`, which fill static trees that are at most as deep as the number of
+          heads,
+        - `NGrams`, which fill static trees,
+        - `Staged`, which fills static trees and also guesses levels for tree "auto",
+        - "lookup" (prompt lookup), which copies continuations from earlier in the text.
+          Tree "auto" does so with any drafter,
+        - "mtp", which uses the target's MTP layers,
+        - a custom drafter, which fills static trees, and trees of "auto" if it has a
+          `search`,
+        - None, for plain decoding.
+      tree: the tree to draft.
+      rule: the acceptance rule.
+      times: measured step times for tree "auto". If None, times are assumed.
 
     Raises:
-      ValueError: the arguments do not go together.
+      ValueError: the arguments do not fit together.
     """
     check_times(times)
     V = target.config.num_tokens
     if tree.children > V and not isinstance(tree, Auto):
         raise ValueError(
-            f"tree: {tree.children} children a node, but only {V} tokens to fill them"
+            f"tree: {tree.children} children per node, but the vocabulary has only {V} "
+            "tokens"
         )
     source = source_of(drafter)
     source.check(target)
     source.check_tree(tree)
-    plain_target = without_mtp(target)  # and without what else an API's model has
+    # A plain `Model`, without the fields that only the API's model has.
+    plain_target = without_mtp(target)
     bound = source.bind(target, tree)
     if not isinstance(tree, Auto):
         if not source.has_q:
@@ -84,7 +95,7 @@ def make_spec(
         times = assumed_times(tree, searcher is not None)
     if np.shape(times.verify) != np.shape(tree.sizes):
         raise ValueError(
-            f"times: want one of each size {tree.sizes}, got {np.shape(times.verify)}"
+            f"times: want one per size {tree.sizes}, got {np.shape(times.verify)}"
         )
     policy = AdaptivePolicy(times, tree, shares=passes_skip(plain_target))
     return Spec(plain_target, adaptive, policy, rule)

@@ -1,4 +1,4 @@
-"""One step of Algorithm 1 (STree, Wu et al. 2025): draft, verify, accept.
+"""One step of Algorithm 1 of STree (Wu et al. 2025): draft, verify, accept.
 
 Letters: B rows, T nodes, M depth of the tree, V tokens of the vocabulary, d width of
 the target's hidden states.
@@ -42,14 +42,14 @@ from stree_jax.speculation.tree import Topology
 
 @struct.dataclass
 class Spec:
-    """Who decodes, and how: constant during a generation.
+    """The configuration of a decoder, constant during a generation.
 
     Attributes:
-      target: verifies; what comes out is its own text.
-      drafter: proposes.
-      policy: chooses the trees.
-      rule: says what is accepted.
-      rows: the axis of a mesh that the rows are spread over, within `on_mesh`.
+      target: the target model, which verifies the draft.
+      drafter: proposes draft tokens.
+      policy: chooses the tree of each step.
+      rule: the acceptance rule.
+      rows: inside `on_mesh`, the mesh axis over which the rows are sharded, or None.
     """
 
     target: Model
@@ -61,14 +61,15 @@ class Spec:
 
 @struct.dataclass
 class Verified:
-    """What the target makes of a tree.
+    """The results of a verification pass over a tree.
 
     Attributes:
-      hidden: [B, T, d] float32.
-      logits: [B, T, >= V] float32, after each node.
-      records: of the T nodes, one entry a layer; see `models.forward_hidden`.
-      state: after the pending path, before the tree.
-      taps: [B, T, d] float32 each, the residual streams that were asked for.
+      hidden: [B, T, d] float32. Hidden states after the final norm.
+      logits: [B, T, >= V] float32. Logits after each node.
+      records: records of the T nodes, one entry per layer; see
+        `models.forward_hidden`.
+      state: the state after the pending path, before the tree.
+      taps: [B, T, d] float32 for each requested layer. Its residual stream.
     """
 
     hidden: jax.Array
@@ -79,7 +80,7 @@ class Verified:
 
 
 class Verify(Protocol):
-    """How the target verifies a tree."""
+    """A function that replays the pending path and runs the target on a tree."""
 
     def __call__(
         self,
@@ -95,9 +96,9 @@ class Verify(Protocol):
 def packed(
     target: Model, state: State, draft: Draft, pending: Pending, taps: Taps = ()
 ) -> Verified:
-    """Replays the pending path, and runs the whole tree in one pass."""
+    """Replays the pending path and runs the whole tree in one forward pass."""
     layout, window = draft.layout, target.config.conv_taps
-    nodes = tree_nodes(layout.parents, window, has_padding=draft.partly)
+    nodes = tree_nodes(layout.parents, window, has_padding=draft.has_padding)
     hidden, tapped, records, state = forward_tapped(
         target, state, draft.tokens, nodes, pending=pending, taps=taps
     )
@@ -106,7 +107,13 @@ def packed(
 
 
 def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> Decoding:
-    """Draft a tree, verify it in one pass, keep what is right."""
+    """Drafts a tree, verifies it in one forward pass and accepts a path of it.
+
+    Args:
+      tree: the tree to draft.
+      d: the batch before the step.
+      verify: runs the target on the tree.
+    """
     dist = d.distribution(spec.target.config.num_tokens)
     with jax.named_scope("draft"):
         draft, drafting = spec.drafter.propose(
@@ -132,11 +139,12 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
 
 
 def passes_skip(target: Model) -> bool:
-    """True if a model's passes here take the time of a tree's nodes, not of its
-    capacity.
+    """True if the time of a model's passes on this machine depends on the valid nodes
+    only, because the kernels skip padding.
 
-    Kernels for CPUs do; experts have none. A program that is made here and run
-    elsewhere is as exact.
+    The CPU kernels skip it, but there are no such kernels for mixture-of-experts
+    layers or meshes. The answer affects speed only: a program that is compiled here and
+    runs elsewhere gives the same output.
     """
     mixers = map(mixer_of, target.config.mixers.values())
     skips = all(mixer.skips_padding for mixer in mixers)
@@ -144,22 +152,22 @@ def passes_skip(target: Model) -> bool:
 
 
 def of_running(draft: Draft, d: Decoding, target: Model) -> Draft:
-    """Returns the draft without the nodes of finished rows, where that saves their
-    time."""
+    """Returns the draft with the nodes of finished rows as padding, if the target's
+    passes skip padding."""
     batch, T = draft.tokens.shape
-    if batch == 1 or draft.partly or not passes_skip(target):
+    if batch == 1 or draft.has_padding or not passes_skip(target):
         return draft
     count = jnp.where(d.finish == RUNNING, T, 0)
-    return replace(without_rest(draft, count), partly=True)
+    return replace(without_rest(draft, count), has_padding=True)
 
 
 def trees_of(spec: Spec, d: Decoding, draft: Draft) -> jax.Array:
-    """Returns places in the menu, [] or [B] int32, of the rows' trees.
+    """Returns indices in the menu, [] or [B] int32, of the rows' trees.
 
-    Where rows of a batch have different numbers of nodes, each has the smallest tree
-    with room for its own.
+    If the rows of a batch have different numbers of nodes, each row is assigned the
+    smallest tree of the menu with at least as many nodes.
     """
-    if not draft.partly or d.root.shape[0] == 1 or len(spec.policy.menu) == 1:
+    if not draft.has_padding or d.root.shape[0] == 1 or len(spec.policy.menu) == 1:
         return d.choice
     sizes = jnp.asarray([tree.size for tree in spec.policy.menu], jnp.int32)
     nodes = (draft.layout.parents != NO_NODE).sum(axis=1, dtype=jnp.int32)
@@ -169,7 +177,8 @@ def trees_of(spec: Spec, d: Decoding, draft: Draft) -> jax.Array:
 def update_of(
     accepted: Accepted, finish: jax.Array, hidden: jax.Array, taps: Tapped = ()
 ) -> Update:
-    """Returns the drafter's update: tokens, and the target's states that chose them."""
+    """Returns the drafter's update: the accepted tokens and the target's hidden states
+    on the accepted path."""
     length = jnp.where(finish == RUNNING, accepted.length, 0)
     path = accepted.path[..., None]
     on_path, *tapped = (
@@ -178,15 +187,16 @@ def update_of(
     return Update(accepted.tokens, length, on_path, tuple(tapped))
 
 
-def pending_of(accepted: Accepted, records: Records, room: Pending) -> Pending:
-    """Returns the accepted path, to be replayed, in the arrays of another."""
-    return in_room(Pending(records, accepted.path, accepted.length), room)
+def pending_of(accepted: Accepted, records: Records, buffers: Pending) -> Pending:
+    """Returns the accepted path, which the next step replays, in the arrays of
+    `buffers`."""
+    return in_buffers(Pending(records, accepted.path, accepted.length), buffers)
 
 
-def in_room(pending: Pending, room: Pending) -> Pending:
-    """Returns `pending` in the arrays of `room`, which may have space for more nodes.
+def in_buffers(pending: Pending, buffers: Pending) -> Pending:
+    """Returns `pending` in the arrays of `buffers`, which may be larger.
 
-    Where a pass has written its records there itself, they stay as they are.
+    Records that a pass has already written to these arrays are not copied again.
     """
-    records = jax.tree.map(written_over, room.records, pending.records)
-    return Pending(records, written_over(room.path, pending.path), pending.length)
+    records = jax.tree.map(written_over, buffers.records, pending.records)
+    return Pending(records, written_over(buffers.path, pending.path), pending.length)

@@ -1,9 +1,8 @@
-"""Token-tree topologies: which drafted token continues which.
+"""Shapes of draft trees: which draft token continues which.
 
-A tree is `parents` [T]: node 0 is the root (the last token of the text so far), and
-every other node names an earlier row as its parent. Everything else is derived.
-A `Beam` is a tree whose parents are chosen anew at every step; with `Auto`, its size
-is, too.
+A tree is `parents` [T]. Node 0 is the root (the last token of the text so far), and
+every other node has an earlier node as its parent. Everything else is derived from
+that. The parents of a `Beam` are chosen anew at every step; for `Auto`, so is the size.
 """
 
 import difflib
@@ -22,25 +21,28 @@ from stree_jax.checks import as_integer, decimal, shown, with_hints
 from stree_jax.cpu_kernels import MAX_PADDED_ROWS
 from stree_jax.models import Nodes, tree_nodes
 
-MOST_CHILDREN = 8  # of one node of a `Budget`; sampled acceptance looks at so many
-DEEPEST = 15  # of a `Budget`: each more is a row that every step replays
-MAX_NODES = 1024  # masks grow with the square, and no measured tree has paid above 64
-MOST_SHARED = (
-    16  # nodes of a step that smaller trees take, too: not all of it is skipped
-)
-STEEPNESS = 2.0  # of `pruned`'s logistic, by level
+# Maximum children per node of a `Budget`; sampled acceptance loops over all of them.
+MOST_CHILDREN = 8
+DEEPEST = 15  # maximum depth of a `Budget`; every step replays a path of this length
+# Masks grow with the square of the nodes, and no measured tree with more than 64 nodes
+# was faster than a smaller one.
+MAX_NODES = 1024
+# Maximum nodes of a compiled step that smaller trees share: the kernels do not skip all
+# of the work on padding.
+MAX_SHARED_NODES = 16
+STEEPNESS = 2.0  # slope per level of the logistic function in `pruned`
 
 
 @struct.dataclass
 class Tree:
-    """A static tree; trees of equal static sizes share compiled programs.
+    """A static tree. Trees with equal static sizes share compiled programs.
 
     Attributes:
-      parents: [T] int32, parent row of each node; -1 for the root, node 0.
-      depth: M, edges on the longest path.
-      width: most nodes at one depth.
-      inner: most nodes at one depth that have children; the root is one.
-      children: most children of one node.
+      parents: [T] int32. Parent of each node; -1 for the root, node 0.
+      depth: M, the number of edges on the longest path.
+      width: maximum number of nodes at one depth.
+      inner: maximum number of nodes with children at one depth, including the root.
+      children: maximum number of children of one node.
     """
 
     parents: jax.Array | np.ndarray
@@ -51,15 +53,15 @@ class Tree:
 
     @property
     def size(self) -> int:
-        """T, nodes in the tree, the root included."""
+        """T, the number of nodes, including the root."""
         return self.parents.shape[0]
 
     def rows(self, batch: int) -> jax.Array:
-        """`parents` [B, T] of a batch of rows."""
+        """Returns `parents` [B, T] for a batch of rows."""
         return jnp.broadcast_to(jnp.asarray(self.parents)[None], (batch, self.size))
 
     def nodes(self, batch: int, conv_taps: int) -> Nodes:
-        """Mask, depth and convolution windows for a batch of rows."""
+        """Returns mask, depths and convolution windows for a batch of rows."""
         return tree_nodes(self.rows(batch), conv_taps)
 
     def __repr__(self) -> str:
@@ -75,9 +77,10 @@ class Tree:
 
 @struct.dataclass
 class Beam:
-    """A beam search all of whose tokens are kept: `depth` layers of `width` nodes.
+    """A tree that contains all tokens of a beam search: `depth` layers of `width`
+    nodes.
 
-    Which nodes of a layer have children, and how many, is seen only in drafting.
+    Which nodes of a layer have children, and how many, is decided while drafting.
     """
 
     width: int = struct.field(pytree_node=False)
@@ -95,42 +98,45 @@ class Beam:
 
     @property
     def size(self) -> int:
-        """T, nodes in the tree, the root included."""
+        """T, the number of nodes, including the root."""
         return 1 + self.width * self.depth
 
     @property
     def children(self) -> int:
-        """Most children of one node."""
+        """Maximum number of children of one node."""
         return self.width
 
 
 @struct.dataclass
 class Budget:
-    """The best `size` nodes of all candidates, at most `depth` deep, at every step.
+    """A tree of the best `size` candidates at every step, at most `depth` deep.
 
     Attributes:
-      room: nodes of the largest tree whose compiled step may be this one's, too; 0: it
-        has a step of its own.
-      partly: whether a draft may be of fewer nodes: `models.nodes.NO_NODE`.
+      size: T, the number of nodes, including the root.
+      depth: maximum number of edges on a path.
+      shared_size: number of nodes of a larger compiled step that this tree may use
+        instead of a separate one; 0 if it has a separate step.
+      has_padding: True if a draft may have fewer nodes; the rest is padding, whose
+        parent is `models.nodes.NO_NODE`.
     """
 
     size: int = struct.field(pytree_node=False)
     depth: int = struct.field(pytree_node=False)
-    room: int = struct.field(pytree_node=False, default=0)
-    partly: bool = struct.field(pytree_node=False, default=False)
+    shared_size: int = struct.field(pytree_node=False, default=0)
+    has_padding: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def children(self) -> int:
-        """Most children of one node."""
+        """Maximum number of children of one node."""
         return min(self.size - 1, MOST_CHILDREN)
 
 
 @struct.dataclass
 class Auto:
-    """Trees that fit the moment: which nodes, and how many, is chosen at every step.
+    """Adaptive trees: the nodes and their number are chosen at every step.
 
     Attributes:
-      sizes: nodes that a tree may have; 1 is plain decoding.
+      sizes: numbers of nodes that a tree may have, growing from 1 (plain decoding).
     """
 
     sizes: tuple[int, ...] = struct.field(pytree_node=False, default=(1, 4, 8, 16))
@@ -142,7 +148,7 @@ class Auto:
         if len(sizes) < len(found):
             got = shown(self.sizes)
             raise ValueError(f"auto: sizes: want integers, as (1, 4, 8), got {got}")
-        object.__setattr__(self, "sizes", sizes)  # of a list, too: it is hashed
+        object.__setattr__(self, "sizes", sizes)  # a tuple, because it must be hashable
         growing = all(a < b for a, b in pairwise(self.sizes))
         if self.sizes[:1] != (1,) or len(self.sizes) < 2 or not growing:
             listing = ",".join(map(str, sizes))
@@ -158,65 +164,73 @@ class Auto:
 
     @property
     def shared_menu(self) -> tuple[Budget, ...]:
-        """The same, where small trees may take the compiled step of a larger one."""
-        room = max(n for n in self.sizes if n <= MOST_SHARED or n == self.sizes[1])
+        """`menu`, with small trees that may use the compiled step of a larger one."""
+        sizes = (n for n in self.sizes if n <= MAX_SHARED_NODES or n == self.sizes[1])
+        shared = max(sizes)
         return tuple(
-            replace(tree, room=room) if 1 < tree.size <= room else tree
+            replace(tree, shared_size=shared) if 1 < tree.size <= shared else tree
             for tree in self.menu
         )
 
     @property
     def size(self) -> int:
-        """Most nodes."""
+        """Maximum number of nodes."""
         return self.sizes[-1]
 
     @property
     def depth(self) -> int:
-        """Most edges on a path."""
+        """Maximum number of edges on a path."""
         return self.menu[-1].depth
 
     @property
     def children(self) -> int:
-        """Most children of one node."""
+        """Maximum number of children of one node."""
         return self.menu[-1].children
 
 
 Topology = Tree | Beam | Budget | Auto
 
 
-def _budget(size: int, *, partly: bool = False) -> Budget:
-    return Budget(size, min(size - 1, DEEPEST), partly=partly)
+def _budget(size: int, *, has_padding: bool = False) -> Budget:
+    """Returns the `Budget` of a number of nodes."""
+    return Budget(size, min(size - 1, DEEPEST), has_padding=has_padding)
 
 
 def compiled_steps(
     menu: Sequence[Topology], rows: int
 ) -> list[tuple[Topology, tuple[int, ...]]]:
-    """The trees of a menu whose steps are compiled, and whose steps they are: places.
+    """Returns the steps to compile: for each, its tree and the menu's trees that use
+    it, as indices into the menu.
 
-    Trees share one where kernels have room for all of its rows.
+    Trees share a step if the kernels have capacity for all nodes of a batch of its
+    size.
 
     Args:
+      menu: the trees that a policy may choose.
       rows: B.
     """
     steps: list[tuple[Topology, tuple[int, ...]]] = []
-    for room in dict.fromkeys(_shared(tree, rows) for tree in menu):
-        places = [k for k, tree in enumerate(menu) if _shared(tree, rows) == room]
-        if room and len(places) > 1:
-            steps.append((_budget(room, partly=True), tuple(places)))
+    for shared in dict.fromkeys(_shared_size(tree, rows) for tree in menu):
+        places = [
+            k for k, tree in enumerate(menu) if _shared_size(tree, rows) == shared
+        ]
+        if shared and len(places) > 1:
+            steps.append((_budget(shared, has_padding=True), tuple(places)))
         else:
             steps += [(menu[k], (k,)) for k in places]
     return steps
 
 
-def _shared(tree: Topology, rows: int) -> int:
-    """Nodes of the step that a tree shares; 0: none."""
-    room = tree.room if isinstance(tree, Budget) else 0
-    return room if rows * room <= MAX_PADDED_ROWS else 0
+def _shared_size(tree: Topology, rows: int) -> int:
+    """Returns the number of nodes of the shared step that a tree uses in a batch of
+    `rows`; 0 if its step is not shared."""
+    size = tree.shared_size if isinstance(tree, Budget) else 0
+    return size if rows * size <= MAX_PADDED_ROWS else 0
 
 
 def _integers(what: str, **values: object) -> list[int]:
-    """Returns arguments of a tree as ints; raises ValueError naming the first that is
-    not an integer."""
+    """Returns the values as ints; raises ValueError with the name of the first value
+    that is not an integer."""
     found = []
     for name, value in values.items():
         number = as_integer(value)
@@ -227,20 +241,21 @@ def _integers(what: str, **values: object) -> list[int]:
 
 
 def _check_size(what: str, nodes: int) -> None:
-    """Raises ValueError; before the tree is built, for it may not fit in memory."""
+    """Raises ValueError if a tree is too large. Call it before the tree is built, which
+    may not fit in memory."""
     if nodes > MAX_NODES:
         raise ValueError(f"{what}: {nodes} nodes; want at most {MAX_NODES}")
 
 
 @with_hints
 def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
-    """A validated tree from its parents.
+    """Makes a tree from the parents of its nodes.
 
     Args:
-      parents: [T] ints; parents[0] is -1, parents[t] in [0, t).
+      parents: [T] ints. `parents[0]` is -1, `parents[t]` is in [0, t).
 
     Raises:
-      ValueError: naming the first node that breaks the rule.
+      ValueError: the parents are invalid; the message names the first wrong node.
     """
     try:
         table = np.asarray(parents)
@@ -263,14 +278,14 @@ def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
         if p > t:
             raise ValueError(
                 f"parents[{t}]: parent {p} comes after its child; "
-                "order nodes parents first (a cycle cannot be so ordered)"
+                "order nodes parents first (cycles are not allowed)"
             )
     depth = np.zeros(len(table), int)
     for t in range(1, len(table)):
         depth[t] = depth[table[t]] + 1
     children = np.bincount(table[1:], minlength=len(table))
     return Tree(
-        parents=table.astype(np.int32),  # NumPy: importing must not touch a device
+        parents=table.astype(np.int32),  # NumPy: importing must not initialize a device
         depth=int(depth.max()),
         width=int(np.bincount(depth)[1:].max(initial=1)),
         inner=int(np.bincount(depth[children > 0]).max(initial=1)),
@@ -280,7 +295,7 @@ def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
 
 @with_hints
 def chain(n: int) -> Tree:
-    """n drafted tokens in a row: n + 1 nodes (vanilla speculation)."""
+    """Makes a chain of n draft tokens: n + 1 nodes (standard speculative decoding)."""
     (n,) = _integers("chain", n=n)
     if n < 0:
         raise ValueError(f"chain: want n >= 0 drafted tokens, got {n}")
@@ -290,27 +305,28 @@ def chain(n: int) -> Tree:
 
 @with_hints
 def full_tree(branching: int, depth: int) -> Tree:
-    """Every node above `depth` has `branching` children."""
+    """Makes a full tree: every node above `depth` has `branching` children."""
     branching, depth = _integers("full_tree", branching=branching, depth=depth)
     if branching < 1 or depth < 0:
         raise ValueError(
             f"full_tree: want branching >= 1 and depth >= 0, got {branching}, {depth}"
         )
-    _check_size("full_tree", 1 + depth)  # at least: a longer loop would not end
+    _check_size("full_tree", 1 + depth)  # limits the loop below
     return _branching("full_tree", repeat(branching, depth))
 
 
 def cartesian(*branching: int) -> Tree:
-    """Every node at depth d has `branching[d]` children: all combinations of as many
-    guesses a place (Medusa, section 2.1)."""
+    """Makes a tree in which every node at depth d has `branching[d]` children: all
+    combinations of `branching[d]` guesses per position (Medusa, section 2.1)."""
     for i, count in enumerate(branching):
         _integers("cartesian", **{f"branching[{i}]": count})
     if not branching or min(branching) < 1:
-        raise ValueError(f"cartesian: want guesses >= 1 a level, got {branching}")
+        raise ValueError(f"cartesian: want guesses >= 1 per level, got {branching}")
     return _branching("cartesian", branching)
 
 
 def _branching(what: str, counts: Iterable[int]) -> Tree:
+    """Returns the tree whose nodes have `counts[d]` children at depth d."""
     parents, level = [-1], [0]
     for count in counts:
         start = len(parents)
@@ -321,9 +337,9 @@ def _branching(what: str, counts: Iterable[int]) -> Tree:
 
 
 def from_child_counts(levels: Sequence[Sequence[int]]) -> Tree:
-    """A tree from the number of children of each node, depth by depth.
+    """Makes a tree from the number of children of each node, level by level.
 
-    `[[3], [2, 1, 0]]` is a root with three children of 2, 1 and 0 children.
+    `[[3], [2, 1, 0]]` is a root with three children, which have 2, 1 and 0 children.
     """
     parents, level = [-1], [0]
     for counts in levels:
@@ -341,10 +357,12 @@ def from_child_counts(levels: Sequence[Sequence[int]]) -> Tree:
 
 @with_hints
 def layered(width: int, depth: int) -> Tree:
-    """`depth` layers of `width` nodes below the root, more children to better ranks.
+    """Makes a tree of `depth` layers of `width` nodes below the root, with more
+    children for better ranks.
 
-    The root has `width` children; in each layer the first node (the drafter's best
-    guess) gets all but one of the next layer's nodes and the second node the last.
+    The root has `width` children. In each layer the first node (the drafter's best
+    guess) is the parent of all but one of the next layer's nodes, and the second node
+    is the parent of the last one.
     """
     width, depth = _integers("layered", width=width, depth=depth)
     if width < 1 or depth < 1:
@@ -358,24 +376,25 @@ def layered(width: int, depth: int) -> Tree:
 def pruned(
     children: int, levels: int, nodes: int | None = None, leaves: int | None = None
 ) -> Tree:
-    """A full tree pruned level by level, after SpecMemo (Yildirim and Chen 2025).
+    """Makes a full tree pruned level by level, after SpecMemo (Yildirim and Chen 2025).
 
-    Of a level's k**d nodes a share is kept that is a scaled logistic function of the
-    level d: all of the first, little less of the next, few of the deepest, never fewer
-    than k. The rightmost go first, and with them what is below. The paper gives no
-    constants: here the share is 1 / (1 + exp(2 (d - middle of the levels))), scaled to
-    1 at the first level.
+    Level d of the full tree has k**d nodes. The kept share is a logistic function of d,
+    scaled to 1 at the first level, and at least k nodes of each level are kept. The
+    rightmost nodes are removed first, with their descendants. The paper gives no
+    constants: here the share is 1 / (1 + exp(2 (d - middle of the levels))) before
+    scaling.
 
     Args:
-      children: k, of each node of the full tree.
-      levels: l, below the root.
-      nodes: of the tree, the root included, at least 1 + k l; the scale is then what
-        makes so many, up to shares of 1. None: as many as the scale above keeps.
-      leaves: of those nodes; None: as many as there can be, as nodes to the left have
-        all their children.
+      children: k, the number of children of each node of the full tree.
+      levels: l, the number of levels below the root.
+      nodes: number of nodes, including the root, at least 1 + k l. The scale is then
+        chosen to give that number, with shares up to 1. If None, the scale above
+        decides.
+      leaves: number of leaves. If None, as many as possible: nodes to the left have all
+        their children.
 
     Raises:
-      ValueError: fewer than 1 child or level; nodes or leaves that cannot be.
+      ValueError: fewer than 1 child or level, or impossible numbers of nodes or leaves.
     """
     children, levels = _integers("pruned", children=children, levels=levels)
     if nodes is not None:
@@ -394,12 +413,12 @@ def pruned(
 
 
 def _logistic(level: int, levels: int) -> float:
-    """1 / (1 + exp(x)), which overflows nowhere if written so."""
+    """Returns 1 / (1 + exp(x)) at a level, written with tanh to avoid overflow."""
     return (1 - math.tanh(STEEPNESS / 2 * (level - (1 + levels) / 2))) / 2
 
 
 def _pruned_widths(children: int, levels: int, scale: float) -> list[int]:
-    """Nodes of each level; none has more than its parents can have."""
+    """Returns the number of nodes per level; at most `children` per parent."""
     widths = [children]
     for level in range(2, levels + 1):
         share = min(1.0, scale * _logistic(level, levels))
@@ -409,7 +428,8 @@ def _pruned_widths(children: int, levels: int, scale: float) -> list[int]:
 
 
 def _widths_of_sum(children: int, levels: int, total: int) -> list[int]:
-    """Nodes of each level, by the scale that keeps `total` of them."""
+    """Returns the number of nodes per level, at most `children` per parent, with the
+    scale at which they sum to `total`."""
 
     def widths_at(exponent: float) -> list[int]:
         return _pruned_widths(children, levels, 2.0**exponent)
@@ -426,21 +446,23 @@ def _widths_of_sum(children: int, levels: int, total: int) -> list[int]:
         fits = sum(widths_at(middle)) <= total
         low, high = (middle, high) if fits else (low, middle)
     widths = widths_at(low)
-    while sum(widths) < total:  # where several levels grow at one scale
-        room = (d for d in range(1, levels) if widths[d] < children * widths[d - 1])
-        widths[next(room)] += 1
+    while sum(widths) < total:  # several levels may grow at the same scale
+        growable = (d for d in range(1, levels) if widths[d] < children * widths[d - 1])
+        widths[next(growable)] += 1
     return widths
 
 
 def _child_counts(
     widths: Sequence[int], children: int, leaves: int | None
 ) -> list[list[int]]:
-    """Numbers of children of every node, by level, the leftmost having all they can.
+    """Returns the number of children of every node, by level. Nodes to the left have as
+    many as possible.
 
     Args:
-      widths: nodes of each level, the root's too.
-      leaves: how many; fewer than there can be: more nodes have children, each at
-        least one, from the first level on.
+      widths: number of nodes per level, including the root's.
+      children: maximum number of children of a node.
+      leaves: number of leaves. If it is less than the maximum, more nodes have
+        children (at least one each), beginning at the first level.
     """
     pairs = list(pairwise(widths))
     inner = [-(-below // children) for _, below in pairs]
@@ -453,8 +475,8 @@ def _child_counts(
                 f"pruned: levels of {', '.join(map(str, widths[1:]))} nodes have "
                 f"{nodes - sum(most)}..{nodes - sum(inner)} leaves, got {leaves}"
             )
-        for level, room in enumerate(most):
-            added = min(more, room - inner[level])
+        for level, limit in enumerate(most):
+            added = min(more, limit - inner[level])
             inner[level] += added
             more -= added
     counts = []
@@ -465,8 +487,9 @@ def _child_counts(
     return counts
 
 
-# The static trees of STree's Table 3. The paper gives max width / depth / tokens; the
-# connectivity is ours: drafts are in order of rank, and better ranks get more children.
+# The static trees of STree's Table 3. The paper gives maximum width / depth / tokens.
+# The edges are ours: siblings are in order of rank, and better ranks have more
+# children.
 NAMED_TREES = {
     "A": layered(3, 4),  # 3/4/13: four layers of three
     "B": from_child_counts(  # 16/3/29
@@ -479,14 +502,20 @@ NAMED_TREES = {
 
 
 def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
-    """A tree from itself, a list of parents, or a name.
+    """Returns the tree for a name, a list of parents, or a tree.
 
-    Names are those of `NAMED_TREES`, "chain:N" (N drafted tokens), "binary:L" (full, L
-    levels of nodes, the root's included), "cartesian:4x2x2" (so many children of each
-    node, level by level), "pruned:KxL", "pruned:KxLxN" and "pruned:KxLxNxS"
-    (`pruned(K, L, N, S)`), "beam:WxD" (`Beam(W, D)`),
-    "parents:0,0,1" for the list [-1, 0, 0, 1], "auto" (`Auto()`) and "auto:1,4,8" (of
-    these sizes).
+    Names are the keys of `NAMED_TREES` and
+
+    - "chain:N": N draft tokens in a row,
+    - "binary:L": a full binary tree with L levels, including the root's,
+    - "cartesian:4x2x2": numbers of children per node, level by level,
+    - "pruned:KxL", "pruned:KxLxN" and "pruned:KxLxNxS": `pruned(K, L, N, S)`,
+    - "beam:WxD": `Beam(W, D)`,
+    - "parents:0,0,1": the list of parents [-1, 0, 0, 1],
+    - "auto" and "auto:1,4,8": `Auto()` and `Auto((1, 4, 8))`.
+
+    Raises:
+      ValueError: the name is unknown or the tree is invalid.
     """
     if isinstance(tree, Topology):
         return tree
@@ -497,7 +526,8 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
 
 
 def _of_parents(tree: Any) -> Tree:
-    """`make_tree` of anything that may be a list of parents."""
+    """Calls `make_tree` if the value may be a list of parents, else raises
+    ValueError."""
     listed = isinstance(tree, Sequence | np.ndarray | jax.Array)
     if not listed or isinstance(tree, bytes) or not getattr(tree, "ndim", 1):
         raise ValueError(f"want a tree, a name or a list of parents, got {shown(tree)}")
@@ -505,7 +535,7 @@ def _of_parents(tree: Any) -> Tree:
 
 
 def _named(tree: str) -> Topology:
-    """`resolve_tree` of a name."""
+    """Returns the tree for a name, see `resolve_tree`."""
     if tree in NAMED_TREES:
         return NAMED_TREES[tree]
     if tree == "auto":
@@ -534,7 +564,7 @@ def _named(tree: str) -> Topology:
 
 
 def _known_names(tree: str) -> str:
-    """Returns the hint for an unknown name of a tree: what to write instead."""
+    """Returns a hint for an unknown name: the known names and the closest one."""
     forms = ["chain:N", "binary:L", "beam:WxD"]
     forms += ["cartesian:4x2x2", "pruned:4x4x32", "parents:0,0,1"]
     plain = [*NAMED_TREES, "auto"]

@@ -1,1 +1,1 @@
-"""How the bundled pair was made: text, recipes, training and distillation."""
+"""Training: text, recipes, training loop, distillation, draft heads and n-grams."""

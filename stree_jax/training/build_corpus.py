@@ -1,10 +1,10 @@
-"""Build the training text of the bundled model pair: files, tokenizer, token ids.
+"""Builds the training text of the bundled model pair: files, tokenizer, token ids.
 
     python -m stree_jax.training.build_corpus --corpus DIR --wheels DIR --out DIR
 
-`--corpus` holds gsm8k/, mbpp/ and standard-ebooks/; `--wheels` the wheels that
-`pip download --no-deps` fetched; the standard library is the running Python's (3.11).
-Everything below is deterministic for the same inputs.
+The folder `--corpus` must contain gsm8k/, mbpp/ and standard-ebooks/, and `--wheels`
+the wheels downloaded by `pip download --no-deps`. The source of the standard library is
+that of the running Python (3.11). The output is deterministic for the same inputs.
 """
 
 import argparse
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VOCAB_SIZE = 2048
-TOKENIZER_CHARS = 24_000_000  # the tokenizer learns from the first so many characters
-HELD_OUT_FRACTION = 0.01  # of each source's tokens, in whole blocks
-HELD_OUT_BLOCK = 2048
+TOKENIZER_CHARS = 24_000_000  # characters of text on which the tokenizer is trained
+HELD_OUT_FRACTION = 0.01  # fraction of each source's tokens, in whole blocks
+HELD_OUT_BLOCK = 2048  # tokens
 
-# Wheels: (distribution, most bytes to take, repeats, licence where metadata lacks it).
+# Wheels: (distribution, maximum bytes to use, repeats, licence if metadata lacks it).
 WHEELS = (
     ("algorithms", 10**9, 4, "MIT"),
     ("networkx", 10**9, 1, "BSD-3-Clause"),
@@ -49,7 +49,7 @@ WHEELS = (
     ("scikit_learn", 5_000_000, 1, "BSD-3-Clause"),
     ("sympy", 7_000_000, 1, "BSD-3-Clause"),
 )
-# Folders left out: tests, other people's bundled code, tables.
+# Skipped folders: tests, bundled third-party code, tables.
 SKIP_PARTS = {
     *("test", "tests", "testing", "idle_test", "externals", "_vendor", "_vendored"),
     *("idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"),
@@ -77,7 +77,7 @@ GENERATED = re.compile(
 
 
 def wanted_python(name: str, data: bytes) -> bool:
-    """Tell hand-written code from tests, generated files and tables."""
+    """True if a file is hand-written code: not a test, a generated file or a table."""
     path = PurePosixPath(name)
     if path.suffix != ".py" or path.name.startswith(("test_", "_sysconfigdata")):
         return False
@@ -96,7 +96,8 @@ def wanted_python(name: str, data: bytes) -> bool:
 
 
 def write_python(files: dict[str, bytes], folder: Path, budget: int) -> None:
-    """Write the wanted files, in an order by hash, until the budget is used."""
+    """Writes the wanted files, ordered by the hash of their names, up to `budget`
+    bytes."""
     used = 0
     for name in sorted(files, key=lambda n: hashlib.sha256(n.encode()).digest()):
         data = files[name]
@@ -112,7 +113,8 @@ def write_python(files: dict[str, bytes], folder: Path, budget: int) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from; `repeats` is how often training sees each document."""
+    """A source of text. `repeats` is how often each document occurs in the training
+    text."""
 
     name: str
     kind: str
@@ -123,7 +125,7 @@ class Source:
 
 
 def write_sources(corpus: Path, wheels: Path, text: Path) -> list[Source]:
-    """Write every source's documents in a folder of its name below `text`."""
+    """Writes the documents of each source to a folder below `text` with its name."""
     return [
         *(write_wheel(wheels, text, *wheel) for wheel in WHEELS),
         write_stdlib(text),
@@ -136,6 +138,7 @@ def write_sources(corpus: Path, wheels: Path, text: Path) -> list[Source]:
 def write_wheel(
     wheels: Path, text: Path, name: str, budget: int, repeats: int, licence: str
 ) -> Source:
+    """Writes the Python files of a wheel, up to `budget` bytes."""
     (wheel,) = wheels.glob(f"{name}-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -149,6 +152,7 @@ def write_wheel(
 
 
 def write_stdlib(text: Path) -> Source:
+    """Writes the Python files of the standard library."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     files = {
         path.relative_to(stdlib).as_posix(): path.read_bytes()
@@ -161,6 +165,7 @@ def write_stdlib(text: Path) -> Source:
 
 
 def write_gsm8k(corpus: Path, text: Path) -> Source:
+    """Writes the training part of GSM8K."""
     (text / "gsm8k").mkdir(parents=True)
     shutil.copyfile(corpus / "gsm8k/train.jsonl", text / "gsm8k/train.jsonl")
     version = "3101c7d5072418e28b9008a6636bde82a006892c"
@@ -169,11 +174,12 @@ def write_gsm8k(corpus: Path, text: Path) -> Source:
 
 
 def write_mbpp(corpus: Path, text: Path) -> Source:
+    """Writes MBPP without its evaluation part."""
     (text / "mbpp").mkdir()
     lines = (corpus / "mbpp/mbpp.jsonl").read_text(encoding="utf-8").split("\n")
     kept = [
         line
-        for line in filter(None, lines)  # not `splitlines`: JSON may hold U+2028
+        for line in filter(None, lines)  # not `splitlines`: JSON may contain U+2028
         if not 11 <= json.loads(line)["task_id"] <= 510  # the evaluation part
     ]
     (text / "mbpp/train.jsonl").write_text("\n".join(kept) + "\n", encoding="utf-8")
@@ -183,6 +189,7 @@ def write_mbpp(corpus: Path, text: Path) -> Source:
 
 
 def write_books(corpus: Path, text: Path) -> Source:
+    """Writes the books."""
     (text / "books").mkdir()
     for book in BOOKS:
         packed = (corpus / f"standard-ebooks/{book}.txt.gz").read_bytes()
@@ -193,7 +200,7 @@ def write_books(corpus: Path, text: Path) -> Source:
 
 
 def main() -> None:
-    """Write text/, tokenizer.json, train.npy, heldout.npy and sources.json."""
+    """Writes text/, tokenizer.json, train.npy, heldout.npy and sources.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -218,36 +225,37 @@ def main() -> None:
     tokenizer = train_tokenizer(sample, VOCAB_SIZE)
     tokenizer.save(str(args.out / "tokenizer.json"))
 
-    tokens, facts = split_sources(sources, unique, tokenizer)
+    tokens, about = split_sources(sources, unique, tokenizer)
     for part, stream in tokens.items():
         np.save(args.out / f"{part}.npy", stream)
         print(part, len(stream), "tokens")
     print("characters per token", sizes[-1] / len(tokens["train"]))
-    (args.out / "sources.json").write_text(json.dumps(facts, indent=1) + "\n")
-    for fact in facts:
-        print({k: v for k, v in fact.items() if k != "origin"})
+    (args.out / "sources.json").write_text(json.dumps(about, indent=1) + "\n")
+    for entry in about:
+        print({k: v for k, v in entry.items() if k != "origin"})
 
 
 def split_sources(
     sources: list[Source], documents: list[list[str]], tokenizer: "Tokenizer"
 ) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-    """The tokens to train on and those held out, and the facts of every source.
+    """Returns the token streams "train" and "heldout", and a description of each
+    source.
 
-    Blocks are held out of each source before it is repeated, so that no repeat of a
-    held-out text is trained on.
+    Blocks are held out of each source before its documents are repeated, so that
+    held-out text never occurs in the training text.
     """
     eos = tokenizer.token_to_id(END_OF_TEXT)
-    assert eos is not None  # train_tokenizer makes it
+    assert eos is not None  # every tokenizer of `train_tokenizer` has it
     train: list[np.ndarray] = []
     held: list[np.ndarray] = []
-    facts: list[dict[str, Any]] = []
+    about: list[dict[str, Any]] = []
     for source, texts in zip(sources, documents, strict=True):
         tokens = encode_corpus(texts, tokenizer, eos)
         rest, out = split_holdout(tokens, HELD_OUT_FRACTION, HELD_OUT_BLOCK)
         train += np.split(rest, np.flatnonzero(rest == eos) + 1) * source.repeats
         held.append(out)
         chars_per_token = sum(map(len, texts)) / (len(tokens) - len(texts))
-        facts.append(
+        about.append(
             {
                 **asdict(source),
                 "documents": len(texts),
@@ -260,9 +268,9 @@ def split_sources(
     random.Random(0).shuffle(train)
     streams = {"train": np.concatenate(train), "heldout": np.concatenate(held)}
     for part, stream in streams.items():
-        for fact in facts:
-            fact[f"{part}_share"] = round(fact[f"{part}_tokens"] / len(stream), 4)
-    return streams, facts
+        for entry in about:
+            entry[f"{part}_share"] = round(entry[f"{part}_tokens"] / len(stream), 4)
+    return streams, about
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Turn openly licensed text into the token stream that `stree-jax train` reads.
+"""Turns text into the token streams on which models are trained.
 
-The steps are separate so that a recipe can mix its sources in between, and each is
-deterministic: the same inputs give the same bytes.
+The steps are separate functions, so that a recipe can mix its sources in between. Each
+is deterministic: the same inputs give the same bytes.
 """
 
 import re
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 MAX_DOCUMENT_BYTES = 64 * 1024
 
-_MAX_VOCAB = 1 << 16  # of a tokenizer trained here
+_MAX_VOCAB = 1 << 16  # maximum vocabulary size of a tokenizer trained here
 _ENCODE_BATCH = 512  # documents per tokenizer call: enough to keep its threads busy
-_MAX_TOKEN_CHARS = 16  # keeps rulers such as "# -----" from taking up the vocabulary
+_MAX_TOKEN_CHARS = 16  # keeps rulers such as "# -----" out of the vocabulary
 
-# A line, or 16 Ki characters of a longer one: a character takes four bytes at most, so
-# that every match fits into a document.
+# A line, or 16 Ki characters of a longer one. A character takes at most four bytes, so
+# every match fits into a document.
 _LINE = re.compile(rf"[^\n]{{1,{MAX_DOCUMENT_BYTES // 4 - 1}}}\n?|\n")
 
-# A newline and the indentation after it are separate tokens, because prompts usually
-# end with a newline: the indentation that continues them is then a token the model has
-# seen in that place. Indentation is one run, so that the word after it has no space.
-# The rest: words with what commonly joins them to the one before, digits one by one,
-# punctuation, and other spaces (without the last one, which goes to the word after it).
+# A newline and the indentation after it are separate tokens. Prompts usually end with a
+# newline, and the indentation that continues them is then a token that the model has
+# seen at that position. Indentation is one run, so that the word after it has no space.
+# Other tokens are words with a preceding space, dot or underscore, single digits,
+# punctuation, and other spaces (except the last one, which belongs to the next word).
 _PRETOKENS = (
     r"\n+|(?<=\n)[ \t]+|[ ._]?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+"
     r"|[^\S\n]+(?!\S)|[^\S\n]+"
@@ -53,22 +53,23 @@ def iter_documents(
     into pieces of `MAX_DOCUMENT_BYTES`, so that shuffling mixes sources evenly.
 
     Args:
-      paths: checked before any is read.
-      tally: counts what was read and what was skipped.
-      spell: spells conversations; its texts are `Spelled`.
+      paths: the files and folders, which are checked before the first is read.
+      tally: counts the texts that are read and skipped.
+      spell: formats conversations as text; its texts are `Spelled`.
 
     Raises:
-      ValueError: as `read_texts`.
+      ValueError: see `read_texts`.
     """
     texts = read_texts(paths, Tally() if tally is None else tally, spell)
     return chain.from_iterable(map(_pieces, texts))
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
-    """Train a byte-level BPE tokenizer of (at most) `vocab_size` entries.
+    """Trains a byte-level BPE tokenizer of at most `vocab_size` entries.
 
-    Every byte is in the vocabulary, so any text survives encoding and decoding exactly.
-    `END_OF_TEXT` has id 0. Only documents with too few repeats give fewer entries.
+    The vocabulary contains every byte, so decoding an encoded text returns exactly that
+    text. `END_OF_TEXT` has id 0. There are fewer entries if the documents do not have
+    enough repeated character sequences.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -101,12 +102,13 @@ def encode_corpus(
 ) -> np.ndarray:
     """Encodes documents into one array of ids, with `eos_id` after each document.
 
-    Special tokens spelled out in a document are encoded as plain text, so that only the
-    ends of documents carry `eos_id`. In `Spelled` documents they are the tokens, and a
-    document that ends with `eos_id`, or with it and one more token, gets no second one.
+    Names of special tokens in a document are encoded as plain text, so that `eos_id`
+    occurs only at the ends of documents. In `Spelled` documents they are encoded as
+    special tokens; if such a document ends with `eos_id`, or with `eos_id` and one more
+    token, no second `eos_id` is added.
 
     Returns:
-      uint16, or uint32 for a tokenizer with larger ids.
+      [n] uint16, or uint32 for a tokenizer with larger ids.
     """
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if not 0 <= eos_id <= largest:
@@ -132,7 +134,7 @@ def encode_corpus(
 
 
 def _bare(tokenizer: "Tokenizer") -> "Tokenizer":
-    """Returns a copy of a tokenizer that encodes texts whole."""
+    """Returns a copy of a tokenizer without truncation, padding and dropout."""
     from tokenizers import Tokenizer
 
     copy = Tokenizer.from_str(tokenizer.to_str())
@@ -143,11 +145,11 @@ def _bare(tokenizer: "Tokenizer") -> "Tokenizer":
 def split_holdout(
     tokens: np.ndarray, fraction: float = 0.01, block: int = 2048
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split tokens into a training part and a held-out part of whole blocks.
+    """Splits tokens into a training part and a held-out part of whole blocks.
 
-    The held-out blocks, at least one, are evenly spaced over the corpus, so that the
-    held-out loss covers every kind of text in it. A text that the corpus repeats can
-    land in both parts: split before repeating.
+    The held-out blocks (at least one) are evenly spaced over the corpus, so that the
+    held-out loss covers every kind of text in it. A text that occurs repeatedly can get
+    into both parts, so split before you repeat texts.
     """
     if not 0 < fraction < 1 or block < 1:
         raise ValueError(f"cannot hold out {fraction} of a corpus in blocks of {block}")
@@ -164,16 +166,23 @@ def split_holdout(
 def sample_batches(
     tokens: np.ndarray, *, batch: int, length: int, seed: int, start_step: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield int32 batches [batch, length + 1] of windows at random places, for ever.
+    """Yields batches [batch, length + 1] int32 of windows at random positions, without
+    end.
 
-    The extra token is the last position's target. Batch `i` depends on `seed` and `i`
-    alone, so a run resumed at `start_step` sees what it would have seen uninterrupted.
+    The extra token is the label of the last position. Batch i depends only on `seed`
+    and i, so a run that is resumed at `start_step` sees the same batches as an
+    uninterrupted one.
     """
     if batch < 1 or length < 1 or start_step < 0:
-        raise ValueError(f"no batches of {batch} x {length} from step {start_step}")
+        raise ValueError(
+            f"want batch and length >= 1 and start_step >= 0, got {batch}, {length} "
+            f"and {start_step}"
+        )
     places = len(tokens) - length
     if places < 1:
-        raise ValueError(f"{len(tokens)} tokens make no window of {length + 1}")
+        raise ValueError(
+            f"{len(tokens)} tokens are too few for a window of {length + 1}"
+        )
 
     def batches() -> Iterator[np.ndarray]:
         offsets = np.arange(length + 1)
@@ -187,7 +196,7 @@ def sample_batches(
 
 
 def _pieces(text: str) -> list[str]:
-    """Cuts a text at line ends into pieces of limited size; drops the blank ones."""
+    """Cuts a text at line ends into pieces of limited size, without blank pieces."""
     pieces, size = [""], 0
     for line in _LINE.findall(text):
         size += len(line.encode("utf-8"))

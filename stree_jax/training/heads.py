@@ -1,12 +1,14 @@
-"""Training Medusa heads on a target that stays as it is (Cai et al. 2024, Medusa-1).
+"""Trains Medusa heads on a frozen target (Cai et al. 2024, Medusa-1).
 
-The target reads a text and writes some of its own, and its hidden states are kept in
-files. Then only the heads are trained, which is quick on a CPU. Head k learns, from the
-state h_t that the token t + 1 is chosen by, what the target says k tokens later:
+The target first reads a text and generates some of its own, and its hidden states are
+stored in files. Then only the heads are trained, which is quick on a CPU. The hidden
+state h_t chooses token t + 1. Head k learns to predict from h_t the target's
+distribution k tokens later:
 
     sum over k of KL(target(. | h_{t+k}) || head_k(. | h_t)) / K
 
-Letters: K heads, R ranks, L tokens of a window, S of a text, d width, V tokens.
+Letters: B rows, K heads, R ranks, L tokens of a window, S tokens of a text, P = L - K
+positions, d width of hidden states, V tokens of the vocabulary.
 """
 
 import math
@@ -33,9 +35,9 @@ from stree_jax.models.heads import (
 )
 from stree_jax.sampling.ranks import rank_of
 from stree_jax.training.kept import (
+    GENERATED,
     PROMPT,
     READ_AT_ONCE,
-    SPOKEN,
     hidden_states,
     keep_hidden,
     keep_own_text,
@@ -44,13 +46,14 @@ from stree_jax.training.kept import (
 from stree_jax.training.recipe import Job, prepare_for
 from stree_jax.training.train import Batch, Examples, Params, TrainConfig, learn
 
-RANKS = 10  # R: the public code's trees have no more children
-HELD_OUT = 128  # windows, and texts that ranks are counted in
+RANKS = 10  # R, the maximum number of children in the trees of the public Medusa code
+HELD_OUT = 128  # held-out windows, and texts in which ranks are counted
 
 
 @dataclass(frozen=True)
 class HeadsSubject:
-    """Heads that learn from hidden states; the teacher is the target's head."""
+    """Draft heads that are trained on hidden states. The teacher is the target's output
+    head."""
 
     config: HeadsConfig
 
@@ -61,30 +64,39 @@ class HeadsSubject:
         return cast_heads(self.config, params, dtype)
 
     def loss(self, params: Params, batch: Batch, teacher: BareModel) -> jax.Array:
-        """Mean KL in nats, over heads and places, of states [B, P, d]."""
+        """Returns the mean KL divergence in nats over heads and positions.
+
+        Args:
+          params: parameters of the heads.
+          batch: [B, L, d]. Hidden states of the target.
+          teacher: the target's output head.
+        """
         hidden = batch.astype(jnp.float32)
         K, places = self.config.heads, hidden.shape[1] - self.config.heads
         own = head_logits(Heads(params, self.config), teacher, hidden[:, :places], K)
-        said = jax.lax.stop_gradient(logits_of(teacher, hidden))
-        p = jax.nn.log_softmax(said)
+        logits = jax.lax.stop_gradient(logits_of(teacher, hidden))
+        p = jax.nn.log_softmax(logits)
         total = jnp.float32(0)
         for k in range(K):
             q = jax.nn.log_softmax(own[:, :, k])
-            then = p[:, k + 1 : k + 1 + places]
-            total += (jnp.exp(then) * (then - q)).sum(axis=-1).mean()
+            later = p[:, k + 1 : k + 1 + places]
+            total += (jnp.exp(later) * (later - q)).sum(axis=-1).mean()
         return total / K
 
 
 def examples_of(
     train: TrainConfig, learnt: Sequence[np.ndarray], held: Sequence[np.ndarray]
 ) -> Examples:
-    """Stretches of `train.length` states, from the sources in turn.
+    """Returns examples of `train.length` successive hidden states. The rows of a batch
+    are from the sources in turn.
 
     Args:
-      learnt, held: of sources, [n, L, d] each.
+      train: the training settings.
+      learnt, held: hidden states of the sources, [n, L, d] each, for training and
+        evaluation.
 
     Raises:
-      ValueError: windows that are shorter than that.
+      ValueError: the windows of a source are shorter than `train.length`.
     """
     T = train.length
     if (shortest := min(source.shape[1] for source in learnt)) < T:
@@ -111,12 +123,17 @@ def examples_of(
 def head_ranks(
     heads: Heads, target: BareModel, hidden: jax.Array, tokens: jax.Array
 ) -> jax.Array:
-    """Ranks [B, P, K] int32, from 0, of tokens among the guesses of each head.
+    """Returns the ranks of the text's tokens among the guesses of each head.
 
     Args:
-      hidden: [B, L, d] after each of the first L tokens.
-      tokens: [B, L + 1] int32. Entry [:, t, k] is of the token at t + k + 2, which
-        head k + 1 guesses from the state at t; P = L - K.
+      heads: the heads.
+      target: the target's output head.
+      hidden: [B, L, d]. Hidden states after each of the first L tokens.
+      tokens: [B, L + 1] int32. The text.
+
+    Returns:
+      [B, P, K] int32, from 0. Entry [:, t, k] is the rank of the token at t + k + 2,
+      which head k + 1 guesses from the state at t.
     """
     K, places = heads.config.heads, hidden.shape[1] - heads.config.heads
     V = target.config.num_tokens
@@ -127,10 +144,19 @@ def head_ranks(
 
 
 def accuracy_table(ranks: np.ndarray, width: int = RANKS) -> np.ndarray:
-    """[K, R] shares of ranks [n, K], each given that the heads before were in reach.
+    """Returns the accuracies of heads by rank, for trees with R = `width` children.
 
-    In reach is a rank below R. This is `cost.Acceptance` of the full tree, but that it
-    looks at all places, not only at those where a call begins.
+    Entry [k, r] is the share of positions at which the token has rank r for head k,
+    among positions where its ranks for the heads before were below R. This is
+    `gain.Acceptance` of the full tree, but counted at all positions and not only where
+    a target pass begins.
+
+    Args:
+      ranks: [n, K] ints.
+      width: R.
+
+    Returns:
+      [K, R] float64.
     """
     table, reached = np.zeros((ranks.shape[1], width)), np.ones(len(ranks), bool)
     for k, rank in enumerate(ranks.T):
@@ -141,7 +167,8 @@ def accuracy_table(ranks: np.ndarray, width: int = RANKS) -> np.ndarray:
 
 
 def ranks_in(heads: Heads, target: BareModel, texts: np.ndarray, start: int) -> Any:
-    """Ranks [n, K] in texts [B, S], of states from place `start` on."""
+    """Returns the ranks [n, K] of tokens in texts [B, S], guessed from states at
+    positions from `start` on; see `head_ranks`."""
     bare, found = head_of(target), []
     for i in range(0, len(texts), READ_AT_ONCE):
         part = texts[i : i + READ_AT_ONCE].astype(np.int32)
@@ -153,10 +180,12 @@ def ranks_in(heads: Heads, target: BareModel, texts: np.ndarray, start: int) -> 
 
 
 def calibrated(heads: Heads, target: BareModel, texts: np.ndarray) -> Heads:
-    """The heads with accuracies counted in what the target says after prompts.
+    """Returns the heads with accuracies counted in text generated by the target.
 
     Args:
-      texts: as of `keep_own_text`, of text that was held out.
+      heads: the heads.
+      target: the target model.
+      texts: result of `keep_own_text` for held-out text.
     """
     table = accuracy_table(ranks_in(heads, target, texts, PROMPT - 1))
     rows = tuple(tuple(float(p) for p in row) for row in table)
@@ -166,14 +195,15 @@ def calibrated(heads: Heads, target: BareModel, texts: np.ndarray) -> Heads:
 def check_sizes(
     length: int, heads: int, tokens: int, own_tokens: int, window: int
 ) -> None:
-    """Refuse what could not be learnt from, before the target reads anything."""
+    """Raises ValueError for sizes that do not fit together, before the target reads
+    text."""
     if tokens < 1:
         raise ValueError(f"--tokens: want at least 1, got {tokens}")
     if own_tokens < 0:
         raise ValueError(f"--own-tokens: want at least 0, got {own_tokens}")
     if window < PROMPT:
         raise ValueError(f"window: want at least {PROMPT} tokens, got {window}")
-    most = min(window, PROMPT + SPOKEN - 1) if own_tokens else window
+    most = min(window, PROMPT + GENERATED - 1) if own_tokens else window
     if not heads < length <= most:
         raise ValueError(
             f"--length: want {heads + 1}..{most} tokens for {heads} heads, got {length}"
@@ -192,20 +222,28 @@ def train_heads(
     window: int = 512,
     dtype: str = "float32",
 ) -> Heads:
-    """Train heads on what a target makes of a text, and count their accuracies.
+    """Trains draft heads on the hidden states of a target, and counts their accuracies.
 
-    Half of what they learn from is the text. The other half the target has written
-    itself, greedily: there the next token is the one that it thinks likeliest, so that
-    a head can tell what comes after that one.
+    Half of the training examples are from the text, and half are generated greedily by
+    the target. In generated text the next token is always the target's likeliest one,
+    so a head can predict what comes after it.
 
     Args:
-      job: `work` takes the hidden states, 2 d bytes a token, and the saves; `out` is
-        the caller's to write.
+      job: the text, the folders, and the training settings. `work` must have space for
+        the hidden states, 2 d bytes per token, and the saves. The caller writes `out`.
+      target: the target model, or its path or name.
       heads, blocks, own_output: see `HeadsConfig`.
-      tokens: of text that are read, spread evenly over all of it.
-      own_tokens: that the target writes; 0: it learns from text alone.
-      window: tokens that the target reads from an empty state.
-      dtype: of the target meanwhile; a CPU is faster in float32. Heads are bfloat16.
+      tokens: number of tokens of text to read, spread evenly over the text.
+      own_tokens: number of tokens that the target generates. If 0, the heads learn from
+        the text only.
+      window: number of tokens that the target reads from an empty state.
+      dtype: dtype of the target during training. float32 is fastest on a CPU.
+
+    Returns:
+      The heads in bfloat16, with accuracies.
+
+    Raises:
+      ValueError: the arguments or files are invalid.
     """
     job.check()
     check_sizes(job.train.length, heads, tokens, own_tokens, window)
@@ -215,18 +253,20 @@ def train_heads(
     config = HeadsConfig(c.d_model, c.vocab_size, heads, blocks, own_output)
 
     def sources(name: str, stream: np.ndarray, read: int, own: int) -> list[Any]:
-        """Returns the training text, and the text that the target wrote itself."""
+        """Returns the hidden states in the text, those in the generated text (if
+        any), and the generated text or None."""
         texts = spread_windows(stream, window, read)
         kept = [keep_hidden(bare, texts, job.work / f"{name}.text")]
         if own == 0:
             return [*kept, None]
-        spoken = spread_windows(stream, window, own)
-        said = keep_own_text(bare, spoken, job.work / f"{name}.own")
-        return [*kept, keep_hidden(bare, said, job.work / f"{name}.own_states"), said]
+        prompts = spread_windows(stream, window, own)
+        generated = keep_own_text(bare, prompts, job.work / f"{name}.own")
+        states = keep_hidden(bare, generated, job.work / f"{name}.own_states")
+        return [*kept, states, generated]
 
-    count = max(math.ceil(tokens / window), 1), math.ceil(own_tokens / SPOKEN)
-    # The shorter stream first, so that too little text is told of before the long work.
-    *held, said = sources("heldout", data.heldout, HELD_OUT, HELD_OUT)
+    count = max(math.ceil(tokens / window), 1), math.ceil(own_tokens / GENERATED)
+    # The shorter stream first: if there is too little text, the error comes early.
+    *held, generated = sources("heldout", data.heldout, HELD_OUT, HELD_OUT)
     *learnt, _ = sources("train", data.train, *count)
     examples = examples_of(job.train, learnt, held[: len(learnt)])
     settings = examples.settings | {"heads": repr(config)}
@@ -241,7 +281,7 @@ def train_heads(
     )
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     trained = Heads(rounded, config)
-    trained = calibrated(trained, bare, np.asarray(said))
+    trained = calibrated(trained, bare, np.asarray(generated))
     for k, row in enumerate(trained.config.accuracy):
         shares = f"first guess {row[0]:.1%}, one of {len(row)} {sum(row):.1%}"
         print(f"stree-jax: head {k + 1}: {shares}", file=sys.stderr)

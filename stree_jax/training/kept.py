@@ -1,6 +1,7 @@
-"""What a target makes of text, kept in files: its hidden states, and text of its own.
+"""Files with a target's hidden states in a text, and with text that it generated.
 
-Letters: B rows of a pass, S tokens of a prompt, L tokens of a window, d width.
+Letters: B rows of a pass, S tokens of a prompt, L tokens of a window, d width of hidden
+states.
 """
 
 import hashlib
@@ -28,14 +29,15 @@ from stree_jax.models import (
 from stree_jax.speculation.loop import generate_tokens
 from stree_jax.speculation.tree import chain
 
-READ_AT_ONCE, SPEAK_AT_ONCE = 8, 128  # windows of a pass; texts written together
-SAMPLED = 1024  # numbers of a parameter that tell targets apart
-PROMPT, SPOKEN = 64, 129  # tokens of a text of its own: given, and said
+READ_AT_ONCE, SPEAK_AT_ONCE = 8, 128  # windows per forward pass; texts per generation
+SAMPLED = 1024  # values per parameter in the hash that identifies a target
+PROMPT, GENERATED = 64, 129  # tokens of a prompt, and of the text generated after it
 
 
 @jax.jit
 def hidden_states(model: Model, tokens: jax.Array) -> jax.Array:
-    """[B, L, d] float32 after each token of [B, L], from empty states."""
+    """Returns the hidden states [B, L, d] float32 after each token of [B, L], starting
+    from empty states."""
     batch, L = tokens.shape
     state = init_state(model.config, batch, 1, param_dtype(model.params))
     nodes = chain_nodes(batch, L, model.config.conv_taps)
@@ -43,7 +45,8 @@ def hidden_states(model: Model, tokens: jax.Array) -> jax.Array:
 
 
 def keep_hidden(target: Model, windows: np.ndarray, file: Path) -> np.ndarray:
-    """Its states [n, L, d] bfloat16 in windows [n, L + 1], each from an empty state."""
+    """Returns a target's hidden states [n, L, d] bfloat16 in windows [n, L + 1], each
+    from an empty state; computes them into a file unless it has them."""
     n, L, d = len(windows), windows.shape[1] - 1, target.config.d_model
 
     def read(begin: int, end: int) -> np.ndarray:
@@ -51,77 +54,84 @@ def keep_hidden(target: Model, windows: np.ndarray, file: Path) -> np.ndarray:
         states = np.asarray(hidden_states(target, jnp.asarray(part)))
         return states[: end - begin].astype(ml_dtypes.bfloat16).view(np.uint16)
 
-    facts = _facts(target, windows)
-    kept = filled(file, (n, L, d), np.uint16, facts, READ_AT_ONCE, read, "states")
+    source = _source(target, windows)
+    kept = filled(file, (n, L, d), np.uint16, source, READ_AT_ONCE, read, "states")
     return kept.view(ml_dtypes.bfloat16)
 
 
 def keep_own_text(target: Model, windows: np.ndarray, file: Path) -> np.ndarray:
-    """Texts [n, PROMPT + SPOKEN] int32: beginnings of windows, continued greedily."""
+    """Returns texts [n, PROMPT + GENERATED] int32: the first tokens of windows,
+    continued greedily by the target. Generates them into a file unless it has them."""
     prompts = windows[:, :PROMPT]
 
     def write(begin: int, end: int) -> np.ndarray:
         part = _padded(prompts[begin:end], SPEAK_AT_ONCE)
-        return own_text(target, part, SPOKEN)[: end - begin]
+        return own_text(target, part, GENERATED)[: end - begin]
 
-    shape, facts = (len(prompts), PROMPT + SPOKEN), _facts(target, prompts)
-    return filled(file, shape, np.int32, facts, SPEAK_AT_ONCE, write, "own text")
+    shape, source = (len(prompts), PROMPT + GENERATED), _source(target, prompts)
+    return filled(file, shape, np.int32, source, SPEAK_AT_ONCE, write, "own text")
 
 
 def own_text(target: Model, prompts: np.ndarray, new_tokens: int) -> np.ndarray:
-    """Prompts [B, S] and what the target says after them, greedily, [B, S + new]."""
+    """Returns prompts [B, S] followed by the target's greedy continuations, [B, S +
+    new_tokens]."""
     lengths = jnp.full((len(prompts),), prompts.shape[1], jnp.int32)
     tokens = jnp.asarray(prompts, jnp.int32)
-    said = np.asarray(_speak(target, tokens, lengths, new_tokens))
-    return np.concatenate([prompts, said], axis=1)
+    generated = np.asarray(_generate(target, tokens, lengths, new_tokens))
+    return np.concatenate([prompts, generated], axis=1)
 
 
 @partial(jax.jit, static_argnums=3)
-def _speak(target: Model, prompts: jax.Array, lengths: jax.Array, new: int) -> Any:
-    said = generate_tokens(
+def _generate(target: Model, prompts: jax.Array, lengths: jax.Array, new: int) -> Any:
+    """Generates `new` tokens per prompt greedily, without stop tokens."""
+    decoding = generate_tokens(
         target,
         None,
         chain(0),
         prompts,
         lengths,
         max_new_tokens=new,
-        stop_tokens=(),  # a row that ended would be padded
+        stop_tokens=(),  # finished rows would be padded
     )
-    return said.tokens
+    return decoding.tokens
 
 
 def filled(
     file: Path,
     shape: tuple[int, ...],
     dtype: Any,
-    facts: dict[str, Any],
+    source: dict[str, Any],
     step: int,
     make: Callable[[int, int], np.ndarray],
     what: str,
 ) -> np.ndarray:
-    """An array in a file, whose rows are made `step` at a time, with a progress bar.
+    """Returns an array that is memory-mapped from a file, and computes missing rows.
 
-    A run that was killed goes on behind the rows that it had told of in FILE.json.
+    Finished rows are recorded in FILE.json, so that a killed run continues after them.
 
     Args:
-      facts: what the rows depend on.
-      make: rows from one place to another.
+      file: the file.
+      shape, dtype: shape and dtype of the array.
+      source: identifies the data from which the rows are computed.
+      step: number of rows that are computed at a time.
+      make: returns the rows from a first to a last index (exclusive).
+      what: name of the rows, for the progress bar.
 
     Raises:
-      ValueError: the file was made from other facts.
+      ValueError: the file was made from another source, or cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    told, done = file.with_name(f"{file.name}.json"), 0
-    wanted = {**facts, "shape": list(shape)}
-    if told.is_file() and file.is_file():
-        found = json.loads(read_text(told))
+    record, done = file.with_name(f"{file.name}.json"), 0
+    wanted = {**source, "shape": list(shape)}
+    if record.is_file() and file.is_file():
+        found = json.loads(read_text(record))
         done = found.pop("done")
         if found != wanted:
             raise ValueError(
                 f"{file}: of another target, text or size; take another --work, or "
                 "delete it"
             )
-    _make_room(file, int(np.prod(shape)) * np.dtype(dtype).itemsize, is_new=not done)
+    _allocate(file, int(np.prod(shape)) * np.dtype(dtype).itemsize, is_new=not done)
     kept = np.memmap(file, dtype, "r+", shape=shape)
     with tqdm(total=shape[0], initial=done, unit="row", desc=what) as bar:
         while done < shape[0]:
@@ -131,20 +141,20 @@ def filled(
             done = end
             if done % (8 * step) == 0 or done == shape[0]:
                 kept.flush()
-                told.write_text(json.dumps({**wanted, "done": done}), "utf-8")
+                record.write_text(json.dumps({**wanted, "done": done}), "utf-8")
     return kept
 
 
-def _make_room(file: Path, size: int, is_new: bool) -> None:
-    """Gives a file that will be mapped all its bytes: a mapped file with holes would
-    end the process by a signal where the disk is full.
+def _allocate(file: Path, size: int, is_new: bool) -> None:
+    """Allocates all bytes of a file that will be memory-mapped. If the disk were full,
+    writing to a hole of a mapped file would kill the process with a signal.
 
     Raises:
-      ValueError: the disk has not so many.
+      ValueError: the disk has too little free space.
     """
     try:
         with open(file, "wb" if is_new else "r+b") as opened:
-            if hasattr(os, "posix_fallocate"):  # macOS has none
+            if hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(opened.fileno(), 0, size)
             else:
                 opened.truncate(size)
@@ -156,10 +166,11 @@ def _make_room(file: Path, size: int, is_new: bool) -> None:
 
 
 def spread_windows(tokens: np.ndarray, length: int, count: int) -> np.ndarray:
-    """At most `count` windows [n, length + 1], evenly over a stream.
+    """Returns at most `count` windows [n, length + 1], evenly spread over a stream of
+    tokens.
 
     Raises:
-      ValueError: there is not one.
+      ValueError: the stream is too short for one window.
     """
     most = (len(tokens) - 1) // length
     if most < 1:
@@ -169,17 +180,17 @@ def spread_windows(tokens: np.ndarray, length: int, count: int) -> np.ndarray:
 
 
 def _padded(rows: np.ndarray, count: int) -> np.ndarray:
-    """As many rows as all passes have."""
+    """Returns the rows as int32, padded to `count` rows."""
     more = count - len(rows)
     return np.pad(rows.astype(np.int32), ((0, more), (0, 0)))
 
 
-def _facts(target: Model, windows: np.ndarray) -> dict[str, Any]:
-    """Returns what identifies a target and its text."""
+def _source(target: Model, windows: np.ndarray) -> dict[str, Any]:
+    """Returns hashes that identify a target and its text."""
     weights = hashlib.sha256()
     for leaf in jax.tree.leaves(target.params):
-        some = leaf.reshape(-1)[:: max(leaf.size // SAMPLED, 1)]
-        weights.update(np.asarray(some).tobytes())
+        sample = leaf.reshape(-1)[:: max(leaf.size // SAMPLED, 1)]
+        weights.update(np.asarray(sample).tobytes())
     text = np.ascontiguousarray(windows, np.int64).tobytes()
     return {
         "target": repr(target.config),

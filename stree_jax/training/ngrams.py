@@ -1,11 +1,13 @@
-"""Counting what a drafter says, and Katz back-off n-grams of the counts (Katz 1987).
+"""Counts n-grams in text of a draft model, and makes Katz back-off tables (Katz 1987).
 
-With r the count of an n-gram hw, n_r how many n-grams have it, and k = 5,
+Let r be the count of an n-gram hw, n_r the number of n-grams with the count r, c(h) the
+count of the context h, and k = 5. Then
 
     P(w|h) = d_r r / c(h),   d_r = 1 for r > k, else by Good and Turing
     d_r = (r*/r - m) / (1 - m),  r* = (r + 1) n_{r+1} / n_r,  m = (k + 1) n_{k+1} / n_1
 
-and what that leaves goes to the shorter context; see `speculation/ngrams.py`.
+The remaining probability is that of the shorter context; see
+`speculation/drafters/ngrams.py`.
 
 Letters: R rows of text, L tokens of a row, n the order, V tokens of the vocabulary, G
 different n-grams of an order, c tokens of a context, S slots, K tokens of a slot.
@@ -46,20 +48,20 @@ from stree_jax.speculation.drafters.ngrams import (
 from stree_jax.speculation.loop import generate_tokens
 from stree_jax.speculation.tree import chain
 
-DISCOUNTED = 5  # k: larger counts are believed
-ROW = 256  # tokens of a sampled text
-TESTED_ROWS = 16  # texts that guesses are tried on
-AT_ONCE = 2**18  # n-grams that are looked up in one call
-LARGEST_ORDER = 8
+DISCOUNTED = 5  # k; larger counts are not discounted
+ROW = 256  # tokens per sampled text
+TESTED_ROWS = 16  # number of texts in which `NGrams.rates` are measured
+AT_ONCE = 2**18  # n-grams per lookup call
+MAX_ORDER = 8
 
 
 @dataclass(frozen=True)
 class Grams:
-    """The n-grams of one order, sorted.
+    """The n-grams of one order, sorted by their tokens.
 
     Attributes:
       tokens: [G, c + 1] int32.
-      count: [G] int64, at least 1.
+      count: [G] int64. At least 1.
     """
 
     tokens: np.ndarray
@@ -68,19 +70,19 @@ class Grams:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a table is made.
+    """The settings for making a table of n-grams.
 
     Attributes:
-      tokens: of text to count, at least.
+      tokens: minimum number of tokens of text to count.
       order: n.
-      temperature: of the text.
-      slots: most contexts of one length, a power of two.
-      keep: K, tokens of a context.
-      batch: rows of text drawn together.
-      seed: of the random numbers.
+      temperature: temperature at which the text is sampled.
+      slots: maximum number of contexts of one length, a power of two.
+      keep: K, the number of tokens stored per context.
+      batch: number of texts sampled together.
+      seed: seed of the random numbers.
 
     Raises:
-      ValueError: naming the field that is wrong.
+      ValueError: a field is out of range; the message names it.
     """
 
     tokens: int = 10_000_000
@@ -98,7 +100,7 @@ class Recipe:
                 raise ValueError(f"{name}: want {low:g}..{high:g}, got {value}")
 
         check("tokens", 1, 2**40)
-        check("order", 2, LARGEST_ORDER)
+        check("order", 2, MAX_ORDER)
         check("temperature", 0.01, 100)
         check("slots", WAYS, 2**28)
         check("keep", 1, 64)
@@ -109,10 +111,11 @@ class Recipe:
 
 
 def ngrams_of(drafter: Model, recipe: Recipe) -> NGrams:
-    """The n-grams of what a drafter says, with a progress bar."""
-    drafter = Model(drafter.params, drafter.config)  # whatever else an API's model has
+    """Samples text from a draft model and returns its n-grams. Shows a progress bar."""
+    # A plain `Model`, without the fields that only the API's model has.
+    drafter = Model(drafter.params, drafter.config)
     V, r = drafter.config.num_tokens, recipe
-    more = r.tokens + r.batch * ROW  # a round that is not counted
+    more = r.tokens + r.batch * ROW  # one more round, which is used to measure rates
     texts = list(sample_text(drafter, more, r.temperature, r.batch, r.seed))
     grams = count_grams(np.concatenate(texts[:-1]), r.order, V)
     ngrams = katz(grams, V, slots=r.slots, keep=r.keep, temperature=r.temperature)
@@ -121,13 +124,16 @@ def ngrams_of(drafter: Model, recipe: Recipe) -> NGrams:
 
 @jax.jit
 def _ranks(drafter: Model, ngrams: NGrams, text: jax.Array) -> jax.Array:
-    """Place of the drafter's likeliest next token among the guesses after each token.
+    """Returns the rank of the draft model's likeliest next token among the guesses of
+    the n-grams, after each token of a text.
 
     Args:
-      text: [R, L] int32, L a multiple of `PREFILL_CHUNK`.
+      drafter: the draft model.
+      ngrams: the n-grams.
+      text: [R, L] int32. L is a multiple of `PREFILL_CHUNK`.
 
     Returns:
-      [R, L] int32; K where it is no guess.
+      [R, L] int32. K if the token is not among the guesses.
     """
     R, L = text.shape
     state = init_state(drafter.config, R, whole_blocks(L), param_dtype(drafter.params))
@@ -152,7 +158,7 @@ def _ranks(drafter: Model, ngrams: NGrams, text: jax.Array) -> jax.Array:
 
 
 def guess_rates(drafter: Model, ngrams: NGrams, text: np.ndarray) -> tuple[float, ...]:
-    """`NGrams.rates`, from texts [R, L] int32 of the drafter."""
+    """Measures `NGrams.rates` in texts [R, L] int32 of the draft model."""
     whole = text[:, : text.shape[1] // PREFILL_CHUNK * PREFILL_CHUNK]
     ranks = np.asarray(_ranks(drafter, ngrams, jnp.asarray(whole)))
     keep = ngrams.common.shape[0]
@@ -162,41 +168,53 @@ def guess_rates(drafter: Model, ngrams: NGrams, text: np.ndarray) -> tuple[float
 def sample_text(
     model: Model, tokens: int, temperature: float, batch: int, seed: int
 ) -> Iterator[np.ndarray]:
-    """Texts [R, L] int32 that a model says, R = `batch`; so many tokens in all.
+    """Samples texts from a model and yields them in batches [R, L] int32.
 
-    Each follows a token drawn from all alike, which is none of the text's.
+    Each text follows a uniformly drawn first token, which is not part of the text.
+
+    Args:
+      model: the model.
+      tokens: total number of tokens, rounded up to whole batches.
+      temperature: temperature of the sampling.
+      batch: R.
+      seed: seed of the random numbers.
     """
     V, rng = model.config.num_tokens, np.random.default_rng(seed)
     settings = [Sampling(temperature, seed=row) for row in range(batch)]
 
     @jax.jit
-    def say(model: Model, first: jax.Array, key: jax.Array) -> jax.Array:
+    def sample(model: Model, first: jax.Array, key: jax.Array) -> jax.Array:
         rows = sampling_rows(settings, key, 1)
         one = jnp.ones((batch,), jnp.int32)
-        said = generate_tokens(
+        decoding = generate_tokens(
             model,
             None,
             chain(0),
             first,
             one,
             max_new_tokens=ROW,
-            stop_tokens=(),  # a row that ended would be padded, and padding counted
+            stop_tokens=(),  # finished rows would have padding, which would be counted
             sampling=rows,
         )
-        return said.tokens
+        return decoding.tokens
 
     rounds = math.ceil(tokens / (batch * ROW))
     for step in tqdm(range(rounds), unit_scale=batch * ROW, unit=" tokens"):
         first = rng.integers(0, V, (batch, 1), np.int32)
         key = jax.random.fold_in(key_of(seed), step)
-        yield np.asarray(say(model, jnp.asarray(first), key))
+        yield np.asarray(sample(model, jnp.asarray(first), key))
 
 
 def count_grams(text: np.ndarray, order: int, num_tokens: int) -> list[Grams]:
-    """The n-grams of texts [R, L], by order 1 .. n; none goes over a row's end.
+    """Returns the n-grams of the orders 1 .. n within the rows of texts [R, L].
+
+    Args:
+      text: [R, L] ints.
+      order: n.
+      num_tokens: V.
 
     Raises:
-      ValueError: rows that are shorter than n.
+      ValueError: the rows are shorter than n.
     """
     if text.shape[1] < order:
         raise ValueError(f"order: {order}, but texts have {text.shape[1]} tokens")
@@ -214,7 +232,8 @@ def count_grams(text: np.ndarray, order: int, num_tokens: int) -> list[Grams]:
 
 
 def discounts(count: np.ndarray) -> np.ndarray:
-    """d_r for r = 0 .. k by Good and Turing; 1 where the counts n_r allow none."""
+    """Returns the Good-Turing discounts d_r for r = 0 .. k. They are 1 if the counts
+    n_r do not give valid discounts."""
     n = np.bincount(np.minimum(count, DISCOUNTED + 2), minlength=DISCOUNTED + 3)
     d, r = np.ones(DISCOUNTED + 1), np.arange(1, DISCOUNTED + 1)
     if (n[1 : DISCOUNTED + 2] == 0).any():
@@ -228,7 +247,7 @@ def discounts(count: np.ndarray) -> np.ndarray:
 
 
 def discounted(grams: Grams) -> np.ndarray:
-    """d_r r [G] of n-grams."""
+    """Returns the discounted counts d_r r [G] of n-grams."""
     d = discounts(grams.count)
     return d[np.where(grams.count <= DISCOUNTED, grams.count, 0)] * grams.count
 
@@ -241,14 +260,15 @@ def katz(
     keep: int,
     temperature: float = 1.0,
 ) -> NGrams:
-    """The table of counted n-grams.
+    """Makes the tables for counted n-grams.
 
     Args:
-      grams: by order, 1 .. n.
-      slots: most contexts of one length; a power of two. The commonest have places
-        first, and those without one back off.
-      keep: K, tokens of a context; the likeliest stay.
-      temperature: of the texts.
+      grams: the n-grams of the orders 1 .. n.
+      num_tokens: V.
+      slots: maximum number of contexts of one length, a power of two. If contexts
+        compete for slots, the most frequent ones are stored. Others back off.
+      keep: K, the number of tokens stored per context (the likeliest ones).
+      temperature: temperature at which the text was sampled.
     """
     p = np.zeros(num_tokens)
     p[grams[0].tokens[:, 0]] = discounted(grams[0]) / grams[0].count.sum()
@@ -265,9 +285,10 @@ def katz(
 
 
 def _table(grams: Grams, shorter: NGrams, slots: int, keep: int) -> Table:
-    """The contexts of one length, above the model of shorter ones."""
+    """Returns the table of the contexts of one length, given the n-grams with shorter
+    contexts."""
     c = grams.tokens.shape[1] - 1
-    first = np.ones(len(grams.count), bool)  # of each context, n-grams being sorted
+    first = np.ones(len(grams.count), bool)  # marks the first n-gram of each context
     first[1:] = (grams.tokens[1:, :c] != grams.tokens[:-1, :c]).any(axis=1)
     group = np.cumsum(first) - 1
     contexts, seen = grams.tokens[first, :c], np.bincount(group, grams.count)
@@ -302,15 +323,16 @@ def _table(grams: Grams, shorter: NGrams, slots: int, keep: int) -> Table:
 
 
 def _slots(contexts: int, most: int) -> int:
-    """Slots for so many contexts: twice as many, as a power of two."""
+    """Returns the number of slots for a number of contexts: at least twice as many, a
+    power of two, limited to `most`."""
     return min(most, max(2 ** math.ceil(math.log2(2 * contexts)), WAYS))
 
 
 def _places(
     contexts: np.ndarray, seen: np.ndarray, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A slot for each context, and whether it got one: of those that want the same
-    slots, the commonest."""
+    """Returns a slot for each context, and whether it is stored there. Of the contexts
+    with the same hash, the most frequent are stored."""
     slots = _slots(len(contexts), most)
     first = np.asarray(first_slot(jnp.asarray(contexts), slots))
     order = np.lexsort((np.arange(len(seen)), -seen, first))
@@ -325,15 +347,16 @@ def _places(
 def _back_off(
     contexts: np.ndarray, tokens: np.ndarray, chance: np.ndarray, shorter: NGrams
 ) -> np.ndarray:
-    """alpha(h) = (1 - sum P(w|h)) / (1 - sum P(w|h')), over the tokens w that stay."""
+    """Returns alpha(h) = (1 - sum P(w|h)) / (1 - sum P(w|h')) of contexts h, summed
+    over the stored tokens w."""
     low = np.zeros(chance.shape)
-    asked = jnp.asarray(contexts[:, 1:])
+    suffixes = jnp.asarray(contexts[:, 1:])
     for k in range(tokens.shape[1]):
         for at in range(0, len(contexts), AT_ONCE):
             part = slice(at, at + AT_ONCE)
             known = jnp.maximum(jnp.asarray(tokens[part, k]), 0)
-            value = np.asarray(log_prob(shorter, asked[part], known), np.float64)
+            value = np.asarray(log_prob(shorter, suffixes[part], known), np.float64)
             low[part, k] = np.where(tokens[part, k] == EMPTY, 0, np.exp(value))
     left, others = 1 - chance.sum(axis=1), 1 - low.sum(axis=1)
-    some = (left > 1e-9) & (others > 1e-9)
-    return np.where(some, left / np.where(some, others, 1), 0.0)
+    remains = (left > 1e-9) & (others > 1e-9)
+    return np.where(remains, left / np.where(remains, others, 1), 0.0)

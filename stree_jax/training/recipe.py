@@ -1,4 +1,4 @@
-"""The recipe of the bundled pair: a small hybrid target, and its drafter's config."""
+"""Recipes: prepares text, trains small hybrid targets, and sizes their draft models."""
 
 import re
 import sys
@@ -36,17 +36,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What to learn from, where to write, and how to train.
+    """A training job: the text, the folders, and the training settings.
 
     Attributes:
-      text: files and folders as `corpus.iter_documents` reads them, or one folder that
-        holds train.npy, heldout.npy and tokenizer.json.
-      out: Hugging Face directory to make; must not exist.
-      work: folder of this run's saves, to go on from if there are any.
-      train: how to train.
+      text: files and folders for `corpus.iter_documents`, or one folder with prepared
+        tokens (train.npy, heldout.npy and tokenizer.json).
+      out: Hugging Face directory to create. It must not exist.
+      work: folder of this run's saves. If it has saves, training resumes from the
+        newest one.
+      train: the training settings.
       minutes, save_minutes: see `fit`.
-      spell: spells conversations in the text, as the target's chat template; if None,
-        their messages are joined by newlines.
+      spell: formats conversations in the text, such as the target's chat template. If
+        None, their messages are joined by newlines.
     """
 
     text: Sequence[Path]
@@ -58,7 +59,8 @@ class Job:
     spell: Spell | None = None
 
     def check(self) -> None:
-        """Refuse what could not be written, before anything is trained."""
+        """Raises ValueError if times are invalid or results cannot be written, before
+        training starts."""
         check_times(self.minutes, self.save_minutes)
         if self.out.exists() or self.out.is_symlink():
             raise ValueError(f"{self.out}: exists already; choose another place")
@@ -66,12 +68,18 @@ class Job:
             raise ValueError(f"{self.out.parent}: no such directory")
         work = next(p for p in (self.work, *self.work.absolute().parents) if p.exists())
         if not work.is_dir():
-            raise ValueError(f"{work}: no directory, so it cannot hold the run's saves")
+            raise ValueError(f"{work}: not a directory, cannot store the run's saves")
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Token streams (uint16 or uint32) and the tokenizer that made them."""
+    """Token streams (uint16 or uint32), and the tokenizer that encoded them.
+
+    Attributes:
+      tokenizer: the tokenizer.
+      train: [n] tokens to train on.
+      heldout: [n] tokens for evaluation.
+    """
 
     tokenizer: "Tokenizer"
     train: np.ndarray
@@ -80,9 +88,13 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class TargetSize:
-    """Width and mixers of a target; `attention` of the mixers, spread evenly, attend.
+    """The size of a target model. The default is that of the bundled target: 9.8 M
+    parameters with a vocabulary of 2048 tokens.
 
-    The default is the bundled target's: 9.8 M parameters at 2048 entries.
+    Attributes:
+      width: d_model, a multiple of 128.
+      mixers: number of Mamba2 and attention layers together.
+      attention: number of attention layers, evenly spaced among them.
     """
 
     width: int = 384
@@ -100,7 +112,8 @@ class TargetSize:
 
 
 def target_config(vocab_size: int, size: TargetSize) -> ModelConfig:
-    """Mixers and gated MLPs in turns; heads of 64 everywhere."""
+    """Returns the architecture of a target: Mamba2 or attention layers alternating with
+    gated MLPs. All heads have a width of 64."""
     layers: tuple[str, ...] = ()
     for i in range(size.mixers):
         before, after = (n * size.attention // size.mixers for n in (i, i + 1))
@@ -124,9 +137,15 @@ def target_config(vocab_size: int, size: TargetSize) -> ModelConfig:
 def drafter_config(
     target: ModelConfig, width: int | None = None, layers: int = 2
 ) -> ModelConfig:
-    """Mamba2 layers of half the target's width, in whole 64s, or of a given one.
+    """Returns the architecture of a draft model of Mamba2 layers.
 
     With two layers it has about an eleventh of the bundled target's weights.
+
+    Args:
+      target: the target's architecture.
+      width: d_model, a multiple of 64. If None, half the target's width, rounded down
+        to a multiple of 64.
+      layers: number of layers.
     """
     if width is None:
         width = max(target.d_model // 128, 1) * 64
@@ -155,17 +174,20 @@ def prepare(
     end: int | None = None,
     spell: Spell | None = None,
 ) -> TrainingData:
-    """Makes token streams of text, or reads one folder of them; see `Job.text`.
+    """Encodes text as token streams, or reads a folder of prepared tokens.
 
-    What was read of the text, and what was not, is printed on stderr.
+    Prints on stderr what was read and what was skipped.
 
     Args:
-      tokenizer: encodes the text; if None, one of `vocab_size` entries is trained.
-      end: the token after each document, if the tokenizer has no `END_OF_TEXT`.
+      paths: see `Job.text`.
+      tokenizer: encodes the text. If None, a tokenizer of `vocab_size` entries is
+        trained.
+      vocab_size: size of the vocabulary of a new tokenizer.
+      end: the token after each document, if the tokenizer lacks `END_OF_TEXT`.
       spell: see `Job.spell`.
 
     Raises:
-      ValueError: the paths hold no text, or too little of it, or as `read_texts`.
+      ValueError: there is too little text, or see `read_texts`.
     """
     folder = paths[0]
     if len(paths) == 1 and (folder / PREPARED).is_file():
@@ -197,8 +219,8 @@ def prepare(
 def special_tokens_in(
     documents: Iterable[str], tokenizer: "Tokenizer", tally: Tally
 ) -> Iterator[str]:
-    """Yields the documents, and counts in `tally` those of plain text that spell
-    special tokens, which are not encoded as such."""
+    """Yields the documents. Counts in `tally` the plain texts that contain the names of
+    special tokens, which are encoded as ordinary text."""
     added = tokenizer.get_added_tokens_decoder().values()
     names = [re.escape(token.content) for token in added if token.special]
     pattern = re.compile("|".join(names) or r"(?!)")
@@ -215,10 +237,20 @@ def train_target(
     tokenizer: Path | None = None,
     vocab_size: int = 2048,
 ) -> None:
-    """Train a small hybrid on text and write it as a Hugging Face directory."""
+    """Trains a small hybrid target on text and writes it as a Hugging Face directory.
+
+    Args:
+      job: the text, the folders, and the training settings.
+      size: the size of the target.
+      tokenizer: a tokenizer.json. If None, a tokenizer is trained.
+      vocab_size: size of the vocabulary of a new tokenizer.
+
+    Raises:
+      ValueError: the arguments or files are invalid.
+    """
     job.check()
-    given = None if tokenizer is None else read_tokenizer_file(tokenizer)
-    data = prepare(job.text, given, vocab_size, spell=job.spell)
+    own = None if tokenizer is None else read_tokenizer_file(tokenizer)
+    data = prepare(job.text, own, vocab_size, spell=job.spell)
     config = target_config(data.tokenizer.get_vocab_size(), size)
     params, _ = fit(
         config,
@@ -234,11 +266,16 @@ def train_target(
 
 
 def prepare_for(job: Job, target: Model, name: str) -> TrainingData:
-    """Text in a target's own tokens.
+    """Encodes the text of a job with the tokenizer of a target.
+
+    Args:
+      job: has the text.
+      target: the target.
+      name: the target's name, for messages.
 
     Raises:
-      ValueError: it has no tokenizer, or not that of the prepared text, or the text
-        has tokens that the target lacks.
+      ValueError: the target has no tokenizer, the text was prepared with another one,
+        or the text contains tokens that the target lacks.
     """
     if target.tokenizer is None:
         raise ValueError(f"{name}: training from text needs its tokenizer.json")
@@ -253,7 +290,7 @@ def prepare_for(job: Job, target: Model, name: str) -> TrainingData:
 
 
 def finish(job: Job, data: TrainingData, config: ModelConfig, params: Params) -> None:
-    """Write a bfloat16 Hugging Face directory."""
+    """Writes a model in bfloat16 as a Hugging Face directory."""
     print(f"stree-jax: writing {job.out}", file=sys.stderr)
     rounded = jax.tree.map(jnp.asarray, cast_params(config, params, jnp.bfloat16))
     export_hf(config, rounded, data.tokenizer, job.out)

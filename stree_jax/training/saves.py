@@ -1,4 +1,4 @@
-"""The saves of a training run, and an interrupt that waits for one."""
+"""Saves the state of a training run, and delays Ctrl-C until a step is finished."""
 
 import contextlib
 import os
@@ -25,6 +25,14 @@ History = list[dict[str, float]]
 
 @struct.dataclass
 class TrainState:
+    """The state of training after a number of steps.
+
+    Attributes:
+      params: parameters, float32.
+      optimizer: state of the optimizer.
+      step: [] int32. Number of steps.
+    """
+
     params: Params
     optimizer: Any
     step: jax.Array
@@ -32,12 +40,12 @@ class TrainState:
 
 @dataclass
 class Progress:
-    """What a run has come to.
+    """The progress of a run.
 
     Attributes:
-      state: after the last step.
-      history: step, train and held-out loss of every evaluation.
-      recent: losses of the steps since the last one.
+      state: the state after the last step.
+      history: step, training loss and held-out loss of each evaluation.
+      recent: losses of the steps since the last evaluation.
     """
 
     state: TrainState
@@ -51,46 +59,61 @@ class Progress:
 
 @dataclass(frozen=True)
 class Saves:
-    """The saves of a run: the newest two."""
+    """The saves of a run, of which the newest two are kept.
+
+    Attributes:
+      directory: folder of the saves.
+      settings: settings of the run, which must be equal to resume from a save.
+      manager: Orbax's manager of the folder.
+    """
 
     directory: Path
     settings: dict[str, Any]
     manager: "CheckpointManager"
 
     def write(self, run: Progress) -> None:
+        """Saves the progress of a run."""
         import orbax.checkpoint as ocp
 
-        told = {
+        values = {
             "settings": self.settings,
             "history": run.history,
             "recent": [float(value) for value in jax.device_get(run.recent)],
         }
-        state, progress = ocp.args.StandardSave(run.state), ocp.args.JsonSave(told)
+        state, progress = ocp.args.StandardSave(run.state), ocp.args.JsonSave(values)
         both = ocp.args.Composite(state=state, progress=progress)
         self.manager.save(run.step, args=both)
 
     def newest(self, like: TrainState) -> Progress | None:
-        """Returns the newest save, or None."""
+        """Returns the newest save, or None if there are no saves.
+
+        Args:
+          like: a state of the same structure.
+
+        Raises:
+          ValueError: the saves are of a run with other settings.
+        """
         import orbax.checkpoint as ocp
 
         step, settings = self.manager.latest_step(), self.settings
         if step is None:
             return None
         json_only = ocp.args.Composite(progress=ocp.args.JsonRestore())
-        told = self.manager.restore(step, args=json_only)["progress"]
-        old = told["settings"]
+        values = self.manager.restore(step, args=json_only)["progress"]
+        old = values["settings"]
         if other := [name for name in settings if old.get(name) != settings[name]]:
             raise ValueError(
                 f"{self.directory}: saves of a run with another {', '.join(other)}; "
-                "give its options, or another folder"
+                "use the same options, or another folder"
             )
         state_only = ocp.args.Composite(state=ocp.args.StandardRestore(like))
         state = self.manager.restore(step, args=state_only)["state"]
-        return Progress(state, told["history"], [np.float32(v) for v in told["recent"]])
+        recent = [np.float32(value) for value in values["recent"]]
+        return Progress(state, values["history"], recent)
 
 
-def check_room(directory: Path, state: TrainState) -> None:
-    """Raises ValueError if the disk has no room for a save, before hours of work."""
+def check_disk_space(directory: Path, state: TrainState) -> None:
+    """Raises ValueError if the disk has too little free space for a save."""
     sizes = jax.tree.map(lambda x: x.nbytes, state)
     need, free = sum(jax.tree.leaves(sizes)), shutil.disk_usage(directory).free
     if free < need:
@@ -102,46 +125,48 @@ def check_room(directory: Path, state: TrainState) -> None:
 
 @contextlib.contextmanager
 def one_line_errors(directory: Path) -> Iterator[None]:
-    """Words what the system refuses to a save, such as a full disk, in one line.
+    """Replaces errors of the operating system in writing a save, such as a full disk,
+    by a ValueError with a message of one line.
 
     Raises:
-      ValueError: in place of the error of whatever wrote it.
+      ValueError: a save cannot be written.
     """
     try:
         with quiet_orbax():
             yield
     except Exception as error:
         problem = os_problem(error)
-        about_no_file = isinstance(error, OSError) and error.filename is None
-        if problem is None or about_no_file:  # such as a closed standard output
+        without_file = isinstance(error, OSError) and error.filename is None
+        if problem is None or without_file:  # for example, standard output is closed
             raise
         raise ValueError(f"{directory}: cannot be written ({problem})") from error
 
 
 @contextlib.contextmanager
 def finish_on_ctrl_c() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; a second one is an interrupt as ever.
+    """Yields an event that the first Ctrl-C sets; a second Ctrl-C interrupts as usual.
 
-    An interrupt amid a step would lose the state, which the step consumes.
+    An interrupt during a step would lose the state, whose buffers the step has donated.
     """
-    asked = threading.Event()
+    requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked  # signals go to the main thread
+        yield requested  # signals go to the main thread
         return
     usual = signal.getsignal(signal.SIGINT)
 
-    def ask(*_: object) -> None:
+    def request(*_: object) -> None:
         signal.signal(signal.SIGINT, usual)
-        asked.set()
-        with contextlib.suppress(OSError):  # print may be what was interrupted
+        requested.set()
+        # Not `print`, which may have been interrupted by the signal.
+        with contextlib.suppress(OSError):
             os.write(
                 2,
                 b"\nstree-jax: stopping after this step; "
                 b"Ctrl-C again stops at once, without a save\n",
             )
 
-    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGINT, request)
     try:
-        yield asked
+        yield requested
     finally:
         signal.signal(signal.SIGINT, usual)

@@ -1,4 +1,4 @@
-"""The texts in files and folders, and an account of what was read and what was not."""
+"""Reads the texts in files and folders, and counts what was read and skipped."""
 
 import gzip
 import os
@@ -26,40 +26,42 @@ _ARCHIVES = (".zip", ".whl")
 _READ = (*_TEXTS, *RECORD_SUFFIXES)
 SUFFIXES = (*_READ, *(f"{suffix}.gz" for suffix in _READ), *_ARCHIVES)
 _READ_IN_PARTS = (*_ARCHIVES, ".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-WAYS_ON = {
+ADVICE = {  # for files of unknown kinds, by suffix; the first is the default
     "to read it as text, name it .txt": (),
     "write its rows as JSON Lines first": (".parquet", ".arrow", ".csv", ".tsv"),
     "unpack it first": (".zst", ".xz", ".bz2", ".tar", ".tgz", ".gz", ".7z", ".rar"),
 }
-PREPARED = "train.npy"  # of a folder of prepared tokens
+PREPARED = "train.npy"  # a file by which a folder of prepared tokens is recognised
 
 # GSM8K marks each computation in an answer, as in "48/2 = <<48/2=24>>24 clips".
 _CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*=[\d\s.,+\-*/()%$]*>>")
-_MOST_NAMES = 3  # of skipped files of a kind, or of fields, that are named
+_MAX_NAMES = 3  # skipped files per reason, or fields, that a message lists
 
 
 class Spelled(str):
-    """A text as a chat template spells it: special tokens in it are meant as such."""
+    """A text formatted by a chat template. Names of special tokens in it are encoded as
+    special tokens."""
 
     __slots__ = ()
 
 
 @dataclass
 class Tally:
-    """Counts of what was read, and of what was not.
+    """Counts of texts that were read or skipped.
 
     Attributes:
-      files, read_bytes: files read, and their size as stored.
-      texts: texts that are a file's own.
-      records: of each kind, see `Record.kind`.
-      blank: texts and records of white space alone.
-      unread: records by the name of a field that was not read.
-      left_out: messages by role that a chat template leaves out.
-      roleless: conversations whose roles are not spelled, for want of a chat template.
-      special: texts by the special token that they spell, and that is not meant as
-        one there.
-      latin: files that are not UTF-8, read as Latin-1.
-      skipped: names of files by the reason why they were not read.
+      files, read_bytes: number of files that were read, and their size on disk.
+      texts: number of text files.
+      records: number of records of each kind, see `Record.kind`.
+      blank: number of texts and records that contain only white space.
+      unread: number of records with a field that was not read, by the field's name.
+      left_out: number of messages that the chat template leaves out, by role.
+      roleless: number of conversations without roles in the text, because there is no
+        chat template.
+      special: number of plain texts that contain the name of a special token, by token.
+        It is encoded as ordinary text.
+      latin: names of files that are not UTF-8 and were read as Latin-1.
+      skipped: names of skipped files, by reason.
     """
 
     files: int = 0
@@ -74,36 +76,37 @@ class Tally:
     latin: list[str] = field(default_factory=list)
     skipped: dict[str, list[str]] = field(default_factory=dict)
 
-    def skip(self, why: str, name: str) -> None:
-        self.skipped.setdefault(why, []).append(name)
+    def skip(self, reason: str, name: str) -> None:
+        """Notes that a file was skipped."""
+        self.skipped.setdefault(reason, []).append(name)
 
     def lines(self) -> list[str]:
-        """Returns the account, a line for each thing to know."""
+        """Returns a report of the counts, as lines."""
         kinds = [f"{count} of {kind}" for kind, count in self.records.most_common()]
         found = [f"{self.texts} texts"] * bool(self.texts or not kinds)
         if kinds:
             total = self.records.total()
             found.append(f"{total} records ({'; '.join(kinds)})")
         size = f"{self.files} files ({self.read_bytes:,} bytes)"
-        said = [f"read {size}: {' and '.join(found)}"]
+        lines = [f"read {size}: {' and '.join(found)}"]
         if self.unread:
-            said.append(f"fields not read: {_counted(self.unread)}")
+            lines.append(f"fields not read: {_counted(self.unread)}")
         if self.roleless:
-            who = f"{self.roleless} conversations"
-            said.append(f"{who} are joined without their roles: no chat template")
+            count = f"{self.roleless} conversations"
+            lines.append(f"{count} are joined without their roles: no chat template")
         if self.left_out:
             out = _counted(self.left_out)
-            said.append(f"the chat template leaves out messages, by role: {out}")
+            lines.append(f"the chat template leaves out messages, by role: {out}")
         if self.special:
             named = _counted(self.special)
-            said.append(f"special tokens in plain text are read as text: {named}")
+            lines.append(f"special tokens in plain text are read as text: {named}")
         if self.blank:
-            said.append(f"{self.blank} blank texts or records are left out")
+            lines.append(f"{self.blank} blank texts or records are left out")
         if self.latin:
-            said.append(f"not UTF-8, read as Latin-1: {_some(self.latin)}")
-        for why, names in self.skipped.items():
-            said.append(f"skipped, {why}: {_some(names)}")
-        return said
+            lines.append(f"not UTF-8, read as Latin-1: {_first_names(self.latin)}")
+        for reason, names in self.skipped.items():
+            lines.append(f"skipped, {reason}: {_first_names(names)}")
+        return lines
 
 
 def read_texts(
@@ -112,12 +115,14 @@ def read_texts(
     """Yields the texts in files and, recursively and in sorted order, in folders.
 
     Args:
-      tally: counts what is read, and what is skipped.
-      spell: spells conversations; if None, their messages are joined by newlines.
+      paths: the files and folders.
+      tally: counts the texts that are read and skipped.
+      spell: formats conversations as text. If None, their messages are joined by
+        newlines.
 
     Raises:
-      ValueError: a path is missing or of another kind, at once; later, a file is
-        damaged or holds a record of an unknown shape.
+      ValueError: at once, if a path is missing or of an unknown kind; during iteration,
+        if a file is damaged or contains a record of an unknown form.
     """
     files: list[tuple[Path, bool]] = []
     for path in paths:
@@ -125,26 +130,33 @@ def read_texts(
             raise ValueError(f"{path}: no such file or folder")
         if path.is_dir():
             if (path / PREPARED).is_file():
-                raise ValueError(f"{path}: a folder of prepared tokens; give it alone")
+                raise ValueError(
+                    f"{path}: a folder of prepared tokens; it must be the only path"
+                )
             files += [(file, True) for file in _files_below(path, tally)]
             continue
         if not path.is_file():
-            raise ValueError(f"{path}: not a regular file, and it is read twice")
+            raise ValueError(
+                f"{path}: not a regular file (texts are read twice, so pipes do not "
+                "work)"
+            )
         if not path.name.lower().endswith(SUFFIXES):
             shown = " ".join((*_READ, *_ARCHIVES))
-            raise ValueError(f"{path}: not one of {shown} or .gz; {_way_on(path)}")
+            raise ValueError(f"{path}: not one of {shown} or .gz; {_advice(path)}")
         files.append((path, False))
     reader = _Reader(tally, spell)
     return (text for path, found in files for text in reader.read(path, found))
 
 
-def _way_on(path: Path) -> str:
-    ways = (way for way, ends in WAYS_ON.items() if path.name.lower().endswith(ends))
-    return next(ways, next(iter(WAYS_ON)))
+def _advice(path: Path) -> str:
+    """Returns what to do with a file of an unknown kind."""
+    name = path.name.lower()
+    found = (advice for advice, ends in ADVICE.items() if name.endswith(ends))
+    return next(found, next(iter(ADVICE)))
 
 
 def _files_below(folder: Path, tally: Tally) -> list[Path]:
-    """Returns the files in a folder that are read, in a fixed order."""
+    """Returns the files of known kinds in a folder, in a fixed order."""
     found = {path.relative_to(folder).parts: path for path in folder.rglob("*")}
     files = []
     for parts, path in sorted(found.items()):
@@ -165,7 +177,7 @@ def _files_below(folder: Path, tally: Tally) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads files for `read_texts`."""
+    """A reader of files, for `read_texts`."""
 
     tally: Tally
     spell: Spell | None
@@ -174,7 +186,8 @@ class _Reader:
         """Yields the texts in one file.
 
         Args:
-          found: whether the file was found in a folder, not given by name.
+          path: the file.
+          found: True if the file was found in a folder, False if it was named.
         """
         self.tally.files += 1
         self.tally.read_bytes += (size := path.stat().st_size)
@@ -190,7 +203,8 @@ class _Reader:
             raise ValueError(f"{path}: cannot be unpacked: {error}") from error
 
     def _archive(self, path: Path) -> Iterator[str]:
-        """Yields the texts of an archive's members; of wheels, code and text alone."""
+        """Yields the texts of an archive's members. Of wheels, only .py and .txt files
+        are read."""
         kinds = (".py", ".txt") if path.name.lower().endswith(".whl") else SUFFIXES
         with zipfile.ZipFile(path) as archive:
             for info in sorted(archive.infolist(), key=lambda info: info.filename):
@@ -209,7 +223,7 @@ class _Reader:
                         yield from self._stream(stream, place, True)
 
     def _stream(self, stream: IO[bytes], name: str, found: bool) -> Iterator[str]:
-        """Yields the texts of an opened file that is no archive."""
+        """Yields the texts of an open file that is not an archive."""
         bare = name.lower().removesuffix(".gz")
         if bare.endswith(RECORD_SUFFIXES):
             records = read_records(name, stream)
@@ -230,7 +244,8 @@ class _Reader:
     def _records_or_none(
         self, records: Iterator[tuple[str, object]], name: str
     ) -> Iterator[str]:
-        """Yields the texts of a .json file in a folder, which may hold settings."""
+        """Yields the texts of a .json file that was found in a folder. It is skipped if
+        it does not contain records but, for example, settings."""
         place, first = next(records, (name, None))
         if place == name and not isinstance(first, str):  # one value, not a list
             try:
@@ -242,11 +257,13 @@ class _Reader:
         yield from map(self._text_of, records)
 
     def _text_of(self, found: tuple[str, object]) -> str:
+        """Returns the text of a record, given as (place, value)."""
         place, value = found
         record = record_of(value, place)
         self.tally.records[record.kind] += 1
         unread = record.unread
-        # Questions without answers, as MT-Bench's, are no conversation to spell.
+        # Questions without answers, such as MT-Bench's, are not formatted as a
+        # conversation.
         if record.messages and self.spell is not None and record.kind != TURNS:
             return self._kept(Spelled(self._spelled(record, self.spell, place)))
         self.tally.unread.update(unread)
@@ -257,22 +274,24 @@ class _Reader:
         return self._kept(record.text())
 
     def _spelled(self, record: Record, spell: Spell, place: str) -> str:
-        """Spells a conversation, and counts the messages that are not in the text."""
+        """Returns a conversation formatted by the chat template, and counts the
+        messages that the template leaves out."""
         try:
             text = spell(record.messages)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         for message in record.messages:
-            # Templates leave out what a model thought before earlier answers.
-            said = message["content"].rpartition("</think>")[2].strip()
-            if said not in text and message["role"] != "tool":
+            # Templates leave out the reasoning before earlier answers.
+            content = message["content"].rpartition("</think>")[2].strip()
+            if content not in text and message["role"] != "tool":
                 self.tally.left_out[message["role"]] += 1
         fields = [name for name in record.unread if not name.startswith("message ")]
         self.tally.unread.update(fields)
         return text
 
     def _kept(self, text: str) -> str:
-        """Returns a text as UTF-8 can hold it: JSON can spell lone surrogates."""
+        """Returns a text that UTF-8 can encode, without the lone surrogates that JSON
+        allows, and counts it if it is blank."""
         kind = type(text)
         text = text.encode("utf-8", "replace").decode().replace("\r\n", "\n")
         self.tally.blank += not text.strip()
@@ -280,7 +299,7 @@ class _Reader:
 
 
 def _check_fits(path: Path, size: int) -> None:
-    """Raises ValueError for a file that is read whole but larger than memory."""
+    """Raises ValueError if a file that is read at once is larger than the memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
         raise ValueError(
@@ -290,7 +309,7 @@ def _check_fits(path: Path, size: int) -> None:
 
 
 def _is_test_or_metadata(name: str) -> bool:
-    """True for a member of an archive that is a test, or describes the archive."""
+    """True for a member of an archive that is a test or metadata of the archive."""
     *folders, file = name.split("/")
     if file.startswith("test_") or any(
         part.startswith(".") for part in (*folders, file)
@@ -301,13 +320,14 @@ def _is_test_or_metadata(name: str) -> bool:
 
 
 def _counted(counts: Mapping[str, int]) -> str:
-    return _some(
+    """Returns names with their counts, the most frequent first."""
+    return _first_names(
         [f"{name} ({count})" for name, count in Counter(counts).most_common()], 8
     )
 
 
-def _some(names: Iterable[str], most: int = _MOST_NAMES) -> str:
-    """Names the first, and says how many there are more."""
+def _first_names(names: Iterable[str], most: int = _MAX_NAMES) -> str:
+    """Returns the first names as a list, and the number of the others."""
     names = list(names)
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,7 +1,7 @@
-"""Training a language model on text, and distilling a drafter from a target.
+"""The training loop, for language models, distilled draft models and draft heads.
 
-Both are one loop: batches are a pure function of (seed, step), so a run that was killed
-goes on from its newest save and ends with the same parameters.
+Batches are a pure function of (seed, step). A run that was killed resumes from its
+newest save, and ends with the same parameters as an uninterrupted one.
 """
 
 import dataclasses
@@ -39,30 +39,35 @@ from stree_jax.training.saves import (
     Progress,
     Saves,
     TrainState,
-    check_room,
+    check_disk_space,
     finish_on_ctrl_c,
     one_line_errors,
 )
 
 Batch = Any  # a pytree of arrays
-# Of a model on windows [B, T+1], beside a teacher if there is one; a scalar.
+# (model, windows [B, T+1], teacher or None) -> a scalar.
 Loss = Callable[[Model, jax.Array, Model | None], jax.Array]
 
-MOST_WARMUP = 150
-EVALUATED_BATCHES = 32
+MAX_WARMUP = 150  # maximum default number of warm-up steps
+EVALUATED_BATCHES = 32  # maximum number of held-out batches per evaluation
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train.
+    """The training settings.
 
     Attributes:
-      steps, batch, length: optimizer steps, sequences a step, tokens a sequence.
-      learning_rate: peak; linear warm-up over `warmup` steps, cosine to a tenth.
-      warmup: None is a tenth of the steps, at most 150.
-      weight_decay, clip: AdamW's decay of matrices, global-norm clip.
-      seed: of the initialisation and of the batches.
-      compute_dtype: of the matrix products; parameters and optimizer stay float32.
+      steps: number of optimizer steps.
+      batch: sequences per step.
+      length: tokens per sequence.
+      learning_rate: peak learning rate, after a linear warm-up and before a cosine
+        decay to a tenth.
+      warmup: warm-up steps. If None, a tenth of the steps, at most 150.
+      weight_decay: weight decay of AdamW, for matrices only.
+      clip: maximum global norm of the gradients.
+      seed: seed of the initialisation and of the batches.
+      compute_dtype: dtype of the matrix products. Parameters and optimizer state are
+        float32.
       checkpoint_every: steps between held-out evaluations, each followed by a save.
     """
 
@@ -94,24 +99,25 @@ class TrainConfig:
 
     @property
     def warmup_steps(self) -> int:
-        return (
-            min(MOST_WARMUP, self.steps // 10) if self.warmup is None else self.warmup
-        )
+        """Number of warm-up steps."""
+        default = min(MAX_WARMUP, self.steps // 10)
+        return default if self.warmup is None else self.warmup
 
 
 class Subject(Protocol):
-    """What is trained; hashable, as programs are compiled for it."""
+    """The subject of training. It is hashable, because it is a static argument of
+    compiled programs."""
 
     def init(self, key: jax.Array) -> Params:
-        """Returns the first parameters, float32."""
+        """Returns the initial parameters, float32."""
         ...
 
     def cast(self, params: Params, dtype: Any) -> Params:
-        """Returns the parameters in the dtype that is computed in."""
+        """Returns the parameters in the dtype of computations."""
         ...
 
     def loss(self, params: Params, batch: Batch, teacher: Any) -> jax.Array:
-        """A scalar; `params` have the dtype that is computed in."""
+        """Returns the loss, a scalar, given parameters from `cast`."""
         ...
 
 
@@ -120,7 +126,9 @@ class Text:
     """A language model that learns from windows of text.
 
     Attributes:
-      borrowed: parameters that are the teacher's and stay as they are.
+      config: the model's architecture.
+      objective: the loss.
+      borrowed: names of parameters that are the teacher's and not trained.
     """
 
     config: ModelConfig
@@ -139,7 +147,7 @@ class Text:
         return self.objective(Model(whole, self.config), batch, teacher)
 
     def whole(self, params: Params, teacher: Model | None) -> Params:
-        """With what is borrowed."""
+        """Returns the parameters together with the borrowed ones."""
         if teacher is None:
             return params
         return params | {name: teacher.params[name] for name in self.borrowed}
@@ -147,12 +155,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Examples:
-    """What is learnt from.
+    """The training examples.
 
     Attributes:
-      batches: those from a step on, for ever; a function of the step alone.
-      heldout: batches of evaluations.
-      settings: what saves of the same run have in common, beside `TrainConfig`.
+      batches: a pure function of a step, which returns the batches from that step on,
+        without end.
+      heldout: batches for evaluations.
+      settings: settings that, together with `TrainConfig`, identify a run; a run
+        resumes only from saves with equal settings.
     """
 
     batches: Callable[[int], Iterator[Batch]]
@@ -161,7 +171,8 @@ class Examples:
 
 
 def sequence_logits(model: Model, tokens: jax.Array) -> jax.Array:
-    """Logits [B, T, V] float32 of whole sequences [B, T], each from an empty state."""
+    """Returns the logits [B, T, V] float32 of whole sequences [B, T], each from an
+    empty state."""
     batch, T = tokens.shape
     config = model.config
     state = init_state(config, batch, 1, param_dtype(model.params))
@@ -173,7 +184,8 @@ def sequence_logits(model: Model, tokens: jax.Array) -> jax.Array:
 def next_token_loss(
     model: Model, windows: jax.Array, teacher: Model | None = None
 ) -> jax.Array:
-    """Mean cross-entropy (nats per token) of windows [B, T+1]; the text teaches."""
+    """Returns the mean cross-entropy of windows [B, T+1], in nats per token. The
+    teacher is not used."""
     logits = sequence_logits(model, windows[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
     return losses.mean()
@@ -182,9 +194,10 @@ def next_token_loss(
 def distillation_loss(
     model: Model, windows: jax.Array, teacher: Model | None
 ) -> jax.Array:
-    """Mean KL(teacher || model) in nats per token over windows [B, T+1]."""
+    """Returns the mean KL(teacher || model) over windows [B, T+1], in nats per
+    token."""
     if teacher is None:
-        raise ValueError("teacher: distillation needs one")
+        raise ValueError("teacher: distillation needs a teacher, got None")
     tokens = windows[:, :-1]
     p = jax.nn.log_softmax(jax.lax.stop_gradient(sequence_logits(teacher, tokens)))
     q = jax.nn.log_softmax(sequence_logits(model, tokens))
@@ -192,6 +205,7 @@ def distillation_loss(
 
 
 def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
+    """Returns AdamW with warm-up, cosine decay and gradient clipping."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         train.learning_rate,
@@ -212,6 +226,7 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
 def _rounded_loss(
     subject: Subject, train: TrainConfig, params: Params, batch: Batch, teacher: Any
 ) -> jax.Array:
+    """Returns the loss with parameters cast to the dtype of computations."""
     return subject.loss(subject.cast(params, train.compute_dtype), batch, teacher)
 
 
@@ -222,10 +237,11 @@ _evaluate = jax.jit(_rounded_loss, static_argnums=(0, 1))
 def _train_step(
     subject: Subject, train: TrainConfig, state: TrainState, batch: Batch, teacher: Any
 ) -> tuple[TrainState, jax.Array]:
+    """Runs one optimizer step. Returns the new state and the loss."""
     loss = jax.value_and_grad(partial(_rounded_loss, subject, train))
     value, grads = loss(state.params, batch, teacher)
     optimizer = make_optimizer(train)
-    # optax raises a float to an integer power, which "strict" promotion refuses.
+    # optax raises a float to an integer power, which "strict" promotion rejects.
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -245,15 +261,20 @@ def fit(
     save_minutes: float = 5.0,
     progress: bool = True,
 ) -> tuple[Params, History]:
-    """Train `config` on text, from scratch or from the newest save in `directory`.
+    """Trains a language model on text, from scratch or from the newest save.
 
     Args:
-      loss: as `next_token_loss` or `distillation_loss`.
-      tokens, heldout: uint16 token streams.
-      others: see `learn`.
+      config: architecture of the model.
+      train: the training settings.
+      loss: `next_token_loss`, `distillation_loss`, or a function like them.
+      tokens, heldout: [n] token streams, uint16 or uint32.
+      directory, teacher, minutes, save_minutes, progress: see `learn`.
+
+    Returns:
+      See `learn`.
 
     Raises:
-      ValueError: too little text, or as `learn`.
+      ValueError: there is too little text, or see `learn`.
     """
     return learn(
         Text(config, loss),
@@ -270,10 +291,11 @@ def fit(
 def text_examples(
     config: ModelConfig, train: TrainConfig, tokens: np.ndarray, heldout: np.ndarray
 ) -> Examples:
-    """Windows at random places of a text, and even ones of what was held out.
+    """Returns examples of windows at random positions of a text, with evenly spaced
+    windows of the held-out text.
 
     Raises:
-      ValueError: too little held-out text.
+      ValueError: there is too little held-out text.
     """
     windows = held_out_windows(heldout, train.batch, train.length, EVALUATED_BATCHES)
     sizes = {"batch": train.batch, "length": train.length, "seed": train.seed}
@@ -285,7 +307,7 @@ def text_examples(
 
 
 def check_times(minutes: float | None, save_minutes: float) -> None:
-    """Raises ValueError for times that never come."""
+    """Raises ValueError for times that are not positive."""
     for name, value in (("minutes", minutes), ("save_minutes", save_minutes)):
         if value is not None and not value > 0:
             raise ValueError(f"{name}: want more than 0, got {value}")
@@ -302,23 +324,29 @@ def learn(
     save_minutes: float = 5.0,
     progress: bool = True,
 ) -> tuple[Params, History]:
-    """Train from scratch, or from the newest save in `directory`.
+    """Trains from scratch, or from the newest save in a folder.
 
-    Ctrl-C ends the step that is running, and saves; a second one stops at once.
+    The first Ctrl-C finishes the running step and saves; a second one stops at once.
 
     Args:
-      directory: of the run's saves; holds two at a time.
-      teacher: for the loss; an argument of the compiled step, not a constant in it.
-      minutes: stop after so many with what there is; None: at the last step.
-      save_minutes: between saves, beside those that follow an evaluation.
-      progress: show bars and say what happens on stderr.
+      subject: the model or heads to train.
+      train: the training settings.
+      examples: the training examples.
+      directory: folder of the run's saves, which keeps the newest two.
+      teacher: the teacher of the loss. It is an argument of the compiled step and not a
+        constant in it.
+      minutes: maximum minutes of training. If None, training runs to the last step.
+      save_minutes: minutes between saves, in addition to those after evaluations.
+      progress: if True, shows progress bars and messages on stderr.
 
     Returns:
-      float32 parameters, and the history: step, train and held-out loss.
+      The float32 parameters, and the history: step, training loss and held-out loss of
+      each evaluation.
 
     Raises:
-      ValueError: `directory` is of a run with other settings, or jax compiles nothing.
-      KeyboardInterrupt: after the save.
+      ValueError: `directory` has saves of a run with other settings, or JAX's
+        compilation is disabled.
+      KeyboardInterrupt: Ctrl-C was pressed; raised after the save.
     """
     import orbax.checkpoint as ocp
 
@@ -334,7 +362,7 @@ def learn(
         ocp.CheckpointManager(directory.absolute(), options=options) as manager,
         finish_on_ctrl_c() as interrupted,
     ):
-        check_room(directory, run.state)
+        check_disk_space(directory, run.state)
         saves = Saves(directory, settings, manager)
         run = saves.newest(run.state) or run
         times = 60 * (minutes or np.inf), 60 * save_minutes
@@ -344,7 +372,7 @@ def learn(
 
 @dataclass(frozen=True)
 class _Learner:
-    """What the steps of a run and its evaluations have in common."""
+    """The steps and evaluations of a training run."""
 
     subject: Subject
     train: TrainConfig
@@ -353,20 +381,23 @@ class _Learner:
     progress: bool
 
     def begin(self) -> TrainState:
+        """Returns the state before the first step."""
         with default_numbers():
             params = self.subject.init(key_of(self.train.seed))
         optimizer = make_optimizer(self.train).init(params)
         return TrainState(params, optimizer, jnp.zeros((), jnp.int32))
 
     def step(self, run: Progress, batch: Batch) -> None:
+        """Runs one step."""
         task = self.subject, self.train
-        there = jax.tree.map(jnp.asarray, batch)
-        run.state, value = _train_step(*task, run.state, there, self.teacher)
-        jax.block_until_ready(run.recent[-1:])  # no more than two steps wait
+        arrays = jax.tree.map(jnp.asarray, batch)
+        run.state, value = _train_step(*task, run.state, arrays, self.teacher)
+        # At most two steps are queued on the device.
+        jax.block_until_ready(run.recent[-1:])
         run.recent.append(value)
 
     def evaluate(self, run: Progress) -> None:
-        """Add the mean losses to the history, and print them."""
+        """Adds the mean losses to the history and prints them."""
         heldout, hidden = self.examples.heldout, not self.progress
         bar = tqdm(heldout, "held-out loss", leave=False, disable=hidden)
         task = self.subject, self.train, run.state.params
@@ -391,13 +422,17 @@ def _learn(
     times: tuple[float, float],
     interrupted: threading.Event,
 ) -> None:
-    """All steps that are left, with their evaluations and saves.
+    """Runs the remaining steps, with evaluations and saves.
 
     Args:
-      times: seconds until the run stops, and between saves.
+      learner: runs the steps.
+      run: the progress, which is updated.
+      saves: the saves of the run.
+      times: seconds until the run stops, and seconds between saves.
+      interrupted: set by Ctrl-C.
 
     Raises:
-      KeyboardInterrupt: `interrupted` was set; after the save.
+      KeyboardInterrupt: `interrupted` was set; raised after the save.
     """
     train, done = learner.train, run.step
     if done:
@@ -423,7 +458,7 @@ def _learn(
     saves.manager.wait_until_finished()
     if stops and not last:
         place = f"saved step {done} in {saves.directory}"
-        learner.say(f"{place}; the same command goes on there")
+        learner.say(f"{place}; run the same command to resume")
         raise KeyboardInterrupt
     if done < train.steps:
         learner.say(f"stopped by --minutes, after step {done} of {train.steps}")
@@ -432,12 +467,17 @@ def _learn(
 def held_out_windows(
     tokens: np.ndarray, batch: int, length: int, limit: int
 ) -> list[np.ndarray]:
-    """At most `limit` batches [batch, length + 1] int32, evenly over the stream."""
+    """Returns at most `limit` batches [batch, length + 1] int32, evenly spread over a
+    token stream.
+
+    Raises:
+      ValueError: the stream is too short for one batch.
+    """
     count = (len(tokens) - 1) // length
     if count < batch:
         raise ValueError(
-            f"held-out text has {len(tokens)} tokens; "
-            f"one batch needs {batch * length + 1}"
+            f"held-out text has {len(tokens)} tokens, but one batch needs "
+            f"{batch * length + 1}; add text, or lower --batch or --length"
         )
     starts = np.arange(count) * length
     keep = np.linspace(0, count - 1, min(count // batch, limit) * batch).astype(int)

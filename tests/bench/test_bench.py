@@ -462,7 +462,7 @@ def test_all_lists_what_was_not_measured(folder, capsys, tmp_path):
             "--json: /nowhere: no such directory",
         ),
         ("profile", ["--figure", "f"], "--figure: bench profile draws no figure"),
-        ("decode", ["--arms", "leviathan@A"], "leviathan is for chains"),
+        ("decode", ["--arms", "leviathan@A"], "leviathan supports chains only"),
         ("trees", ["--drafter", "none"], "bench trees needs a draft model"),
         ("cost", ["--arms", "Q"], "unknown name 'Q'"),
         ("cost", ["--arms", "auto"], "auto has no fixed shape to predict"),

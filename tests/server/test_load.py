@@ -12,8 +12,8 @@ import pytest
 
 from stree_jax.server import run
 from stree_jax.server.app import make_app
-from stree_jax.server.batch import Asked, reading_widths
-from stree_jax.server.engine import MOST_FAILURES, Closed, Engine, Failed, Job
+from stree_jax.server.batch import TextRequest, reading_widths
+from stree_jax.server.engine import MAX_FAILURES, Closed, Engine, Failed, Job
 from stree_jax.server.service import Limits
 from stree_jax.server.texts import Writer
 from tests.server import served
@@ -120,10 +120,10 @@ def test_repeated_failures_end_the_process(service):
     batch = service.engine.batch
     engine = Engine(batch, served.QUEUE)
     jobs = [
-        Job(Asked([8, 9], 4), Writer(service.reader), told.append)
+        Job(TextRequest([8, 9], 4), Writer(service.reader), told.append)
         for _ in range(served.QUEUE)
     ]
-    assert len(jobs) >= MOST_FAILURES * served.SIZES.rows
+    assert len(jobs) >= MAX_FAILURES * served.SIZES.rows
     engine.submit(jobs)
     app = make_app(replace(service, engine=engine))
     batch.advance = failing

@@ -12,7 +12,7 @@ from stree_jax.models.memory import size_of
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server import batch as batches
 from stree_jax.server import fitting
-from stree_jax.server.batch import Asked, Batch, Sizes
+from stree_jax.server.batch import Batch, Sizes, TextRequest
 from stree_jax.server.prefixes import Kept, Prefixes
 from stree_jax.sizing import step_times
 from stree_jax.sizing.fit import fastest
@@ -69,11 +69,11 @@ def test_text_after_a_cached_prefix_is_unchanged(batch, sampling):
     batch.clear()
     hits, spared = batch.prefixes.hits, batch.prefixes.tokens
     _, answer = decoded_together(
-        batch, Asked(other, 9, sampling), Asked(first, 30, sampling)
+        batch, TextRequest(other, 9, sampling), TextRequest(first, 30, sampling)
     )
     assert len(batch.prefixes) == 1, "a text of 29 tokens is read in one pass anyway"
     turn = [*first, *answer, *prompt_of(3, 11)]
-    asked = Asked(turn, 40, sampling), Asked(other, 25, sampling)
+    asked = TextRequest(turn, 40, sampling), TextRequest(other, 25, sampling)
     found = decoded_together(batch, *asked)
     assert batch.prefixes.hits == hits + 1
     assert batch.prefixes.tokens == spared + 71 + 30 - 1, "all but the last token"
@@ -85,9 +85,9 @@ def test_text_after_a_cached_prefix_is_unchanged(batch, sampling):
 def test_greedy_text_after_a_cached_prefix_matches_generate(batch, model):
     first = prompt_of(5, 80)
     batch.clear()
-    ((answer),) = decoded_together(batch, Asked(first, 20))
+    ((answer),) = decoded_together(batch, TextRequest(first, 20))
     turn = [*first, *answer, *prompt_of(6, 5)]
-    (found,) = decoded_together(batch, Asked(turn, 30))
+    (found,) = decoded_together(batch, TextRequest(turn, 30))
     assert batch.prefixes.hits
     wanted = stree_jax.generate(
         model, [turn], max_new_tokens=30, capacity=512, drafter=None
@@ -99,11 +99,11 @@ def test_a_prompt_unlike_the_cached_text_is_prefilled(batch):
     first = prompt_of(7, 90)
     batch.clear()
     hits = batch.prefixes.hits
-    ((answer),) = decoded_together(batch, Asked(first, 8))
+    ((answer),) = decoded_together(batch, TextRequest(first, 8))
     end = [*first, *answer][:-1]
     last = [*end[:-1], (end[-1] + 1) % REAL, 9, 9]
     for turn in ([*first[:-1], 1, *answer, 9], last, end, first):
-        decoded_together(batch, Asked(turn, 4))
+        decoded_together(batch, TextRequest(turn, 4))
     assert batch.prefixes.hits == hits
 
 
@@ -111,16 +111,16 @@ def test_the_least_recently_used_prefix_is_dropped():
     kept = Prefixes(2)
     a, b, c = [1, 2], [3, 4], [1, 2, 5, 6]
     for ids in (a, b):
-        kept.make_room(ids)
+        kept.evict_for(ids)
         kept.add(Kept(tuple(ids), str(ids)))
     assert kept.take([1, 2]) is None and kept.take([9, 1, 2, 3]) is None
     assert kept.take([1, 2, 3]).past == str(a)
-    kept.make_room(c)
+    kept.evict_for(c)
     kept.add(Kept(tuple(c), str(c)))
     assert kept.take([3, 4, 5]) is None, "it went"
     assert kept.take([*c, 7]).past == str(c), "the longest that fits"
     assert kept.take([*a, 7]).past == str(a)
-    kept.make_room(c)
+    kept.evict_for(c)
     assert len(kept) == 1, "an equal text goes first"
     assert (kept.hits, kept.tokens) == (3, 2 + 4 + 2)
 
@@ -132,7 +132,7 @@ def test_counted_bytes_are_those_of_a_batch(batch, model, monkeypatch):
     """To the byte: rows, lists, and the largest number of cached prefixes."""
     batch.clear()
     for seed in range(3):
-        decoded_together(batch, Asked(prompt_of(seed, 70), 2))
+        decoded_together(batch, TextRequest(prompt_of(seed, 70), 2))
     spec = batch._specs[False]
     pasts = [kept.past for kept in batch.prefixes._kept]
     held = size_of((batch._decoding, batch._lists, pasts))
@@ -232,7 +232,7 @@ def test_a_batch_stays_within_the_predicted_bytes(model):
     batch.warm(lambda _: None)
     for seed in range(3):
         decoded_together(
-            batch, Asked(prompt_of(seed, 70), 5), Asked(prompt_of(9, 30), 20)
+            batch, TextRequest(prompt_of(seed, 70), 5), TextRequest(prompt_of(9, 30), 20)
         )
         alive = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
         assert size_of(model.params) + alive <= fit.size

@@ -10,7 +10,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.server.batch import Asked, News
+from stree_jax.server.batch import RowUpdate, TextRequest
 from stree_jax.server.engine import Job
 from stree_jax.server.texts import Writer
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
@@ -166,7 +166,7 @@ def test_a_stop_string_frees_the_row(service, prompts, plain):
     free, told = plain[0].tokens[0], []
     string = min(across(free, 2), key=lambda s: len(expected_stop(free, [s])[0]))
     reader = service.reader
-    job = Job(Asked(prompts[0], NEW[0]), Writer(reader, [string]), told.append)
+    job = Job(TextRequest(prompts[0], NEW[0]), Writer(reader, [string]), told.append)
     service.engine.submit([job])
     asyncio.run(until(lambda: told and told[-1].finish_reason and not running(service)))
     steps = 2 * served.SIZES.steps * 5  # of at most five tokens
@@ -189,7 +189,7 @@ def test_streams_hold_whole_characters_and_no_stop_string(model):
             writer, shown = Writer(reader, stops), ""
             for i, token in enumerate(tokens):
                 finish = OUT_OF_LENGTH if i == 29 else RUNNING
-                news = News([token], np.zeros(1, np.uint8), 1, finish)
+                news = RowUpdate([token], np.zeros(1, np.uint8), 1, finish)
                 piece = writer.write(news)
                 shown += piece.text
                 assert text.startswith(shown)

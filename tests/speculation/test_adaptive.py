@@ -231,8 +231,8 @@ def test_the_draft_model_is_judged_by_measured_gain(target, prompts):
         new = (place >= before[:, None]) & (place < at.length[:, None])
         came = [(new & (at.origin == o)).sum(axis=1) for o in (0, 1)]
         brought = 0.9 * brought + np.asarray(came) @ np.asarray(at.policy.weights)
-        np.testing.assert_allclose(at.policy.came, brought.sum(), rtol=1e-5)
-        assert at.policy.took > 1 and at.policy.asked == 0
+        np.testing.assert_allclose(at.policy.observed_gain, brought.sum(), rtol=1e-5)
+        assert at.policy.observed_seconds > 1 and at.policy.step_seconds == 0
     assert brought[1] > 1
     # A plain step that was charged to the draft model gained one token.
     plainly = replace(at.policy, force=forced(0, 1))
@@ -241,13 +241,20 @@ def test_the_draft_model_is_judged_by_measured_gain(target, prompts):
     running = at.finish == RUNNING
     assert (once.used[:, 0] - at.used[:, 0]).tolist() == running.tolist()
     assert running.sum() > 1
-    np.testing.assert_allclose(once.policy.came, 0.9 * brought.sum() + 1, rtol=1e-5)
-    assert once.policy.took > 0.9 * at.policy.took and once.policy.asked == 0
+    np.testing.assert_allclose(
+        once.policy.observed_gain, 0.9 * brought.sum() + 1, rtol=1e-5
+    )
+    assert (
+        once.policy.observed_seconds > 0.9 * at.policy.observed_seconds
+        and once.policy.step_seconds == 0
+    )
     low = replace(at.policy, gain=jnp.float32(0.5), seconds=jnp.float32(1))
-    low = replace(low, modelling=jnp.bool_(True), wait=jnp.int32(0))
+    low = replace(low, use_model=jnp.bool_(True), wait=jnp.int32(0))
     pays = jnp.bool_(True), jnp.bool_(True)
     for took, asked in ((0.5, True), (2.0, False)):
-        tried = replace(low, came=jnp.float32(1), took=jnp.float32(took))
+        tried = replace(
+            low, observed_gain=jnp.float32(1), observed_seconds=jnp.float32(took)
+        )
         wanted = plan.spec.policy._wants_model(tried, jnp.float32(1), *pays)[1]
         assert bool(wanted) is asked
 
@@ -358,7 +365,7 @@ def test_small_trees_share_the_step_of_a_larger_tree():
     assert [tree.size for tree in menu] == [1, 4, 8, 16, 32]
     plain, large, shared = compiled_steps(menu, 4)
     assert (plain[0].size, plain[1]) == (1, (0,))
-    assert shared == (Budget(16, 15, partly=True), (1, 2, 3))
+    assert shared == (Budget(16, 15, has_padding=True), (1, 2, 3))
     assert (large[0].size, large[1]) == (32, (4,))
     assert compiled_steps(menu, 64) == compiled_steps(menu, 4)
     # A shared step would need too much memory
@@ -476,7 +483,7 @@ def test_the_draft_model_needs_enough_tokens_left_to_catch_up(
     left = jnp.asarray(left, jnp.int32)
     requests = replace(at.requests, max_new_tokens=at.length + left)
     policy = replace(
-        at.policy, rest=jnp.int32(0), modelling=jnp.bool_(False), wait=jnp.int32(0)
+        at.policy, rest=jnp.int32(0), use_model=jnp.bool_(False), wait=jnp.int32(0)
     )
     at = replace(at, requests=requests, policy=policy, choice=jnp.int32(OPEN))
     at = loop.advance_jit(plan.spec, at, jnp.int32(1))
@@ -508,5 +515,5 @@ def test_pauses_between_trials_are_longer_for_sampling(
     rests = []
     for steps in (1, 1, 2, 4):
         at = loop.advance_jit(plan.spec, at, jnp.int32(steps))
-        rests.append(int(at.policy.resting))
+        rests.append(int(at.policy.next_rest))
     assert rests == [min(2**n - 1, longest) for n in (1, 2, 3, 4)]

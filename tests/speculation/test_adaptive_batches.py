@@ -42,7 +42,7 @@ def test_rows_get_nodes_by_their_value(target):
     nodes = (np.asarray(draft.layout.parents) != NO_NODE).sum(axis=1)
     assert nodes[0] > 4 and nodes[1:].tolist() == [1, 0]
     assert int(at.choice) == 2
-    assert trees_of(spec, at, replace(draft, partly=True)).tolist() == [2, 0, 0]
+    assert trees_of(spec, at, replace(draft, has_padding=True)).tolist() == [2, 0, 0]
     options = dict(OPTIONS, times=spec.policy.times, stop_tokens=())
     again = stree_jax.generate(target, texts[:2], **options)
     plain = stree_jax.generate(
@@ -75,9 +75,9 @@ def test_finished_rows_have_no_nodes(target, drafts, tree):
     nodes = (np.asarray(draft.layout.parents) != NO_NODE).sum(axis=1)
     T = draft.tokens.shape[1]
     skips = passes_skip(target)
-    assert draft.partly is skips and nodes.tolist() == [T, 0 if skips else T, T]
+    assert draft.has_padding is skips and nodes.tolist() == [T, 0 if skips else T, T]
     alone = replace(d, root=d.root[:1], finish=ended[1:2])
-    assert not of_running(only_root(alone.root), alone, target).partly
+    assert not of_running(only_root(alone.root), alone, target).has_padding
 
 
 def test_finished_rows_do_not_change_other_rows(target, prompts):
@@ -175,7 +175,7 @@ def test_a_batch_needs_a_larger_predicted_gain_to_draft(target, rows, seconds, n
     )
     policy = replace(plan.spec.policy, shares=True)
     weights = jnp.full((rows,), 1 / rows, jnp.float32)
-    value = 0.63 if rows == 1 else 0.63 / adaptive_policy.LAST
+    value = 0.63 if rows == 1 else 0.63 / adaptive_policy.LAST_ROW_GAIN
     values = jnp.zeros((rows, 8), jnp.float32).at[:, :2].set(jnp.array([1.0, value]))
     learnt = replace(begun.policy, weights=weights)
     _, chosen = policy._chosen(begun, learnt, values, jnp.float32(0))

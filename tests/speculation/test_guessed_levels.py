@@ -23,7 +23,7 @@ from stree_jax.speculation.adaptive.guessed_levels import (
     Stage,
     by_stage,
     goes_on,
-    room_ahead,
+    no_guesses,
 )
 from stree_jax.speculation.draft import NGRAM
 from stree_jax.speculation.drafters.ngrams import WAYS
@@ -90,8 +90,8 @@ def grown(target, prompts, ngrams):
             )
         stage, text = Stage(ngrams, ahead, width), (history.tokens, history.length)
         guesser = by_stage(model, state, stage, text, dist, rule, some_value)
-        start = nothing_grown(model, len(prompts), width, DEPTH, stage.room)
-        start = replace(start, ahead=room_ahead(model, len(prompts), stage))
+        start = nothing_grown(model, len(prompts), width, DEPTH, stage.guesses)
+        start = replace(start, ahead=no_guesses(model, len(prompts), stage))
         return best_first(at_root, guesser, *asked, start, partial(goes_on, some_value))
 
     return lambda width, ahead: jax.device_get(run(begun, width, ahead))

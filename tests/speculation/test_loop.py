@@ -369,8 +369,8 @@ def test_vmap_gives_the_same_texts(target, drafters, prompts, plain, tree):
 @pytest.mark.parametrize(
     ("tree", "times", "match"),
     [
-        (f"cartesian:{REAL + 1}", None, "tree: .* children a node, but only"),
-        ("auto:1,4", assumed_times(resolve_tree("auto"), True), "times: want one of"),
+        (f"cartesian:{REAL + 1}", None, "tree: .* children per node, but"),
+        ("auto:1,4", assumed_times(resolve_tree("auto"), True), "times: want one per"),
     ],
 )
 def test_invalid_arguments_of_generate_tokens(target, drafters, tree, times, match):

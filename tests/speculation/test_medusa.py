@@ -376,7 +376,7 @@ def test_sparse_trees_need_heads(target):
     table = katz(count_grams(text, 2, REAL), REAL, slots=64, keep=4)
     for drafter in (target, "lookup", table, stree_jax.Staged(target, table, 1)):
         refused(
-            target, drafter, "goes by the accuracies of Medusa heads", tree="sparse:8"
+            target, drafter, "needs the accuracies of Medusa heads", tree="sparse:8"
         )
     with pytest.raises(ValueError, match="tree: a tree needs a drafter"):
         stree_jax.generate(
@@ -386,11 +386,11 @@ def test_sparse_trees_need_heads(target):
 
 def test_heads_of_another_model_are_refused(target, heads):
     other = tiny(2, layers=("mamba",), d_model=64)
-    message = "heads: of states 32 wide, the target's are 64; heads belong"
+    message = "heads: of states 32 wide, but the target's are 64 wide"
     refused(other, heads, message)
     own = random_heads(target, own_output=True)
     few = own.replace(config=replace(own.config, vocab_size=REAL - 1))
-    refused(target, few, f"heads: {REAL - 1} tokens, the target has {REAL}; heads")
+    refused(target, few, f"heads: {REAL - 1} tokens, but the target has {REAL}; use")
 
 
 def test_unsupported_options_are_refused(target, heads):
@@ -399,4 +399,4 @@ def test_unsupported_options_are_refused(target, heads):
     )
     asked = {"times": times, "tree": "chain:2"}
     refused(target, heads, "times: only tree 'auto' uses them", **asked)
-    refused(target, heads, "rule: leviathan is for chains", rule="leviathan")
+    refused(target, heads, "rule: leviathan supports chains only", rule="leviathan")

@@ -451,7 +451,7 @@ def test_bfloat16_with_a_tied_head(prompts):
 def test_invalid_arguments_are_refused(source, target):
     bare = stree_jax.load(source)
     cases = [
-        (bare, {}, r"drafter: 'mtp' wants a target .*mtp=True"),
+        (bare, {}, r"drafter: 'mtp' needs a target .*mtp=True"),
         (target, {"tree": "beam:2x2"}, "tree: 'mtp' fills a fixed tree"),
     ]
     for model, options, message in cases:

@@ -13,7 +13,7 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.generation import begin
 from stree_jax.speculation import loop, rows
-from stree_jax.speculation.adaptive.policy import SOONER, STEPS_BEFORE
+from stree_jax.speculation.adaptive.policy import FINISH_SCALE, PACE_PRIOR_STEPS
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
 from tests.support.tiny import REAL
 
@@ -126,8 +126,8 @@ def test_rows_that_finish_early_count_less_unless_refilled(
         batch, used=batch.used.at[:, 0].set(jnp.asarray([392, 192, 392, 9]))
     )
     batch = loop.advance_jit(spec, batch, jnp.int32(1))
-    last, scale = 120, SOONER[0] + SOONER[1] * 120
-    done = 120 * (192 + STEPS_BEFORE) / (392 + STEPS_BEFORE), 20
+    last, scale = 120, FINISH_SCALE[0] + FINISH_SCALE[1] * 120
+    done = 120 * (192 + PACE_PRIOR_STEPS) / (392 + PACE_PRIOR_STEPS), 20
     sooner = np.array([0, last - done[0], last - done[1], np.inf])
     counts = np.array([1.0, 1, 1, 0]) if refilled else np.exp(-sooner / scale)
     np.testing.assert_allclose(batch.policy.weights, counts / counts.sum(), rtol=1e-5)

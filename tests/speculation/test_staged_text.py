@@ -318,7 +318,7 @@ def test_one_node_is_plain_decoding(target, drafter, ngrams, prompts):
 
 def test_ngrams_refuse_rules_that_need_probabilities(target, ngrams, prompts):
     ids, lengths = jnp.asarray([prompts[0]]), jnp.asarray([len(prompts[0])])
-    with pytest.raises(ValueError, match="n-grams choose drafts by their worth"):
+    with pytest.raises(ValueError, match="n-grams choose draft tokens by value"):
         stree_jax.generate_tokens(
             target, ngrams, "A", ids, lengths, max_new_tokens=4, rule="mss"
         )

@@ -17,7 +17,7 @@ from stree_jax.default_tree import spec_for
 from stree_jax.models import init_params
 from stree_jax.models.keys import key_of
 from stree_jax.sampling.threefry import as_threefry, uniform
-from stree_jax.server.batch import Asked, Batch, Sizes, requests_of
+from stree_jax.server.batch import Batch, Sizes, TextRequest, requests_of
 from stree_jax.training import train
 from stree_jax.training.ngrams import sample_text
 from tests.support.tiny import perturbed, tiny
@@ -75,7 +75,7 @@ def test_the_server_draws_the_same_numbers(target, name):
     with SETTINGS[name]():
         spec = spec_for(target, None, None, None, None)
         batch = Batch(target, spec, Sizes(rows=1, context=64))
-        asked = Asked([1], 2, Sampling(seed=3))
+        asked = TextRequest([1], 2, Sampling(seed=3))
         requests = requests_of(asked, batch._stops, batch._key)
     assert words(requests.sampling.key) == words(want.key)
 

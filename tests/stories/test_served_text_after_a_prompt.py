@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 import stree_jax
 from stree_jax.default_tree import spec_for
 from stree_jax.sampling.continuation import continuation
-from stree_jax.server.batch import Batch, News, Sizes
+from stree_jax.server.batch import Batch, RowUpdate, Sizes
 from stree_jax.server.texts import Writer
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
 from tests.server.served import ask, reader_of, service_of
@@ -95,7 +95,7 @@ def test_a_character_split_between_prompt_and_text_is_streamed_whole():
     writer = Writer(reader_of(Model), after=after)
     texts = []
     for token in ids[1:]:
-        news = News([token], np.zeros(1, np.uint8), 1, RUNNING)
+        news = RowUpdate([token], np.zeros(1, np.uint8), 1, RUNNING)
         texts.append(writer.write(news).text)
     assert texts == ["", "日", "x"]
 
@@ -113,7 +113,7 @@ def test_token_texts_of_any_decoder_join_to_the_text():
         writer = Writer(reader_of(Model), top=1, after=after)
         lists = np.zeros(3, np.float32), np.zeros((3, 1), np.float32)
         origins, others = np.zeros(3, np.uint8), np.array([[1], [2], [2]])
-        news = News([3, 2, 3], origins, 1, OUT_OF_LENGTH, *lists, others)
+        news = RowUpdate([3, 2, 3], origins, 1, OUT_OF_LENGTH, *lists, others)
         piece = writer.write(news)
         assert piece.text == "".join(expected)
         assert [c.token.decode() for c in piece.logprobs] == expected

@@ -248,7 +248,7 @@ SOCKETS = [
     (request(b"\xef\xbb\xbf" + BODY), 200, "yz"),
     (request(BODY.decode().encode("utf-16")), 200, "yz"),
     (request(b"\x1f\x8b...", "Content-Encoding: gzip"), 415, "Content-Encoding gzip"),
-    (request(b'{"prompt":"x","prompt":"y"}'), 400, "'prompt' is there more than once"),
+    (request(b'{"prompt":"x","prompt":"y"}'), 400, "'prompt' occurs more than once"),
     (request(b'{"prompt":"x","temperature":NaN}'), 400, "NaN is not JSON"),
     (request(b'{"prompt":"x","temperature":1e999}'), 400, "temperature"),
     (request(b'{"prompt":"x","seed":' + b"9" * 999 + b"}"), 400, "400 digits"),

@@ -169,7 +169,7 @@ def test_bad_options_are_refused_before_it_listens(model, tmp_path):
         (["--port", str(taken.getsockname()[1])], "Address already in use"),
         (["--port", "70000"], "--port"),
         (["--host", "nowhere.invalid"], "nowhere.invalid"),
-        (["--host", "a" * 300], "give another --host"),
+        (["--host", "a" * 300], "use another --host"),
         (["--allow-origin", "localhost"], "--allow-origin"),
     ]:
         code, said = in_process(["serve", "--port", "0", *options])

@@ -24,7 +24,7 @@ from tests.support.heads import random_heads, reference_logits
 from tests.support.tiny import REAL, perturbed, tiny
 
 K = 3
-PROMPT, SPOKEN, WINDOW = 8, 17, 24
+PROMPT, GENERATED, WINDOW = 8, 17, 24
 CYCLE = 30  # tokens that the target repeats in turn
 TRAIN = TrainConfig(
     steps=60,
@@ -44,7 +44,7 @@ def small():
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         for module in (kept, training):
             patch.setattr(module, "PROMPT", PROMPT)
-            patch.setattr(module, "SPOKEN", SPOKEN)
+            patch.setattr(module, "GENERATED", GENERATED)
             patch.setattr(module, "READ_AT_ONCE", 4)
         patch.setattr(kept, "SPEAK_AT_ONCE", 4)
         patch.setattr(training, "HELD_OUT", 8)
@@ -201,7 +201,7 @@ def test_own_text_matches_plain_decoding(model, tmp_path):
     bare, texts = base_model(model), windows(count=6)
     said = kept.keep_own_text(bare, texts, tmp_path / "own")
     prompts = texts[:, :PROMPT].tolist()
-    options = dict(max_new_tokens=SPOKEN, stop_tokens=())
+    options = dict(max_new_tokens=GENERATED, stop_tokens=())
     plain = stree_jax.generate(model, prompts, **options, drafter=None)
     assert np.asarray(said).tolist() == [
         p + t for p, t in zip(prompts, plain.tokens, strict=True)
@@ -337,7 +337,7 @@ def test_heads_learn_to_predict_the_target(whole, target, text):
     assert all(b < a for a, b in pairwise(losses))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(heads.params)} == {"bfloat16"}
     said = np.fromfile(folder / "work" / "heldout.own", np.int32)
-    said = said.reshape(-1, PROMPT + SPOKEN)
+    said = said.reshape(-1, PROMPT + GENERATED)
     bare = base_model(target)
     fresh = training.init_heads(heads.config, jax.random.key(0), jnp.float32)
     before = training.calibrated(Heads(fresh, heads.config), bare, said).config.accuracy
@@ -347,7 +347,7 @@ def test_heads_learn_to_predict_the_target(whole, target, text):
     for old, new in zip(before, after, strict=True):
         assert new[0] > old[0] + 0.1
     ranks = training.ranks_in(heads, bare, said, PROMPT - 1)
-    assert len(ranks) == len(said) * (SPOKEN - K)
+    assert len(ranks) == len(said) * (GENERATED - K)
     np.testing.assert_allclose(after, plain_table(ranks.tolist(), training.RANKS))
 
 

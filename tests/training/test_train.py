@@ -121,7 +121,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(whole, tmp_path, capsys):
     (step,) = saved_steps(tmp_path)
     assert 2 <= step < 4, "neither lost nor run to the next evaluation"
     said = capsys.readouterr().err
-    assert f"saved step {step} in {tmp_path}; the same command goes on there" in said
+    assert f"saved step {step} in {tmp_path}; run the same command to resume" in said
     assert_goes_on_to(whole, tmp_path, progress=True)
     assert f"going on from step {step}, saved in {tmp_path}" in capsys.readouterr().err
 
@@ -143,14 +143,14 @@ def test_it_stops_at_the_time_limit(whole, tmp_path):
 def test_saves_of_another_run_are_refused(tmp_path):
     fit(tmp_path, minutes=1e-9)
     other = dataclasses.replace(CONFIG, learning_rate=1.0, seed=3)
-    with pytest.raises(ValueError, match="another learning_rate, seed; give its"):
+    with pytest.raises(ValueError, match="another learning_rate, seed; use the same"):
         fit(tmp_path, config=other)
     assert saved_steps(tmp_path) == {1}
 
 
 def test_too_little_held_out_text_is_refused_before_training(tokens, tmp_path):
     model = tiny(1).config
-    with pytest.raises(ValueError, match="held-out text has 100 tokens; one batch"):
+    with pytest.raises(ValueError, match="held-out text has 100 tokens, but one batch"):
         train.fit(model, CONFIG, LOSS, tokens, tokens[:100], tmp_path / "work")
     assert not (tmp_path / "work").exists()
 

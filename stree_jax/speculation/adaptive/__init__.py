@@ -1,1 +1,1 @@
-"""Tree "auto": at every step it chooses how many tokens to draft, and which."""
+"""Tree "auto", which chooses at every step how many tokens to draft, and which."""

@@ -1,10 +1,12 @@
-"""Drafting level by level, for as long as another level is worth it.
+"""Drafts level by level, as long as another level is worth its time.
 
-Each level holds the W continuations of the level above that are most likely to be
-accepted as whole paths (EAGLE-2). Which of all of them are verified is decided later.
+Each level contains the W continuations of the level above whose whole paths are most
+likely to be accepted (EAGLE-2). Which of these candidates are verified is decided
+later.
 
-Letters: B rows, Q queried nodes, W nodes of a level, M most levels, C = W M candidates,
-V tokens of the vocabulary, d width of hidden states, K taps of a convolution.
+Letters: B rows, Q queried nodes, W nodes of a level, M maximum number of levels, C = W
+M candidates, V tokens of the vocabulary, d width of hidden states, K taps of a
+convolution.
 """
 
 from collections.abc import Callable
@@ -41,16 +43,17 @@ from stree_jax.speculation.drafters.lookup import History
 
 
 class Worth(Protocol):
-    """Whether another level is worth it."""
+    """A function that decides whether another level is worth its time."""
 
     def __call__(
         self, levels: jax.Array, value: jax.Array, passes: float = 1.0, /
     ) -> jax.Array:
-        """Returns bool [], given how many levels there are, [] int32.
+        """Returns [] bool: whether to compute another level.
 
         Args:
-          value: [B, W] float32, of the last level's nodes that it would go on from.
-          passes: of the model that it takes.
+          levels: [] int32. Number of levels so far.
+          value: [B, W] float32. Values of the nodes that the level would continue.
+          passes: forward passes of the draft model that the level takes.
         """
         ...
 
@@ -58,11 +61,11 @@ class Worth(Protocol):
 def catch_up(
     model: Model, state: State, history: History, chunk: int
 ) -> tuple[jax.Array, State, jax.Array]:
-    """Read the text that the model has not read, `chunk` tokens a pass.
+    """Feeds the text that a model has not read to it, `chunk` tokens per pass.
 
     Returns:
-      hidden states [B, 1, d] after the last token, the state, and how many passes it
-      took, [] int32.
+      Hidden states [B, 1, d] after the last token, the state, and the number of passes
+      [] int32.
     """
     batch, S = history.tokens.shape
 
@@ -88,17 +91,19 @@ def catch_up(
 
 @struct.dataclass
 class Grown:
-    """Levels so far.
+    """The levels computed so far.
 
     Attributes:
-      pool: of C candidates, level by level.
-      nodes: of the candidates, below a context that holds the root.
-      records: what the guesser keeps of the candidates, such as a model's records.
-      frontier: the last level, or the root.
-      levels: [] int32, how many there are.
-      passes: [] int32, that they took; of the root, that which read the text.
-      ahead: what was read below the frontier of the last pass, if a stage guesses;
-        `nodes` and `records` have room for it behind the candidates.
+      pool: the C candidates, level by level.
+      nodes: mask, depths and windows of the candidates, for a model whose state
+        contains the root.
+      records: data of the guesser about the candidates, such as a model's records.
+      frontier: the last level; at first, the root.
+      levels: [] int32. Number of levels.
+      passes: [] int32. Number of forward passes, including the one that read the text
+        and gave the logits after the root.
+      ahead: guesses of n-grams that the last pass read below its frontier, or None.
+        `nodes` and `records` have space for them after the candidates.
     """
 
     pool: Pool
@@ -112,13 +117,13 @@ class Grown:
 
 @struct.dataclass
 class Ahead:
-    """Guesses that were read with a frontier, G of them.
+    """The G guesses that a pass read in addition to its frontier.
 
     Attributes:
       tokens: [B, G] int32.
-      path: [B, G] uint32.
-      exists: [B, G] bool.
-      logits: [B, G, V] float32, after each.
+      path: [B, G] uint32. Hashes of the paths.
+      exists: [B, G] bool. False for padding.
+      logits: [B, G, V] float32. Logits after each guess.
     """
 
     tokens: jax.Array
@@ -129,14 +134,14 @@ class Ahead:
 
 @struct.dataclass
 class Frontier:
-    """The nodes to find children for: the last level, or at first the root.
+    """The nodes whose children come next: the last level; at first, the root.
 
     Attributes:
-      rows: [W] int32 among the candidates; -1 is the root.
-      mask: [B, W, C] bool, candidates on the path to each, itself included.
-      window: [B, W, K] int32, see `Nodes`.
-      value: [B, W] float32, 0 for padding.
-      path: [B, W] uint32.
+      rows: [W] int32. Their indices among the candidates; -1 for the root.
+      mask: [B, W, C] bool. Candidates on the path to each node, including the node.
+      window: [B, W, K] int32. See `Nodes`.
+      value: [B, W] float32. Values; 0 for padding.
+      path: [B, W] uint32. Hashes of the paths.
     """
 
     rows: jax.Array
@@ -157,16 +162,19 @@ def best_first(
     go_on: Callable[[Grown], jax.Array],
     least: jax.Array | float = 0.0,
 ) -> Grown:
-    """Returns candidates below the roots [B].
+    """Returns candidates below the roots, level by level.
 
     Args:
-      at_root: [B, 1, >= V] float32, logits after the root.
-      guesser: says what may come after the others.
-      probability: [Z] float32, of nodes by kind.
-      start: `nothing_grown`, of W nodes a level.
-      go_on: whether another level is worth it, bool [].
-      least: [] float32, nodes that are worth no more have no children, but for the best
-        one of a level.
+      at_root: [B, 1, >= V] float32. Logits after the root.
+      guesser: computes the logits after other nodes.
+      root: [B] int32. Tokens of the roots.
+      dist: the distribution of the tokens below the root.
+      rule: the acceptance rule.
+      probability: [Z] float32. Acceptance probability of nodes by kind.
+      start: result of `nothing_grown` for levels of W nodes.
+      go_on: returns [] bool, whether another level is worth its time.
+      least: [] float32. Nodes of at most this value get no children, except the best
+        node of each level.
     """
     batch, W = start.frontier.value.shape
     depth = start.pool.tokens.shape[1] // W
@@ -203,26 +211,28 @@ def with_level(
     *,
     first: bool = False,
 ) -> Grown:
-    """Adds the next level: the W children of the frontier of most value.
+    """Adds the next level: the W children of the frontier with the largest values.
 
     Args:
-      best, guess: [B, W or 1, W] float32 and int32, the best scores after the
+      grown: the levels so far.
+      best, guess: [B, W or 1, W] float32 and int32. The best scores after the
         frontier's nodes, and their tokens.
-      total: [B, W or 1, 1] float32, what a score is the logarithm over.
-      probability: [Z] float32, of nodes by kind.
-      first: whether it is `nothing_grown`, of which nothing need be made then.
+      total: [B, W or 1, 1] float32. The log-sum-exp of all scores.
+      probability: [Z] float32. Acceptance probability of nodes by kind.
+      first: True if `grown` is the result of `nothing_grown`, whose tables need not be
+        computed then.
     """
     pool, nodes, above, d = grown.pool, grown.nodes, grown.frontier, grown.levels
     C, W, taps = pool.tokens.shape[1], best.shape[2], nodes.window.shape[2]
-    said = best, guess.astype(jnp.int32), total, probability
+    scores = best, guess.astype(jnp.int32), total, probability
     if first:
         ahead = nodes.depth.shape[1] - C
-        new = _first_level(*said, depth=C // W, taps=taps, ahead=ahead)
+        new = _first_level(*scores, depth=C // W, taps=taps, ahead=ahead)
     else:
         frontier = above.mask, above.window, above.value, above.path
         candidates = pool.tokens, pool.parents, pool.value, pool.kind, pool.path
         new = Tables(*frontier, *candidates, nodes.mask, nodes.depth, nodes.window)
-        new = _next_level(*said, d[None], new)
+        new = _next_level(*scores, d[None], new)
     rows = d * W + jnp.arange(W, dtype=jnp.int32)
     return replace(
         grown,
@@ -234,12 +244,14 @@ def with_level(
 
 
 class Tables(NamedTuple):
-    """All that another level changes, N being the nodes, at least C.
+    """The arrays that another level changes. N >= C is the number of nodes.
 
     Attributes:
-      mask, window, value, path: the frontier's, [B, W, C], [B, W, K] and [B, W].
-      tokens, parents, values, kinds, paths: the candidates', [B, C].
-      nodes, depth, windows: mask [B, N, N], depth [B, N] and window [B, N, K] of nodes.
+      mask, window, value, path: fields of the frontier, [B, W, C], [B, W, K], [B, W]
+        and [B, W].
+      tokens, parents, values, kinds, paths: fields of the pool, [B, C].
+      nodes, depth, windows: mask [B, N, N], depth [B, N] and window [B, N, K] of the
+        nodes.
     """
 
     mask: jax.Array
@@ -256,12 +268,12 @@ class Tables(NamedTuple):
     windows: jax.Array
 
 
-MOST_WIDTH = 64  # nodes of a level, for the kernels
+MAX_WIDTH = 64  # maximum nodes of a level in the kernels
 CONSTANTS = dict(prime=PRIME, step=LOGIT_STEP, model_kinds=MODEL_KINDS)
 
 
 def _too_wide(best: jax.Array, *_: Any, **__: Any) -> bool:
-    return best.shape[2] > MOST_WIDTH
+    return best.shape[2] > MAX_WIDTH
 
 
 @cpu_kernel(
@@ -283,9 +295,9 @@ def _next_level(
     """Returns the tables after another level.
 
     Args:
-      best, guess, total, probability: as of `with_level`.
-      level: [1] int32, its number.
-      tables: before it.
+      best, guess, total, probability: see `with_level`.
+      level: [1] int32. Index of the level.
+      tables: the tables before the level.
     """
     mask, window, value, path, *others = tables
     (batch, W, C), taps, d = mask.shape, window.shape[2], level[0]
@@ -318,12 +330,13 @@ def _next_level(
         return lax.dynamic_update_slice_in_dim(table, new, d * W, axis=1)
 
     wide = jnp.pad(mask, ((0, 0), (0, 0), (0, tables.nodes.shape[2] - C)))
-    news = token, above, worth, of(kind), path, wide, d, window
-    written = (write(table, new) for table, new in zip(others, news, strict=True))
+    updates = token, above, worth, of(kind), path, wide, d, window
+    written = (write(table, new) for table, new in zip(others, updates, strict=True))
     return Tables(mask, window, worth, path, *written)
 
 
 def _tables_shapes(B: int, W: int, *, depth: int, taps: int, ahead: int) -> Tables:
+    """Returns the shapes and dtypes of `Tables`."""
     K, C, N = taps, W * depth, W * depth + ahead
 
     def of(dtype: Any, *shape: int) -> Any:
@@ -352,7 +365,7 @@ def _first_level(
     taps: int,
     ahead: int,
 ) -> Tables:
-    """Returns the tables after the first level, which is below the root."""
+    """Returns the tables after the first level, the children of the root."""
     sizes = dict(depth=depth, taps=taps, ahead=ahead)
     root = _only_root(best.shape[0], best.shape[2], **sizes)
     args = best, guess, total, probability, jnp.zeros((1,), jnp.int32)
@@ -360,7 +373,7 @@ def _first_level(
 
 
 def _only_root(batch: int, width: int, *, depth: int, taps: int, ahead: int) -> Tables:
-    """Returns tables of no level, with the root alone in the frontier."""
+    """Returns tables without levels; the frontier contains only the root."""
     shapes = _tables_shapes(batch, width, depth=depth, taps=taps, ahead=ahead)
     zeros = jax.tree.map(lambda z: jnp.zeros(z.shape, z.dtype), shapes)
     last_tokens = jnp.arange(taps, dtype=jnp.int32) - 1  # the window after the text
@@ -371,23 +384,25 @@ def _only_root(batch: int, width: int, *, depth: int, taps: int, ahead: int) -> 
 
 
 Guesser = Callable[[Grown], tuple[jax.Array, Grown]]
-"""What may come after the frontier's nodes: logits [B, W, >= V], or [B, 1, >= V] where
-they are the same for all; and what has grown, with records of what was read."""
+"""A function that returns the logits after the frontier's nodes, [B, W, >= V], or [B,
+1, >= V] if they are the same for all nodes; and `Grown` with updated records."""
 
 
 def by_model(model: Model, state: State, hands_down: bool = False) -> Guesser:
-    """Returns a guesser that reads the frontier with a model.
+    """Returns a guesser that runs a model on the frontier.
 
     Args:
-      state: the model's, after the root.
-      hands_down: whether each node also reads its parent's hidden state, as MTP layers
-        do. `Grown.records` is then a pair: the records, and hidden states
-        [B, 1 + C, d] float32 of the root and the candidates.
+      model: the draft model.
+      state: the model's state after the root.
+      hands_down: True if each node also reads its parent's hidden state, as in MTP
+        layers. `Grown.records` is then a pair: the records, and the hidden states [B,
+        1 + C, d] float32 of the root and the candidates.
     """
 
     def guess(grown: Grown) -> tuple[jax.Array, Grown]:
         above, C = grown.frontier, grown.pool.tokens.shape[1]
-        # The best come first. Of a batch, as many are read as of the row with the most.
+        # The best nodes come first. Every row of a batch computes as many nodes as the
+        # row with the largest number.
         count = (above.value > 0).sum(axis=1, dtype=jnp.int32).max()
         place = jnp.arange(above.rows.shape[0], dtype=jnp.int32)
         valid_count = jnp.full(above.value.shape[:1], count)
@@ -414,16 +429,16 @@ def by_model(model: Model, state: State, hands_down: bool = False) -> Guesser:
 
 
 def of_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns rows [B, W] of a table [B, C, ...]."""
+    """Returns the entries at indices `rows` [B, W] of a table [B, C, ...]."""
     return jax.vmap(lambda one, at: one[at])(table, rows)
 
 
 def by_depth(logits: jax.Array, alike: bool) -> Guesser:
-    """Returns a guesser whose guesses go by depth alone.
+    """Returns a guesser whose logits depend only on the depth.
 
     Args:
-      logits: [B, M, >= V] float32, of the tokens at depths 1 .. M.
-      alike: whether what is drawn depends on nothing else, either.
+      logits: [B, M, >= V] float32. Logits of the tokens at depths 1 .. M.
+      alike: True if the chosen tokens depend only on the depth, too.
     """
 
     def guess(grown: Grown) -> tuple[jax.Array, Grown]:
@@ -438,17 +453,20 @@ def by_depth(logits: jax.Array, alike: bool) -> Guesser:
 def nothing_grown(
     model: Model | None, batch: int, width: int, depth: int, ahead: int = 0
 ) -> Grown:
-    """Returns the root, and space for `depth` levels of `width` candidates.
+    """Returns a `Grown` without levels, with space for all candidates.
 
     Args:
-      model: that reads them; None: nobody does.
-      ahead: G, guesses that are read with a level.
+      model: the model that reads the candidates, or None.
+      batch: B.
+      width: W.
+      depth: M.
+      ahead: G, the number of guesses that are read with a level.
     """
     W, C, taps = width, width * depth, 1 if model is None else model.config.conv_taps
     records: Records = ()
     if model is not None:
-        room = batch, C + ahead, param_dtype(model.params)
-        records = init_records(model.config, *room)
+        dtype = param_dtype(model.params)
+        records = init_records(model.config, batch, C + ahead, dtype)
     tables = _only_root(batch, width, depth=depth, taps=taps, ahead=ahead)
     return Grown(
         pool=Pool(*tables[4:9], jnp.zeros((batch, C), bool)),

@@ -1,8 +1,8 @@
-"""How often nodes of each kind are right, learnt while decoding.
+"""Counts how often nodes of each kind are accepted while decoding.
 
-A drafter's own probability, or the length of a match, says how good a node is compared
-with others; how often such nodes are accepted, here, is counted. Counts fade, so that
-they are of the text at hand.
+A node's kind is its draft model's probability, or the length of its match, in classes.
+It ranks nodes; how often nodes of a kind are accepted is counted. Counts decay, so that
+they describe the recent text.
 
 Letters: B rows, T nodes, M depth of the tree, Z kinds of nodes.
 """
@@ -17,54 +17,61 @@ from stree_jax.speculation.accept import Accepted
 from stree_jax.speculation.adaptive.pool import KINDS, LOOKUP_KINDS, MODEL_KINDS
 from stree_jax.speculation.draft import Draft
 
-FADES = 0.99  # a step
-PRIOR_WEIGHT = 3.0  # nodes
-LOGIT_STEP = 8.0 / MODEL_KINDS  # between kinds, of a probability's logit, from -4 on
-LONGEST = LOOKUP_KINDS // 2  # matched tokens that make a difference
+FADES = 0.99  # decay of the counts per step
+PRIOR_WEIGHT = 3.0  # weight of the prior, as a number of observed nodes
+# Width of a class in the logit of the draft model's probability. Classes begin at -4.
+LOGIT_STEP = 8.0 / MODEL_KINDS
+LONGEST = LOOKUP_KINDS // 2  # maximum match length that is distinguished
 
-# Before anything was seen: the drafter is believed, and matches are by their length,
-# for the first continuation of a place and for the others.
+# Prior acceptance rates. For the draft model, its own probability. For matches by their
+# length: the best continuation at a position, and the others.
 _BELIEVED = 1 / (1 + np.exp(4 - LOGIT_STEP * (np.arange(MODEL_KINDS) + 0.5)))
 _MATCHED = [0.03, 0.08, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9]
 _OTHERS = [0.01, 0.02, 0.03, 0.04, 0.05, 0.05, 0.05, 0.05]
 PRIOR = np.asarray([*_BELIEVED, *_MATCHED, *_OTHERS], np.float32)
-# A text that is drawn repeats itself less than one that is always the likeliest.
+# Sampled text repeats itself less often than greedy text.
 _DRAWN = [0.5 * p for p in (*_MATCHED, *_OTHERS)]
 PRIOR_SAMPLED = np.asarray([*_BELIEVED, *_DRAWN], np.float32)
 
 
 @struct.dataclass
 class Counts:
-    """Attributes:
-    right, tried: [Z] float32, nodes of each kind, faded.
+    """Numbers of nodes of each kind, decayed.
+
+    Attributes:
+      right: [Z] float32. Nodes that were accepted.
+      tried: [Z] float32. Nodes whose parents were accepted.
     """
 
     right: jax.Array
     tried: jax.Array
 
     def probability(self, sampled: bool) -> jax.Array:
-        """Returns [Z] float32, that a node is right once its parent is."""
+        """Returns, for each kind [Z] float32, the estimated probability that a node is
+        accepted if its parent is."""
         prior = jnp.asarray(PRIOR_SAMPLED if sampled else PRIOR)
         return (self.right + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT)
 
 
 def no_counts() -> Counts:
+    """Returns counts of 0."""
     return Counts(jnp.zeros((KINDS,), jnp.float32), jnp.zeros((KINDS,), jnp.float32))
 
 
 def model_kind(probability: jax.Array) -> jax.Array:
-    """Returns kinds [...] int32 of nodes that a drafter gives such a probability."""
+    """Returns the kinds [...] int32 of nodes by the draft model's probabilities."""
     odds = jnp.log(probability) - jnp.log1p(-probability)
     place = jnp.floor((odds + 4.0) / LOGIT_STEP)
     return jnp.clip(place, 0, MODEL_KINDS - 1).astype(jnp.int32)
 
 
 def lookup_kind(matched: jax.Array, first: jax.Array) -> jax.Array:
-    """Returns kinds [...] int32 of nodes below so many matched tokens.
+    """Returns the kinds [...] int32 of nodes from prompt lookup.
 
     Args:
-      matched: [...] int32, at least 1.
-      first: [...] bool, whether no longer or later match goes on otherwise there.
+      matched: [...] int32. Number of matched tokens before the node, at least 1.
+      first: [...] bool. Whether the node belongs to the best match of its parent's
+        position (the longest, then the most recent).
     """
     length = jnp.minimum(matched, LONGEST) - 1
     return MODEL_KINDS + jnp.where(first, 0, LONGEST) + length
@@ -73,12 +80,16 @@ def lookup_kind(matched: jax.Array, first: jax.Array) -> jax.Array:
 def count(
     counts: Counts, draft: Draft, accepted: Accepted, rows: str | None = None
 ) -> Counts:
-    """Counts after a step: all children of accepted nodes were put to the test.
+    """Returns the counts after a step, in which all children of accepted nodes were
+    tested.
 
     Args:
-      rows: as of `Spec`.
+      counts: the counts before the step.
+      draft: the tree of the step.
+      accepted: the accepted path.
+      rows: see `Spec.rows`.
     """
-    assert draft.kind is not None  # who values nodes says of which kind they are
+    assert draft.kind is not None  # set by `best_tree`
     above = jnp.maximum(draft.layout.depth - 1, 0)
 
     def of_parent(table: jax.Array) -> jax.Array:

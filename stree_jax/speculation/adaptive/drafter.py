@@ -1,10 +1,10 @@
-"""A drafter that looks ahead: candidates from the text and from a drafter, in one pool.
+"""The drafter of tree "auto": one pool of candidates from prompt lookup and a drafter.
 
-It drafts before the tree's size is known: `AdaptivePolicy.choose` has it look up
-continuations and, where that is faster, search levels with another drafter. `propose`
-takes as many of the best candidates as the policy chose.
+It drafts before the tree's size is known. `AdaptivePolicy.choose` calls it to look up
+continuations and, if that is faster, to search levels with another drafter. `propose`
+returns the best candidates, as many as the policy chose.
 
-Letters: B rows, W nodes of a level, M most levels.
+Letters: B rows, W nodes of a level, M maximum number of levels.
 """
 
 from collections.abc import Sequence
@@ -50,10 +50,10 @@ class Looking:
 
     Attributes:
       history: the text.
-      searching: the searcher's state; None for lookup alone.
-      passes: [B] int32, of the searcher since the prompts were read.
-      guessing: [B] int32, those of them that read guesses of a stage, too.
-      draft: the largest tree; the next one is its first nodes.
+      searching: the searcher's state. None if only prompt lookup drafts.
+      passes: [B] int32. The searcher's forward passes since the prompts were read.
+      guessing: [B] int32. Those of the passes that also read guesses of n-grams.
+      draft: the largest tree, whose first nodes are the next tree.
     """
 
     history: History
@@ -63,18 +63,18 @@ class Looking:
     draft: Draft
 
     def kept(self) -> DraftState:
-        """Returns the searcher's state; a continuation has the text itself."""
+        """Returns the searcher's state; a continuation is given the text anyway."""
         return self.searching
 
 
 @struct.dataclass
 class AdaptiveDrafter(DrafterBase):
-    """Prompt lookup, with or without a drafter beside it.
+    """Prompt lookup, optionally combined with another drafter.
 
     Attributes:
-      searcher: drafts where the text does not repeat itself; None for lookup alone.
-      width, depth: W and M, of the searcher's levels.
-      largest: the largest tree; a looked-up continuation is as deep.
+      searcher: the other drafter, or None.
+      width, depth: W and M, the sizes of the searcher's levels.
+      largest: the largest tree. Continuations from prompt lookup have its depth.
     """
 
     searcher: Searcher | None
@@ -124,17 +124,23 @@ class AdaptiveDrafter(DrafterBase):
         )
 
     def tokens_behind(self, state: Looking) -> jax.Array:
-        """Returns how many tokens [B] int32 the searcher must read before it drafts."""
+        """Returns the numbers of tokens [B] int32 that the searcher must read before it
+        can draft."""
         length = state.history.length
         if self.searcher is None:
             return jnp.zeros_like(length)
         return self.searcher.unread(state.searching, length)
 
     def look(self, state: Looking, probability: jax.Array) -> Pool:
-        """Returns candidates from the text, and space for the searcher's behind
-        them."""
-        room = 0 if self.searcher is None else self.width * self.depth
-        return look_up(state.history, probability, self.largest.depth, room)
+        """Returns candidates from prompt lookup, followed by space for the searcher's
+        candidates.
+
+        Args:
+          state: the drafter's state.
+          probability: [Z] float32. Acceptance probability of nodes by kind.
+        """
+        extra = 0 if self.searcher is None else self.width * self.depth
+        return look_up(state.history, probability, self.largest.depth, extra)
 
     def add_levels(
         self,
@@ -147,24 +153,29 @@ class AdaptiveDrafter(DrafterBase):
         worth: Worth,
         least: jax.Array,
     ) -> tuple[Looking, Pool, jax.Array, jax.Array]:
-        """Adds the searcher's candidates, in the space that `look` left.
+        """Adds the searcher's candidates to the pool, in the space that `look` left.
 
         Args:
-          least: as of `best_first`.
+          state: the drafter's state.
+          pool: the result of `look`.
+          root, dist, rule: see `Drafter.propose`.
+          probability: [Z] float32. Acceptance probability of nodes by kind.
+          worth: decides whether another level is worth its time.
+          least: see `best_first`.
 
         Returns:
-          the state; the pool; how many passes the levels took, [] int32, that which
-          reached the root included; their nodes' values [B, M, W].
+          The state; the pool; the number of passes [] int32 for the levels, including
+          the pass that read the root; and the values of the levels' nodes [B, M, W].
         """
         assert self.searcher is not None
         size, spare = (self.width, self.depth), self.largest.depth + 1
         query = Query(state.history, dist, rule, *size, spare, worth)
         searching, search = self.searcher.search(state.searching, query)
-        given = search.at_root, search.guesser, root, dist, rule, probability
-        grown = best_first(*given, search.start, search.go_on, least)
+        args = search.at_root, search.guesser, root, dist, rule, probability
+        grown = best_first(*args, search.start, search.go_on, least)
         own, more = grown.pool, jnp.int32(0)
         if search.passes_by_level:
-            more = grown.passes - 1  # without the one that reached the root
+            more = grown.passes - 1  # `search.passes` counts the pass over the root
         values = own.value.reshape(-1, self.depth, self.width)
         guessing = state.guessing
         if self.searcher.without_guesses() is not self.searcher:
@@ -183,14 +194,14 @@ class AdaptiveDrafter(DrafterBase):
     ) -> tuple[Draft, Looking]:
         if tree.size == 1:
             return only_root(root), state
-        # A draft that stayed as it is would be the same throughout the loop over steps
-        # of one size. XLA would take the work on it, such as the first layer's product,
-        # out of every size's loop, to be done at each step whatever its size.
+        # Clear the draft. Unchanged, it would be invariant in the loop over steps of
+        # one size. XLA would then move work on it, such as the first layer's product,
+        # out of the loops of all sizes, and every step would do it for all sizes.
         draft = state.draft
         parents = jnp.zeros_like(draft.layout.parents)
         layout = replace(draft.layout, parents=parents)
         used_up = replace(draft, tokens=jnp.zeros_like(draft.tokens), layout=layout)
-        assert isinstance(tree, Budget)  # the menu of an `AdaptivePolicy`
+        assert isinstance(tree, Budget)  # as all trees of an `AdaptivePolicy`
         return first_nodes(draft, tree), replace(state, draft=used_up)
 
     def commit(self, state: Looking, update: Update) -> Looking:
@@ -202,6 +213,6 @@ class AdaptiveDrafter(DrafterBase):
         return replace(state, searching=searching, passes=passes)
 
     def observe(self, state: Looking, update: Update) -> Looking:
-        assert self.searcher is not None  # of `observes_prompts`
+        assert self.searcher is not None  # checked by `observes_prompts`
         searching = self.searcher.observe(state.searching, update)
         return replace(state, searching=searching)  # the history has the prompts

@@ -1,13 +1,13 @@
-"""Levels of tree "auto" through a stage: n-grams guess what a model is going to read.
+"""Staged drafting for tree "auto": n-grams guess the levels of a draft model.
 
-A pass of the model reads its frontier, and below it what n-grams think the next levels
-will be. Nodes of a later level that are among these need no pass any more. What is read
-is what the model alone would have read, and so are the values of all candidates; only
-that a node is left without children where it was not guessed, others of its level were,
-and a pass for it would not be worth its time.
+A pass of the draft model reads its frontier, and below it the next levels as guessed by
+n-grams. Nodes of a later level that were guessed need no further pass. The model reads
+the same nodes as without guesses, so the values of all candidates are the same. One
+thing differs: if some nodes of a level were guessed, the others get no children unless
+a pass for them is worth its time.
 
-Letters: B rows, W nodes of a level, A levels that are guessed, Wg guesses of a level,
-G = A Wg guesses of a pass, C candidates, n the n-grams' order, N candidates of a
+Letters: B rows, W nodes of a level, A levels that are guessed, Wg guesses per level,
+G = A Wg guesses per pass, C candidates, n order of the n-grams, N candidates of a
 lookup, V tokens of the vocabulary, d width of hidden states, K taps of a convolution.
 """
 
@@ -40,12 +40,12 @@ from stree_jax.speculation.gain import staged_passes
 
 @struct.dataclass
 class Stage:
-    """N-grams, and how far they guess.
+    """N-grams that guess for a draft model, and the size of their guesses.
 
     Attributes:
-      ngrams: see there.
-      ahead: A.
-      width: Wg.
+      ngrams: the n-gram table.
+      ahead: A, the number of levels that are guessed.
+      width: Wg, the number of guesses per level.
     """
 
     ngrams: NGrams
@@ -53,17 +53,17 @@ class Stage:
     width: int = struct.field(pytree_node=False)
 
     @property
-    def room(self) -> int:
-        """G."""
+    def guesses(self) -> int:
+        """G, the number of guesses per pass."""
         return self.ahead * self.width
 
 
 @struct.dataclass
 class GuessedLevels(ModelLevels):
-    """A draft model whose levels are guessed.
+    """A searcher with a draft model whose levels are guessed by n-grams.
 
     Attributes:
-      stage: guesses them.
+      stage: the n-grams.
     """
 
     stage: Stage
@@ -72,18 +72,19 @@ class GuessedLevels(ModelLevels):
         return ModelLevels(self.model)
 
     def expected_levels(self, levels: int) -> float:
-        """Returns how many of so many levels a pass is expected to reach."""
-        asked = self.stage.ngrams.rates, self.stage.ahead, self.stage.width
-        return levels / staged_passes(levels, *asked)
+        """Returns the expected number of levels per pass, for drafts of `levels`
+        levels."""
+        args = self.stage.ngrams.rates, self.stage.ahead, self.stage.width
+        return levels / staged_passes(levels, *args)
 
     def _levels(self, state: State, query: Query) -> tuple[Any, Any, Any]:
         text = query.text.tokens, query.text.length
-        asked = self.stage, text, query.dist, query.rule, query.worth
-        guesser = by_stage(self.model, state, *asked)
+        args = self.stage, text, query.dist, query.rule, query.worth
+        guesser = by_stage(self.model, state, *args)
         batch = query.text.length.shape[0]
-        size = batch, query.width, query.depth, self.stage.room
+        size = batch, query.width, query.depth, self.stage.guesses
         start = nothing_grown(self.model, *size)
-        start = replace(start, ahead=room_ahead(self.model, batch, self.stage))
+        start = replace(start, ahead=no_guesses(self.model, batch, self.stage))
         return guesser, start, partial(goes_on, query.worth)
 
     def search_reads(
@@ -95,19 +96,20 @@ class GuessedLevels(ModelLevels):
         return [*own, Reads("n-gram", guessing, table, contexts)]
 
     def key(self) -> str:
-        # What the n-grams say does not change a pass.
+        # Step times depend on the sizes of the table, not on its contents.
         stage = f"{self.stage.ngrams}, {self.stage.ahead} x {self.stage.width} guesses"
         return f"{super().key()} {stage}"
 
 
 @struct.dataclass
 class Below:
-    """Guessed nodes of a level, or the frontier that they are guessed below.
+    """The guessed nodes of a level, or the frontier below which they are guessed.
 
     Attributes:
-      rows: [Wg] int32, among candidates and guesses.
-      tokens, path, value, mask, window: of each, as of `Frontier`.
-      context: [B, Wg, n - 1] int32, the last tokens up to each.
+      rows: [Wg] int32. Their indices among candidates and guesses.
+      tokens: [B, Wg] int32.
+      path, value, mask, window: see `Frontier`.
+      context: [B, Wg, n - 1] int32. The last tokens up to and including each node.
     """
 
     rows: jax.Array
@@ -119,9 +121,9 @@ class Below:
     context: jax.Array
 
 
-def room_ahead(model: Model, batch: int, stage: Stage) -> Ahead:
-    """Returns space for guesses, none of which was read."""
-    shape = batch, stage.room
+def no_guesses(model: Model, batch: int, stage: Stage) -> Ahead:
+    """Returns an `Ahead` in which all guesses are padding."""
+    shape = batch, stage.guesses
     zeros = jnp.zeros(shape, jnp.int32)
     _, V = jax.eval_shape(_logits_of_one, model).shape
     logits = jnp.zeros((*shape, V), jnp.float32)
@@ -141,12 +143,16 @@ def by_stage(
     rule: Rule,
     worth: Worth,
 ) -> Guesser:
-    """Returns a guesser that reads the frontier with a model where it was not guessed.
+    """Returns a guesser that runs a model on the nodes of the frontier that were not
+    guessed.
 
     Args:
-      state: of the model, after the root.
-      text: [B, S] int32 and lengths [B], the root the last token that counts.
-      worth: whether a pass is worth it.
+      model: the draft model.
+      state: the model's state after the root.
+      stage: the n-grams.
+      text: [B, S] int32 and lengths [B]. The last valid token is the root.
+      dist, rule: see `Drafter.propose`.
+      worth: decides whether a pass is worth its time.
     """
     tail = stage.ngrams.tail(*text).tokens
 
@@ -179,12 +185,12 @@ def by_stage(
         front = grown.frontier
         known, at = found(grown)
         needed = worth(grown.levels, jnp.where(known, 0.0, front.value))
-        assert grown.ahead is not None  # of `room_ahead`
+        assert grown.ahead is not None  # set by `no_guesses`
         logits = jnp.take_along_axis(grown.ahead.logits, at[..., None], axis=1)
         pool = _marked(grown.pool, front.rows, known)
         records = _with_read(grown, known, at)
         grown = replace(grown, pool=pool, records=records)
-        # A loop that runs once, if at all: a conditional would copy the records.
+        # A loop that runs at most once, because a conditional would copy the records.
         start = needed, logits, grown
         _, logits, grown = lax.while_loop(lambda carry: carry[0], run, start)
         value = jnp.where(needed | known, front.value, 0.0)
@@ -194,7 +200,8 @@ def by_stage(
 
 
 def goes_on(worth: Worth, grown: Grown) -> jax.Array:
-    """True if another level is worth it, without a pass or with one."""
+    """True if another level is worth its time, with a pass of the model or without (for
+    the nodes that were guessed)."""
     value = grown.frontier.value
     known, _ = found(grown)
     free = worth(grown.levels, jnp.where(known, value, 0.0), 0.0)
@@ -202,34 +209,35 @@ def goes_on(worth: Worth, grown: Grown) -> jax.Array:
 
 
 def found(grown: Grown) -> tuple[jax.Array, jax.Array]:
-    """Returns which nodes of the frontier [B, W] were read as guesses, and as which of
-    them."""
+    """Returns which nodes of the frontier were read as guesses [B, W] bool, and their
+    indices among the guesses [B, W] int32."""
     front, ahead = grown.frontier, grown.ahead
-    assert ahead is not None  # of `room_ahead`
+    assert ahead is not None  # set by `no_guesses`
     tokens = grown.pool.tokens[:, jnp.maximum(front.rows, 0)]
     same = (front.path[..., None] == ahead.path[:, None]) & ahead.exists[:, None]
-    same &= tokens[..., None] == ahead.tokens[:, None]  # paths may share a number
+    same &= tokens[..., None] == ahead.tokens[:, None]  # hashes of paths may collide
     known = same.any(axis=2) & (front.value > 0)
     return known & (grown.levels > 0), jnp.argmax(same, axis=2).astype(jnp.int32)
 
 
 def _marked(pool: Pool, rows: jax.Array, known: jax.Array) -> Pool:
-    """Marks the nodes that were guessed, so that the model need not read them."""
+    """Returns the pool with `guessed` set for the nodes of the frontier that were
+    guessed."""
     rows = jnp.maximum(rows, 0)
     marked = pool.guessed.at[:, rows].set(pool.guessed[:, rows] | known)
     return replace(pool, guessed=marked)
 
 
 def _with_read(grown: Grown, known: jax.Array, at: jax.Array) -> tuple:
-    """Copies the records of guesses that are in the frontier to its nodes."""
+    """Copies the records of right guesses to the nodes of the frontier."""
     rows, C = jnp.maximum(grown.frontier.rows, 0), grown.pool.tokens.shape[1]
 
     def moved(table: jax.Array) -> jax.Array:
-        beside = [1] * (table.ndim - 2)
-        read = jnp.take_along_axis(table, (C + at).reshape(*at.shape, *beside), axis=1)
-        stay = table[:, rows]
-        right = known.reshape(*known.shape, *beside)
-        return table.at[:, rows].set(jnp.where(right, read, stay))
+        trailing = [1] * (table.ndim - 2)
+        index = (C + at).reshape(*at.shape, *trailing)
+        read = jnp.take_along_axis(table, index, axis=1)
+        right = known.reshape(*known.shape, *trailing)
+        return table.at[:, rows].set(jnp.where(right, read, table[:, rows]))
 
     return jax.tree.map(moved, grown.records)
 
@@ -237,10 +245,14 @@ def _with_read(grown: Grown, known: jax.Array, at: jax.Array) -> tuple:
 def _guesses(
     grown: Grown, stage: Stage, tail: jax.Array, dist: Distribution, rule: Rule
 ) -> list[Below]:
-    """Returns A levels below the frontier, by the n-grams' values of whole paths.
+    """Returns A guessed levels below the frontier: the paths with the largest values
+    by the n-grams.
 
     Args:
-      tail: [B, n - 1] int32, the end of the text.
+      grown: the levels so far.
+      stage: the n-grams.
+      tail: [B, n - 1] int32. The last tokens of the text.
+      dist, rule: see `Drafter.propose`.
     """
     front, pool = grown.frontier, grown.pool
     C = pool.tokens.shape[1]
@@ -249,7 +261,7 @@ def _guesses(
         tokens=pool.tokens[:, front.rows],
         path=front.path,
         value=front.value,
-        mask=jnp.pad(front.mask, ((0, 0), (0, 0), (0, stage.room))),
+        mask=jnp.pad(front.mask, ((0, 0), (0, 0), (0, stage.guesses))),
         window=front.window,
         context=_contexts(pool, front.rows, grown.levels, tail),
     )
@@ -269,19 +281,23 @@ def _guessed_level(
     dist: Distribution,
     rule: Rule,
 ) -> Below:
-    """Returns the likeliest children of a level, to be nodes `rows` [Wg].
+    """Returns the likeliest children of a level.
 
     Args:
-      depth: [] int32, the level's.
+      above: the level.
+      rows: [Wg] int32. Indices of the children among candidates and guesses.
+      depth: [] int32. Depth of the level.
+      ngrams: the n-gram table.
+      dist, rule: see `Drafter.propose`.
     """
     batch, width = above.tokens.shape[0], rows.shape[0]
     noise = None
     if dist.sampling is not None and rule.drafting == "coupled":
         noise = dist.noise(depth)[:, None]
     tokens, chance = perturbed(ngrams, above.context, ngrams.scale(dist), noise)
-    chance = jax.nn.softmax(chance, axis=-1)  # of these few
+    chance = jax.nn.softmax(chance, axis=-1)  # normalised over the found tokens only
     value = (above.value[..., None] * chance).reshape(batch, -1)
-    most = min(width, value.shape[1])  # a short list is filled up with impossible ones
+    most = min(width, value.shape[1])  # a shorter list is padded with nodes of value 0
     short = ((0, 0), (0, width - most))
     value, chosen = (jnp.pad(best, short) for best in lax.top_k(value, most))
     parent = (chosen // tokens.shape[2]).astype(jnp.int32)
@@ -310,7 +326,7 @@ def _guessed_level(
 
 
 def _with_guesses(grown: Grown, guessed: list[Below]) -> Nodes:
-    """Returns the candidates' nodes, and behind them the guesses."""
+    """Returns the nodes of the candidates, followed by those of the guesses."""
     C, nodes = grown.pool.tokens.shape[1], grown.nodes
     depth = [nodes.depth[:, :C]]
     for j, level in enumerate(guessed):
@@ -327,12 +343,14 @@ def _with_guesses(grown: Grown, guessed: list[Below]) -> Nodes:
 def _contexts(
     pool: Pool, rows: jax.Array, levels: jax.Array, tail: jax.Array
 ) -> jax.Array:
-    """Returns the last n - 1 tokens [B, W, n - 1] up to nodes `rows` [W] of the last
+    """Returns the last n - 1 tokens [B, W, n - 1] up to and including nodes of the last
     level.
 
     Args:
-      levels: [] int32, the candidates' depth below the root.
-      tail: [B, n - 1] int32, the last tokens of the text, the root included.
+      pool: the candidates.
+      rows: [W] int32. Indices of the nodes.
+      levels: [] int32. Depth of the nodes below the root.
+      tail: [B, n - 1] int32. The last tokens of the text, including the root.
     """
     batch, count = tail.shape
     row = jnp.broadcast_to(rows[None], (batch, rows.shape[0]))

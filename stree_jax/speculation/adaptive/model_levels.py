@@ -1,4 +1,4 @@
-"""A drafting model for tree "auto": it reads the text only when it is asked to draft.
+"""A draft model for tree "auto", which reads the text only when it drafts.
 
 Letters: B rows.
 """
@@ -31,17 +31,19 @@ from stree_jax.speculation.drafter import (
 )
 from stree_jax.speculation.drafters.reading import model_state
 
-READ_CHUNK = 8  # tokens of text that a drafting model reads in a pass
+READ_CHUNK = 8  # tokens of text per forward pass of the draft model
 
 
 @struct.dataclass
 class ModelLevels(Searcher):
-    """A model; its state is a `State`, behind the text or after all of it."""
+    """A searcher with a draft model. Its state is a `State`, which may lag behind the
+    text."""
 
     model: Model
 
     def init(self, prompts: Prompts, past: DraftState | None) -> State:
-        """Returns the state after the prompts, or before those not to be read now."""
+        """Returns the state after the prompts. If `prompts.read` is False, the prompts
+        are not read yet."""
         model, read = self.model, model_state(past)
         text, capacity = (prompts.token_ids, prompts.lengths), prompts.capacity
         if prompts.read is None:
@@ -54,7 +56,7 @@ class ModelLevels(Searcher):
             return jnp.bool_(False), read_text(model, *text, capacity, carry[1])
 
         start = prompts.read, grow(read, capacity)
-        # A loop that runs at most once: a conditional would copy the state.
+        # A loop that runs at most once, because a conditional would copy the state.
         return lax.while_loop(lambda carry: carry[0], once, start)[1]
 
     def commit(self, state: State, update: Update) -> State:
@@ -70,7 +72,7 @@ class ModelLevels(Searcher):
         return state, Search(*begun)
 
     def _levels(self, state: State, query: Query) -> tuple[Any, Any, Any]:
-        """Returns `guesser`, `start` and `go_on` of the search."""
+        """Returns `guesser`, `start` and `go_on` of a `Search`."""
         size = query.text.length.shape[0], query.width, query.depth
         start = nothing_grown(self.model, *size)
         return by_model(self.model, state), start, any_level(query)

@@ -1,16 +1,18 @@
-"""Trees that fit the moment: how many nodes, who drafts them, and whether to draft.
+"""The policy of tree "auto": whether to draft, from which source, and how many nodes.
 
-At every step the sizes n of the menu are compared by G(n) / t(n): the tokens that the n
-best candidates are expected to gain, in the mean of the rows, by the seconds of a step
-of that size, measured on this machine. Plain decoding is n = 1. Where passes take the
-time of the nodes there are, the best candidates of all rows of a batch are taken, so
-that rows have as many as they are worth. A batch is done when
-its last row is, so a row counts the less the sooner it will be done. A
-drafting model is asked only where steps with it have been the faster ones, and for
-another level only while that level's gain is worth its time; while it is not asked, it
-is tried now and then.
+At every step it compares the sizes n of the menu by G(n) / t(n). G(n) is the number of
+tokens that the n best candidates are expected to gain, averaged over the rows. t(n) is
+the time of a step of that size, measured on this machine. Plain decoding is n = 1.
 
-Letters: B rows, K sizes, W nodes of a model's level, C candidates, T nodes.
+If the target's kernels skip padding, the best candidates of all rows of a batch compete
+for nodes, and rows may have different numbers of nodes. A batch finishes with its
+slowest row, so rows that will finish earlier have less weight.
+
+A draft model is used only while steps with it are faster, and computes another level
+only while that level's expected gain is worth its time. While it is not used, it is
+tried again at intervals.
+
+Letters: B rows, K sizes, W nodes of a draft model's level, C candidates, T nodes.
 """
 
 from collections.abc import Sequence
@@ -32,36 +34,54 @@ from stree_jax.speculation.draft import DRAFTER, NGRAM, Draft
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.tree import Auto, Budget, compiled_steps
 
-FADE = 0.9  # a step, of the rate of steps with the model
-# What promises to be faster must promise so much more: to ask a model, to go on with
-# it, to draft at all. The best of several guesses promises more than it holds, and in a
-# batch whose rows have trees of their own steps cost what lies between measured ones.
-BEGIN, STAY, DRAFT, DRAFT_BY_ROW = 1.03, 1.0, 1.05, 1.15
-TRIALS, FIRST_WAIT, LONGEST_WAIT = 12, 48, 256  # steps: at first; between later trials
-SURE, HOPELESS = 6, 0.9  # so many trials are enough where they promise but so much
-# Of greedy and of sampled text, how often a good model's draft is right: if that were
-# not enough to be so much faster here, a model is not tried at first.
-USUAL, LEAST = (0.8, 0.7), 1.1
-# Of greedy and of sampled text, which seldom begins to repeat itself.
-READ_FOR = 1, 2  # tokens to come for each that a model must read to be tried again
-# A row counts 1/e of the last one if it is done sooner by some steps and a part of the
-# last one's, at its pace; which was a token a step, it is taken, for some steps before.
-STEPS_BEFORE, SOONER = 8, (4.0, 0.1)
-LAST = 0.7  # of what rows gain in the mean, what the last one gains, whom all wait for
-# Plain steps without looking for drafts, where there were none: of greedy and of
-# sampled text; at least, in a batch whose rows have trees of their own.
-LONGEST_REST, BATCH_REST = (3, 15), 7
-FREE = -1  # of `Learnt.force`
+# The numbers below were tuned with the bundled pair, on CPUs; see bench/LEARNED.md.
+FADE = 0.9  # decay per step of the statistics of steps with the draft model
+
+# Minimum predicted speedup before the policy changes to the faster alternative. The
+# predicted speedup of the best of several alternatives is too optimistic on average. If
+# the rows of a batch have different trees, step times are interpolated between measured
+# ones, and the margin is larger.
+START_MODEL_MARGIN = 1.03  # start to use the draft model
+KEEP_MODEL_MARGIN = 1.0  # continue to use it
+DRAFT_MARGIN = 1.05  # draft instead of a plain step
+BATCH_DRAFT_MARGIN = 1.15  # the same, if rows have different trees
+
+# Trials of the draft model, in steps.
+TRIALS = 12  # at the beginning
+MIN_TRIALS = 6  # enough if the rate is below `HOPELESS_RATIO` of the rate without it
+HOPELESS_RATIO = 0.9
+FIRST_WAIT, LONGEST_WAIT = 48, 256  # between later trials
+
+# For greedy and sampled decoding.
+USUAL_ACCEPTANCE = 0.8, 0.7  # acceptance rate of a good draft model
+# Minimum speedup with that acceptance rate for a draft model to be tried at first.
+MIN_USUAL_SPEEDUP = 1.1
+# A draft model is tried again only if at least this number of tokens remains for each
+# token that it must read first. Sampled text seldom begins to repeat itself.
+MIN_TOKENS_PER_UNREAD = 1, 2
+MAX_REST = 3, 15  # plain steps without a search for candidates, if there were none
+BATCH_MAX_REST = 7  # at least this number if rows of a batch have different trees
+
+# Weights of rows. A row that finishes a number of steps before the last row has the
+# weight 1/e of it; the number is a + b * (steps of the last row), for (a, b) =
+# `FINISH_SCALE`. A row's pace (tokens per step) starts as if it had decoded
+# `PACE_PRIOR_STEPS` steps of one token.
+FINISH_SCALE = 4.0, 0.1
+PACE_PRIOR_STEPS = 8
+LAST_ROW_GAIN = 0.7  # gain of the last row, relative to the mean of the rows
+
+UNFORCED = -1  # `Force.size` if the policy chooses
 
 
 @struct.dataclass
 class StepTimes:
-    """Seconds, or anything in proportion to them; only ratios matter.
+    """Step times in seconds, or proportional to seconds: only ratios matter.
 
     Attributes:
-      verify: [K] float32, a step by the nodes of its tree, without a drafting model.
-      draft: [] float32, of a model's first level, the reading of new text included.
-      level: [] float32, of each pass for levels more.
+      verify: [K] float32. Time of a step by size of its tree, without a draft model.
+      draft: [] float32. Time of a draft model's first level, including reading the new
+        text.
+      level: [] float32. Time of each further pass of the draft model.
     """
 
     verify: jax.Array
@@ -70,14 +90,15 @@ class StepTimes:
 
 
 def step_times(verify: Sequence[float], draft: float, level: float) -> StepTimes:
-    """Returns times from numbers; `jnp.asarray` would make a program for each array."""
+    """Returns times from numbers."""
+    # `device_put`, because `jnp.asarray` would compile a program for each array.
     values = (np.asarray(t, np.float32) for t in (verify, draft, level))
     return StepTimes(*map(jax.device_put, values))
 
 
 def assumed_times(tree: Auto, with_model: bool) -> StepTimes:
-    """Returns times for an unknown machine, where a pass costs little more than one
-    token, and a drafter a tenth of its target."""
+    """Returns step times for a machine that was not measured. A node is assumed to add
+    3 % to a step, and a pass of the draft model to take 10 % of a plain step."""
     verify = [1.0 + 0.03 * (n - 1) for n in tree.sizes]
     draft = 0.1 if with_model else 0.0
     return step_times(verify, draft, draft)
@@ -85,11 +106,11 @@ def assumed_times(tree: Auto, with_model: bool) -> StepTimes:
 
 @struct.dataclass
 class Force:
-    """What is to be done whatever it gains, so that it can be timed.
+    """A forced choice in place of the policy's, so that steps can be timed.
 
     Attributes:
-      size: [] int32, place in the menu; `FREE`: as the policy chooses.
-      levels: [] int32, of the model; 0: none.
+      size: [] int32. Index in the menu, or `UNFORCED`.
+      levels: [] int32. Number of levels of the draft model.
     """
 
     size: jax.Array
@@ -97,43 +118,49 @@ class Force:
 
 
 def forced(size: int, levels: int) -> Force:
+    """Returns a `Force` from Python numbers."""
     return Force(jnp.int32(size), jnp.int32(levels))
 
 
 @struct.dataclass
 class Learnt:
-    """The state of an `AdaptivePolicy`: of the whole batch, but for `expected` and
-    `weights`, which have rows.
+    """The state of an `AdaptivePolicy`.
+
+    `expected` and `weights` have rows; everything else is shared by the batch. Sums
+    marked "decayed" are multiplied by `FADE` before each addition.
 
     Attributes:
-      counts: how often nodes of each kind were right.
-      gain, seconds: [] float32, of steps with the model and what it drafted by itself,
-        as expected, faded.
-      came, took: the same, as it came: tokens of the target and of the model's nodes.
-      asked: [] float32, seconds of the step that was chosen, if the model was asked
-        for it; 0: it was not.
-      growth: [] float32, value of a model's level by that of the level above, faded.
-      modelling: [] bool, whether the model is asked at every step.
-      wait, patience: [] int32, steps until the model is tried again, and after that.
-      rest, resting: [] int32, plain steps to go without looking for drafts, and how
-        many the next time.
-      expected: [B] float32, tokens that the steps so far were expected to gain.
-      weights: [B] float32, how much each row counted in the step that was chosen.
-      force: see there.
+      counts: how often nodes of each kind were accepted.
+      gain, seconds: [] float32. Predicted tokens and seconds of steps that used the
+        draft model, without candidates from prompt lookup; decayed.
+      observed_gain, observed_seconds: [] float32. The same as observed: the target's
+        tokens and the accepted tokens of the draft model; decayed.
+      step_seconds: [] float32. Seconds of the chosen step if it uses the draft model,
+        else 0.
+      growth: [] float32. Value of a level of the draft model, relative to the level
+        above; decayed.
+      use_model: [] bool. Whether the draft model is used at every step.
+      wait: [] int32. Steps until the draft model is tried again.
+      next_wait: [] int32. Value of `wait` after the next trial.
+      rest: [] int32. Remaining plain steps without a search for candidates.
+      next_rest: [] int32. Value of `rest` the next time.
+      expected: [B] float32. Tokens that all steps so far were expected to gain.
+      weights: [B] float32. Weight of each row in the chosen step.
+      force: overrides the policy's choice, for measurements.
     """
 
     counts: Counts
     gain: jax.Array
     seconds: jax.Array
-    came: jax.Array
-    took: jax.Array
-    asked: jax.Array
+    observed_gain: jax.Array
+    observed_seconds: jax.Array
+    step_seconds: jax.Array
     growth: jax.Array
-    modelling: jax.Array
+    use_model: jax.Array
     wait: jax.Array
-    patience: jax.Array
+    next_wait: jax.Array
     rest: jax.Array
-    resting: jax.Array
+    next_rest: jax.Array
     expected: jax.Array
     weights: jax.Array
     force: Force
@@ -141,15 +168,15 @@ class Learnt:
 
 @struct.dataclass
 class AdaptivePolicy:
-    """The policy of tree "auto", with an `AdaptiveDrafter`.
+    """The policy of tree "auto", used with an `AdaptiveDrafter`.
 
     Attributes:
-      times: of steps, on this machine.
-      tree: the sizes.
-      rows: as of `Spec`.
-      shares: whether trees share a compiled step, which takes the time of their nodes.
-      refilled: whether others take the place of rows that have ended, so that nobody
-        waits for the last one.
+      times: step times on this machine.
+      tree: the sizes of the menu.
+      rows: see `Spec.rows`.
+      shares: True if trees share a compiled step, whose time depends on their nodes.
+      refilled: True for continuous batching, where new requests replace finished rows
+        and the batch does not wait for the last row.
     """
 
     times: StepTimes
@@ -170,37 +197,37 @@ class AdaptivePolicy:
             counts=no_counts(),
             gain=jnp.float32(0),
             seconds=jnp.float32(0),
-            came=jnp.float32(0),
-            took=jnp.float32(0),
-            asked=jnp.float32(0),
+            observed_gain=jnp.float32(0),
+            observed_seconds=jnp.float32(0),
+            step_seconds=jnp.float32(0),
             growth=jnp.float32(0.7),
-            modelling=jnp.bool_(True),
+            use_model=jnp.bool_(True),
             wait=jnp.int32(TRIALS),
-            patience=jnp.int32(FIRST_WAIT),
+            next_wait=jnp.int32(FIRST_WAIT),
             rest=jnp.int32(0),
-            resting=jnp.int32(0),
+            next_rest=jnp.int32(0),
             expected=jnp.zeros((batch,), jnp.float32),
             weights=jnp.zeros((batch,), jnp.float32),
-            force=forced(FREE, 0),
+            force=forced(UNFORCED, 0),
         )
 
     def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array:
-        """Returns bool [], whether a model makes steps faster if its drafts are right
-        as often as usual.
+        """Returns [] bool: whether a draft model with the usual acceptance rate a makes
+        steps faster.
 
-        A path of L levels gains 1 + usual + ... + usual^L.
+        A path of L levels gains 1 + a + ... + a^L tokens.
         """
         assert isinstance(drafter, AdaptiveDrafter)
         searcher = drafter.searcher
         if searcher is not None and searcher.without_guesses() is not searcher:
-            return jnp.bool_(True)  # guesses were measured to be faster
-        times, usual, rates = self.times, USUAL[sampled], []
+            return jnp.bool_(True)  # used only if measured to be faster
+        times, usual, rates = self.times, USUAL_ACCEPTANCE[sampled], []
         for levels in range(1, min(drafter.depth, self.tree.size - 1) + 1):
             size = next(k for k, n in enumerate(self.tree.sizes) if n > levels)
             gain = sum(usual**i for i in range(levels + 1))
             seconds = times.verify[size] + times.draft + (levels - 1) * times.level
             rates.append(gain / seconds)
-        return jnp.stack(rates).max() * times.verify[0] > LEAST
+        return jnp.stack(rates).max() * times.verify[0] > MIN_USUAL_SPEEDUP
 
     def choose(
         self, decoding: Decoding, drafter: Drafter, rule: Rule, num_tokens: int
@@ -214,21 +241,20 @@ class AdaptivePolicy:
         pool = drafter.look(looking, probability)
         spent = jnp.float32(0)
         if drafter.searcher is None:
-            learnt = replace(learnt, modelling=jnp.bool_(False))
+            learnt = replace(learnt, use_model=jnp.bool_(False))
         else:
             dist = d.distribution(num_tokens)
-            asked = drafter, dist, rule, probability, d.root, weights
+            args = drafter, dist, rule, probability, d.root, weights
             gain, seconds = self._by_nodes(pool.value, weights)
             rate = (gain / seconds).max()
             left = d.requests.max_new_tokens - d.length
-            pays = running & (
-                left >= READ_FOR[sampled] * drafter.tokens_behind(looking)
-            )
-            pays = any_row(pays, self.rows)
+            unread = drafter.tokens_behind(looking)
+            worth_reading = running & (left >= MIN_TOKENS_PER_UNREAD[sampled] * unread)
+            worth_reading = any_row(worth_reading, self.rows)
             promising = self.reads_prompts(drafter, sampled)
-            learnt, wanted = self._wants_model(learnt, rate, pays, promising)
+            learnt, wanted = self._wants_model(learnt, rate, worth_reading, promising)
             learnt, looking, pool, spent = self._with_model(
-                asked, learnt, looking, pool, wanted, rate
+                args, learnt, looking, pool, wanted, rate
             )
         draft, value = best_tree(pool, d.root, self.tree.menu[-1])
         d, nodes = self._chosen(d, replace(learnt, weights=weights), value, spent)
@@ -237,30 +263,31 @@ class AdaptivePolicy:
         return replace(d, drafting=replace(looking, draft=draft))
 
     def _weights(self, running: jax.Array, d: Decoding) -> jax.Array:
-        """Returns how much each row [B] counts, 1 in all: less if it finishes
-        sooner."""
+        """Returns the weights of the rows [B], whose sum is 1. Rows that will finish
+        earlier have less weight."""
         weights = running.astype(jnp.float32)
         if running.shape[0] == 1 and self.rows is None:
             return weights
         if not self.refilled:
             counts = d.length, d.calls, d.requests.max_new_tokens - d.length
             tokens, calls, left = (x.astype(jnp.float32) for x in counts)
-            pace = (tokens + STEPS_BEFORE) / (calls + STEPS_BEFORE)
+            pace = (tokens + PACE_PRIOR_STEPS) / (calls + PACE_PRIOR_STEPS)
             steps = jnp.where(running, left / pace, 0.0)
             last = -least_of((-steps).min(), self.rows)
-            some, part = SOONER
-            weights *= jnp.exp((steps - last) / (some + part * last))
+            constant, part = FINISH_SCALE
+            weights *= jnp.exp((steps - last) / (constant + part * last))
         return weights / jnp.maximum(self._of_rows(weights), 1e-30)
 
     def _by_row(self, batch: int) -> bool:
-        """True if rows may have trees of different sizes, because all share a step."""
+        """True if rows may have trees of different sizes, because all sizes share a
+        compiled step."""
         steps = [tree for tree, _ in compiled_steps(self.menu, batch)]
-        shared = isinstance(steps[-1], Budget) and steps[-1].partly
+        shared = isinstance(steps[-1], Budget) and steps[-1].has_padding
         return batch > 1 and len(steps) == 2 and shared
 
     def _nodes_below(self, batch: int) -> np.ndarray:
-        """Returns numbers [K] of nodes below the roots that a step may have, growing:
-        in every row, or in all rows together."""
+        """Returns the possible numbers [K] of nodes below the roots, growing. They are
+        per row or, if rows may have different trees, for all rows together."""
         if self._by_row(batch):
             return np.arange(batch * (self.tree.size - 1) + 1)
         return np.array(self.tree.sizes) - 1
@@ -268,21 +295,26 @@ class AdaptivePolicy:
     def _by_nodes(
         self, value: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns tokens [K] that the best candidates, of values [B, C], gain on
-        average, and seconds [K] of steps of so many nodes."""
+        """Returns the mean gain [K] of the best candidates by number of nodes, and the
+        seconds [K] of such steps.
+
+        Args:
+          value: [B, C] float32. Values of the candidates.
+          weights: [B] float32. Weights of the rows.
+        """
         batch = value.shape[0]
         below, verify = self._nodes_below(batch), self.times.verify
         if not self._by_row(batch):
             return self._of_rows(gains(value, below) * weights[:, None]), verify
-        counts = weights if self.refilled else LAST * weights
-        worth = (value * counts[:, None]).reshape(1, -1)
-        return gains(worth, below)[0], self._seconds(1 + below / batch)
+        scale = weights if self.refilled else LAST_ROW_GAIN * weights
+        weighted = (value * scale[:, None]).reshape(1, -1)
+        return gains(weighted, below)[0], self._seconds(1 + below / batch)
 
     def _seconds(self, nodes: np.ndarray) -> jax.Array:
-        """Returns seconds [K] of steps of so many nodes a row on average.
+        """Returns the seconds [K] of steps with mean numbers of nodes [K] per row.
 
-        A step of few nodes is no plain one: its time lies on the line through larger
-        ones.
+        Times below the smallest drafted size are extrapolated from larger sizes and not
+        interpolated to the plain step, which is a different program.
         """
         sizes, verify = self.tree.sizes, self.times.verify
         known = jnp.asarray(sizes[1:], jnp.float32)
@@ -298,56 +330,78 @@ class AdaptivePolicy:
         return over_rows(x.sum(axis=0), self.rows)
 
     def _wants_model(
-        self, learnt: Learnt, rate: jax.Array, pays: jax.Array, promising: jax.Array
+        self,
+        learnt: Learnt,
+        rate: jax.Array,
+        worth_reading: jax.Array,
+        promising: jax.Array,
     ) -> tuple[Learnt, jax.Array]:
-        """Returns bool [], whether to use the model, where `rate` [] is a row's tokens
-        a second without it.
+        """Decides whether the next step uses the draft model.
 
-        As long as it has not been tried for `TRIALS` steps (`SURE`, if that was
-        hopeless), if it is promising; and later in every `patience`-th step, whatever
-        it gained so far.
+        It does so while steps with it are faster. It is also tried for the first
+        `TRIALS` steps (`MIN_TRIALS` if the results are hopeless) if it is promising,
+        and later at intervals of `next_wait` steps.
 
         Args:
-          pays: [] bool, whether enough text is to come for what it must read first.
-          promising: [] bool, of `reads_prompts`.
+          learnt: the policy's state.
+          rate: [] float32. A row's tokens per second without the draft model.
+          worth_reading: [] bool. Whether enough tokens remain to make it worth reading
+            the text that the draft model has not read.
+          promising: [] bool. Result of `reads_prompts`.
+
+        Returns:
+          The new state, and the decision, [] bool.
         """
         own = learnt.gain / jnp.maximum(learnt.seconds, 1e-30)
-        # A model may be better than it believes, until that was counted.
-        own = jnp.maximum(own, learnt.came / jnp.maximum(learnt.took, 1e-30))
-        margin = jnp.where(learnt.modelling, STAY, BEGIN)
-        tried = learnt.wait <= TRIALS - SURE
-        hopeless = tried & (own < HOPELESS * rate)
-        trying = learnt.modelling & (learnt.wait > 0) & ~hopeless
+        # The draft model may be better than its probabilities say, so take the larger
+        # of predicted and observed rate.
+        observed = learnt.observed_gain / jnp.maximum(learnt.observed_seconds, 1e-30)
+        own = jnp.maximum(own, observed)
+        margin = jnp.where(learnt.use_model, KEEP_MODEL_MARGIN, START_MODEL_MARGIN)
+        tried = learnt.wait <= TRIALS - MIN_TRIALS
+        hopeless = tried & (own < HOPELESS_RATIO * rate)
+        trying = learnt.use_model & (learnt.wait > 0) & ~hopeless
         trying &= promising | (learnt.wait < TRIALS)  # or tried before
         faster = own > margin * rate
-        due = ~learnt.modelling & (learnt.wait <= 0) & pays
+        due = ~learnt.use_model & (learnt.wait <= 0) & worth_reading
         wanted = trying | faster | due
-        patience = jnp.where(
-            faster, FIRST_WAIT, jnp.where(due, 2 * learnt.patience, learnt.patience)
-        )
-        patience = jnp.minimum(patience, LONGEST_WAIT).astype(jnp.int32)
-        modelling = trying | faster
-        left = learnt.modelling & ~modelling
-        wait = jnp.where(due | left, patience, jnp.maximum(learnt.wait - 1, 0))
-        learnt = replace(learnt, modelling=modelling, patience=patience, wait=wait)
+        next_wait = jnp.where(due, 2 * learnt.next_wait, learnt.next_wait)
+        next_wait = jnp.where(faster, FIRST_WAIT, next_wait)
+        next_wait = jnp.minimum(next_wait, LONGEST_WAIT).astype(jnp.int32)
+        use_model = trying | faster
+        stopped = learnt.use_model & ~use_model
+        wait = jnp.where(due | stopped, next_wait, jnp.maximum(learnt.wait - 1, 0))
+        learnt = replace(learnt, use_model=use_model, next_wait=next_wait, wait=wait)
         force = learnt.force
-        return learnt, jnp.where(force.size == FREE, wanted, force.levels > 0)
+        return learnt, jnp.where(force.size == UNFORCED, wanted, force.levels > 0)
 
     def _with_model(
         self,
-        asked: tuple,
+        args: tuple,
         learnt: Learnt,
         looking: Looking,
         pool: Pool,
         wanted: jax.Array,
         rate: jax.Array,
     ) -> tuple[Learnt, Looking, Pool, jax.Array]:
-        """Adds the model's levels to the pool if they are wanted, and returns their
-        seconds []."""
-        drafter, dist, rule, probability, root, weights = asked
+        """Adds the draft model's levels to the pool if they are wanted.
+
+        Args:
+          args: drafter, distribution, rule, probabilities by kind, roots and weights.
+          learnt: the policy's state.
+          looking: the drafter's state.
+          pool: the candidates from prompt lookup.
+          wanted: [] bool. Whether to use the draft model.
+          rate: [] float32. A row's tokens per second without the draft model.
+
+        Returns:
+          The policy's state, the drafter's state, the pool, and the seconds [] that the
+          draft model takes.
+        """
+        drafter, dist, rule, probability, root, weights = args
         times, force = self.times, learnt.force
         rate = jnp.maximum(rate, learnt.gain / jnp.maximum(learnt.seconds, 1e-30))
-        # A node must gain more than its row costs to be in the tree at all.
+        # A node is worth verifying only if its gain exceeds the time of its row.
         rows = max(self.tree.size - self.tree.sizes[1], 1)
         slope = (times.verify[-1] - times.verify[1]) / rows
         least = rate * slope / learnt.growth
@@ -357,43 +411,46 @@ class AdaptivePolicy:
         ) -> jax.Array:
             added = jnp.maximum(frontier * learnt.growth - rate * slope, 0.0)
             added = self._of_rows(added.sum(axis=1) * weights)
-            dear = rate * times.level * passes
-            return jnp.where(force.size == FREE, added > dear, levels < force.levels)
+            lost = rate * times.level * passes  # tokens otherwise gained in that time
+            unforced = force.size == UNFORCED
+            return jnp.where(unforced, added > lost, levels < force.levels)
 
         def once(carry: tuple) -> tuple:
             _, looking, pool, *_ = carry
-            asked = root, dist, rule, probability, worth, least
-            return jnp.bool_(False), *drafter.add_levels(looking, pool, *asked)
+            args = root, dist, rule, probability, worth, least
+            return jnp.bool_(False), *drafter.add_levels(looking, pool, *args)
 
         shape = root.shape[0], drafter.depth, drafter.width
-        nothing = jnp.int32(0), jnp.zeros(shape, jnp.float32)
-        start = wanted, looking, pool, *nothing
+        start = wanted, looking, pool, jnp.int32(0), jnp.zeros(shape, jnp.float32)
         _, looking, pool, passes, values = lax.while_loop(lambda c: c[0], once, start)
         more = jnp.maximum(passes - 1, 0).astype(jnp.float32)
-        # More than nothing, which would say that the model was not asked.
-        took = jnp.maximum(times.draft + more * times.level, 1e-30)
-        spent = jnp.where(passes > 0, took, 0.0)
+        # At least 1e-30, because 0 means that the draft model was not used.
+        used = jnp.maximum(times.draft + more * times.level, 1e-30)
+        spent = jnp.where(passes > 0, used, 0.0)
         learnt = self._note_model(learnt, values, weights, spent)
         return learnt, looking, pool, spent
 
     def _note_model(
         self, learnt: Learnt, values: jax.Array, weights: jax.Array, spent: jax.Array
     ) -> Learnt:
-        """Notes what the model's own drafts would have gained, without those from the
-        text.
+        """Updates the predicted gain and seconds of steps with the draft model, without
+        candidates from prompt lookup.
 
         Args:
-          values: [B, M, W] float32, of its levels, 0 where there are none.
+          learnt: the policy's state.
+          values: [B, M, W] float32. Values of the draft model's levels, 0 for padding.
+          weights: [B] float32. Weights of the rows.
+          spent: [] float32. Seconds that the draft model takes; 0 if it is not used.
         """
-        came, verify = self._by_nodes(values.reshape(values.shape[0], -1), weights)
+        by_size, verify = self._by_nodes(values.reshape(values.shape[0], -1), weights)
         seconds = verify + spent
-        best = jnp.argmax(came / seconds)
-        gain = FADE * learnt.gain + came[best]
+        best = jnp.argmax(by_size / seconds)
+        gain = FADE * learnt.gain + by_size[best]
         total = FADE * learnt.seconds + seconds[best]
         by_level = self._of_rows(values.sum(axis=2) * weights[:, None])
         growth = _growth(learnt.growth, by_level)
-        noted = replace(learnt, gain=gain, seconds=total, growth=growth)
-        return jax.tree.map(lambda a, b: jnp.where(spent > 0, a, b), noted, learnt)
+        updated = replace(learnt, gain=gain, seconds=total, growth=growth)
+        return jax.tree.map(lambda a, b: jnp.where(spent > 0, a, b), updated, learnt)
 
     def _chosen(
         self,
@@ -402,48 +459,53 @@ class AdaptivePolicy:
         value: jax.Array,
         spent: jax.Array,
     ) -> tuple[Decoding, jax.Array]:
-        """Chooses the nodes [B] int32 of the best rate, and notes what they are
-        expected to gain.
+        """Chooses the numbers of nodes with the best expected rate.
 
         Args:
-          value: [B, T] float32, of the nodes of the largest tree, best first.
-          spent: [] float32, seconds of the model.
+          d: the batch.
+          learnt: the policy's state.
+          value: [B, T] float32. Values of the nodes of the largest tree, best first.
+          spent: [] float32. Seconds that the draft model has taken.
+
+        Returns:
+          The batch with the choice and the policy's new state, and the number of nodes
+          of each row [B] int32.
         """
         batch, T = value.shape
         sizes, force = jnp.asarray(self.tree.sizes, jnp.int32), learnt.force
-        free, running = force.size == FREE, d.finish == RUNNING
+        unforced, running = force.size == UNFORCED, d.finish == RUNNING
         gain, verify = self._by_nodes(value[:, 1:], learnt.weights)
         seconds = verify + spent
         plain = jnp.asarray(self._nodes_below(batch) == 0)
-        much = DRAFT_BY_ROW if self._by_row(batch) else DRAFT
-        margin = jnp.where(plain & (spent == 0), much, 1.0)
+        required = BATCH_DRAFT_MARGIN if self._by_row(batch) else DRAFT_MARGIN
+        margin = jnp.where(plain & (spent == 0), required, 1.0)
         best = jnp.argmax(gain / seconds * margin).astype(jnp.int32)
         if self._by_row(batch):
             own = 1 + _of_the_best(value[:, 1:] * learnt.weights[:, None], best)
-            nodes = jnp.where(free, own, sizes[force.size])
-            nodes = jnp.where(running, nodes, 0)  # who has ended takes no time
+            nodes = jnp.where(unforced, own, sizes[force.size])
+            nodes = jnp.where(running, nodes, 0)  # padding for finished rows
             choice = (sizes < nodes.max()).sum(dtype=jnp.int32)
         else:
-            choice = jnp.where(free, best, force.size).astype(jnp.int32)
+            choice = jnp.where(unforced, best, force.size).astype(jnp.int32)
             nodes = jnp.broadcast_to(sizes[choice], (batch,))
-        drafts = choice > 0  # what plain steps bring is counted when they do
+        drafts = choice > 0  # `update` counts the gain of plain steps
         place = jnp.arange(T, dtype=jnp.int32)[None]
         expected = jnp.where(place < nodes[:, None], value, 0.0).sum(axis=1)
-        idle = free & (choice == 0) & ~learnt.modelling
-        longest = LONGEST_REST[d.requests.sampling is not None]
+        idle = unforced & (choice == 0) & ~learnt.use_model
+        longest = MAX_REST[d.requests.sampling is not None]
         if self._by_row(batch):
-            longest = max(longest, BATCH_REST)
-        resting = jnp.where(idle, jnp.minimum(2 * learnt.resting + 1, longest), 0)
-        asked = jnp.where(spent > 0, seconds[best], 0.0)
-        # A plain step brings a token whatever it is, so that it need not be noted then.
+            longest = max(longest, BATCH_MAX_REST)
+        next_rest = jnp.where(idle, jnp.minimum(2 * learnt.next_rest + 1, longest), 0)
+        step_seconds = jnp.where(spent > 0, seconds[best], 0.0)
+        # The gain of a plain step is known in advance: one token per running row.
         one = self._of_rows(jnp.where(running, learnt.weights, 0.0))
-        learnt = _noted(learnt, one, jnp.where(choice == 0, asked, 0.0))
+        learnt = _observed(learnt, one, jnp.where(choice == 0, step_seconds, 0.0))
         learnt = replace(
             learnt,
-            resting=resting.astype(jnp.int32),
-            rest=jnp.where(idle, learnt.resting, 0).astype(jnp.int32),
-            wait=learnt.wait - jnp.where(idle, learnt.resting, 0),
-            asked=jnp.where(choice == 0, 0.0, asked),
+            next_rest=next_rest.astype(jnp.int32),
+            rest=jnp.where(idle, learnt.next_rest, 0).astype(jnp.int32),
+            wait=learnt.wait - jnp.where(idle, learnt.next_rest, 0),
+            step_seconds=jnp.where(choice == 0, 0.0, step_seconds),
             expected=learnt.expected + jnp.where(running & drafts, expected, 0.0),
         )
         return replace(d, choice=choice, policy=learnt), nodes
@@ -461,35 +523,36 @@ class AdaptivePolicy:
         return state, jnp.where(rests, 0, OPEN).astype(jnp.int32)
 
     def _note_step(self, learnt: Learnt, draft: Draft, accepted: Accepted) -> Learnt:
-        """Notes what a step with the model gained, without looked-up tokens."""
-        came = (accepted.length > 0).astype(jnp.float32)
+        """Updates the observed gain of steps with the draft model, without tokens from
+        prompt lookup."""
+        gain = (accepted.length > 0).astype(jnp.float32)
         if draft.origin is not None:
             origin = jnp.take_along_axis(draft.origin, accepted.path, axis=1)
             place = jnp.arange(origin.shape[1], dtype=jnp.int32)[None]
             own = (origin == DRAFTER) | (origin == NGRAM)
             own &= place < accepted.length[:, None]
-            came = came + own.sum(axis=1).astype(jnp.float32)
-        noted = _noted(learnt, self._of_rows(came * learnt.weights), learnt.asked)
-        return replace(noted, asked=jnp.float32(0))
+            gain = gain + own.sum(axis=1).astype(jnp.float32)
+        mean = self._of_rows(gain * learnt.weights)
+        updated = _observed(learnt, mean, learnt.step_seconds)
+        return replace(updated, step_seconds=jnp.float32(0))
 
 
-def _noted(learnt: Learnt, came: jax.Array, seconds: jax.Array) -> Learnt:
-    """Adds the tokens of a step that used the model; a step of 0 seconds [] did not use
-    it."""
-    asked = seconds > 0
+def _observed(learnt: Learnt, gain: jax.Array, seconds: jax.Array) -> Learnt:
+    """Adds the observed gain [] and the seconds [] of a step to the state. Seconds of 0
+    mean that the step did not use the draft model; the state is then unchanged."""
+    total_gain = FADE * learnt.observed_gain + gain
+    total_seconds = FADE * learnt.observed_seconds + seconds
+    used = seconds > 0
     return replace(
         learnt,
-        came=jnp.where(asked, FADE * learnt.came + came, learnt.came),
-        took=jnp.where(asked, FADE * learnt.took + seconds, learnt.took),
+        observed_gain=jnp.where(used, total_gain, learnt.observed_gain),
+        observed_seconds=jnp.where(used, total_seconds, learnt.observed_seconds),
     )
 
 
 def _of_the_best(value: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns how many [B] int32 of the best `count` [] of all values [B, C] are in
-    each row.
-
-    Of equals the first are taken.
-    """
+    """Returns, for each row [B] int32, how many of its values are among the best
+    `count` [] of all values [B, C]. Of equal values, the first are taken."""
     flat = value.reshape(-1)
     order = jnp.argsort(flat, stable=True, descending=True).astype(jnp.int32)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=order.dtype))
@@ -497,11 +560,12 @@ def _of_the_best(value: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _growth(before: jax.Array, by_level: jax.Array) -> jax.Array:
-    """Returns the value of a level by that of the level above, faded; the root's value
-    is 1.
+    """Returns the updated ratio of a level's value to that of the level above. The
+    root's value is 1.
 
     Args:
-      by_level: [M] float32, values of a model's levels, 0 where there are none.
+      before: [] float32. The ratio before the update.
+      by_level: [M] float32. Values of the draft model's levels, 0 for padding.
     """
     above = jnp.concatenate([jnp.ones((1,), jnp.float32), by_level[:-1]])
     above = jnp.where(by_level > 0, above, 0.0).sum()

@@ -1,9 +1,9 @@
-"""Candidate nodes of a tree, what each is worth, and the picking of the best.
+"""Pools of candidate nodes with values, and the choice of the best nodes.
 
-A node's value is the probability that the target accepts it: the product along its path
-of how likely each token is once those above it are text. The n nodes of most value are
-then the tree of n nodes that gains most (EAGLE-2, OPT-Tree), and 1 + the sum of their
-values is how many tokens it gains.
+A node's value is the estimated probability that the target accepts it: the product,
+along its path, of the conditional acceptance probabilities. The n nodes of largest
+value are then the tree of n nodes with the largest expected gain (EAGLE-2, OPT-Tree),
+which is 1 + the sum of their values, in tokens.
 
 Letters: B rows, C candidates, T nodes of a tree, K sizes.
 """
@@ -22,28 +22,29 @@ from stree_jax.speculation.draft import DRAFTER, LOOKUP, NGRAM, TARGET, Draft
 from stree_jax.speculation.layout import Layout, tree_layout
 from stree_jax.speculation.tree import Budget
 
-# Tokens on a path as one number: sum of (token + 1) PRIME^depth, modulo 2^32. Two paths
-# that share a number by chance share a node, which costs a draft and never the text.
+# Multiplier of the hash of a path: sum of (token + 1) PRIME^depth, modulo 2^32. If two
+# paths have the same hash by chance, one of their nodes is not drafted. The output does
+# not change.
 PRIME = 2654435761
 
-# Kinds of nodes that are equally often right: 16 by the drafter's own probability, 16
-# by how well the text matches.
+# Kinds of nodes, whose acceptance rates are counted separately: 16 classes of the draft
+# model's probability, and 16 of match lengths.
 MODEL_KINDS, LOOKUP_KINDS = 16, 16
 KINDS = MODEL_KINDS + LOOKUP_KINDS
-NO_KIND = KINDS  # of the root, and of nodes that only fill a row's tree
+NO_KIND = KINDS  # the root, and nodes that fill up a row's tree
 
 
 @struct.dataclass
 class Pool:
-    """Candidates, parents before children.
+    """Candidate nodes, parents before children.
 
     Attributes:
       tokens: [B, C] int32.
-      parents: [B, C] int32, 0 for the root, c + 1 for candidate c.
-      value: [B, C] float32, 0 for padding; at most the parent's.
-      kind: [B, C] int32, below `KINDS`.
-      path: [B, C] uint32, the path's number.
-      guessed: [B, C] bool, True if a stage guessed a model's node before.
+      parents: [B, C] int32. 0 for the root, c + 1 for candidate c.
+      value: [B, C] float32. At most the parent's value; 0 for padding.
+      kind: [B, C] int32. Less than `KINDS`.
+      path: [B, C] uint32. Hash of the path.
+      guessed: [B, C] bool. True if n-grams guessed the draft model's node in advance.
     """
 
     tokens: jax.Array
@@ -55,7 +56,7 @@ class Pool:
 
 
 def path_powers(depth: int) -> jax.Array:
-    """Returns PRIME^d for d < depth, uint32 [depth]."""
+    """Returns PRIME^d modulo 2^32 for d < depth: [depth] uint32."""
     return jnp.asarray([pow(PRIME, d, 1 << 32) for d in range(depth)], jnp.uint32)
 
 
@@ -63,10 +64,12 @@ def path_powers(depth: int) -> jax.Array:
     "stree_merged", outputs=lambda first, _: like(first), aliases={"first": None}
 )
 def merged(first: Pool, second: Pool) -> Pool:
-    """Merges two pools; a path that both have is the first's, with the larger value.
+    """Merges two pools. If both have a path, the first's node stays, with the larger
+    value.
 
     Args:
-      first: has room behind its candidates for those of the second.
+      first: has padding at its end, at least as many entries as the second pool.
+      second: the other pool.
     """
     C = first.tokens.shape[1] - second.tokens.shape[1]
     first = jax.tree.map(lambda z: z[:, :C], first)
@@ -84,7 +87,7 @@ def merged(first: Pool, second: Pool) -> Pool:
         guessed=jnp.where(lifted > first.value, guessed, first.guessed),
     )
     place = jnp.arange(second.tokens.shape[1], dtype=jnp.int32)[None] + C
-    own = jnp.where(known, twin, place) + 1  # where each of the second is to be found
+    own = jnp.where(known, twin, place) + 1  # index of the second's nodes, as parents
     above = jnp.take_along_axis(own, jnp.maximum(second.parents - 1, 0), axis=1)
     second = replace(
         second,
@@ -95,14 +98,19 @@ def merged(first: Pool, second: Pool) -> Pool:
 
 
 def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Array]:
-    """Returns the tree of the best candidates below the roots [B], best first.
+    """Returns the tree of the best candidates, best first.
 
-    Any first n nodes of it are the best tree of n nodes: a child is worth no more than
-    its parent and, of equals, comes later. A row with fewer candidates is filled with
-    nodes that nothing is expected of.
+    Its first n nodes are the best tree of n nodes, because the value of a child is at
+    most its parent's, and children come after their parents. A row with fewer
+    candidates is filled up with nodes of value 0.
+
+    Args:
+      pool: the candidates.
+      root: [B] int32. Tokens of the roots.
+      tree: the size of the tree.
 
     Returns:
-      the tree, and the values of its nodes [B, T] float32; the root's is 1.
+      The tree, and the values of its nodes [B, T] float32; the root's value is 1.
     """
     nodes = _best_nodes(pool, root, size=tree.size)
     tokens, parents, value, kind, guessed = nodes
@@ -162,7 +170,8 @@ def _best_nodes(pool: Pool, root: jax.Array, *, size: int) -> tuple[jax.Array, .
 
 
 def without_rest(draft: Draft, count: jax.Array) -> Draft:
-    """Returns trees whose nodes are only the first `count` [B], in the same arrays."""
+    """Returns the trees with only their first `count` [B] nodes. The arrays keep their
+    sizes; the other nodes become padding."""
     layout, T = draft.layout, draft.tokens.shape[1]
     node, count = jnp.arange(T, dtype=jnp.int32)[None], count[:, None]
     less = replace(
@@ -174,9 +183,9 @@ def without_rest(draft: Draft, count: jax.Array) -> Draft:
 
 
 def first_nodes(draft: Draft, tree: Budget) -> Draft:
-    """Returns the first nodes of a tree, as many as another has."""
+    """Returns the first `tree.size` nodes of a draft."""
     T, layout = tree.size, draft.layout
-    assert draft.origin is not None and draft.kind is not None  # of `best_tree`
+    assert draft.origin is not None and draft.kind is not None  # set by `best_tree`
     children = layout.children[:, :T, : max(tree.children, 1)]
     return Draft(
         layout=Layout(
@@ -188,18 +197,18 @@ def first_nodes(draft: Draft, tree: Budget) -> Draft:
         tokens=draft.tokens[:, :T],
         origin=draft.origin[:, :T],
         kind=draft.kind[:, :T],
-        partly=tree.partly,
+        has_padding=tree.has_padding,
     )
 
 
 def no_tree(batch: int, tree: Budget) -> Draft:
-    """Returns space for a tree."""
+    """Returns a draft without candidates, with the arrays of a tree."""
     zeros = jnp.zeros((batch,), jnp.int32)
     return best_tree(no_candidates(batch, 1), zeros, tree)[0]
 
 
 def no_candidates(batch: int, count: int) -> Pool:
-    """Returns space for candidates; all of it is padding."""
+    """Returns a pool of `count` entries, all padding."""
     zeros = jnp.zeros((batch, count), jnp.int32)
     value, path = zeros.astype(jnp.float32), zeros.astype(jnp.uint32)
     return Pool(zeros, zeros, value, zeros, path, zeros > 0)
@@ -211,11 +220,11 @@ def joined(first: Pool, second: Pool) -> Pool:
 
 
 def gains(value: jax.Array, last: np.ndarray) -> jax.Array:
-    """Returns tokens [B, K] that trees of `last` [K] nodes below their roots should
-    gain.
+    """Returns the expected gains [B, K] of trees of the best candidates, in tokens.
 
     Args:
-      value: [B, C] float32, of candidates; the best are taken.
+      value: [B, C] float32. Values of the candidates.
+      last: [K] ints. Numbers of nodes below the root.
     """
     return _gains(value, jnp.asarray(last, jnp.int32))
 
@@ -227,7 +236,7 @@ def gains(value: jax.Array, last: np.ndarray) -> jax.Array:
     shared=("last",),
 )
 def _gains(value: jax.Array, last: jax.Array) -> jax.Array:
-    """Returns 1 and the sums [B, K] of the best `last` [K] values [B, C]."""
+    """Returns 1 + the sums [B, K] of the largest `last` [K] values [B, C]."""
     best, _ = lax.top_k(value, value.shape[1])
     sums = jnp.cumsum(jnp.pad(best, ((0, 0), (1, 0)), constant_values=1.0), axis=1)
     return jnp.take(sums, jnp.minimum(last, value.shape[1]), axis=1)

@@ -1,7 +1,7 @@
-"""What tree "auto" asks of a drafter: logits after candidate nodes, level by level.
+"""The protocol of drafters for tree "auto", which searches candidates level by level.
 
-Letters: B rows, W nodes of a level, M most levels, C = W M candidates, V tokens of the
-vocabulary.
+Letters: B rows, W nodes of a level, M maximum number of levels, C = W M candidates, V
+tokens of the vocabulary.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from stree_jax.speculation.drafters.lookup import History
 
 
 class Query(NamedTuple):
-    """What a search is for.
+    """The arguments of a search.
 
     Attributes:
-      text: of each row; the root is its last token.
-      dist, rule: as of `Drafter.propose`.
+      text: the text of each row; its last token is the root.
+      dist, rule: see `Drafter.propose`.
       width, depth: W and M.
-      spare: tokens after the text that caches have space for.
-      worth: whether another level is worth its time.
+      spare: number of tokens after the text for which caches have space.
+      worth: decides whether another level is worth its time.
     """
 
     text: History
@@ -48,12 +48,12 @@ class Search(NamedTuple):
     """A search below the roots, before its first level; see `best_first`.
 
     Attributes:
-      at_root: [B, 1, >= V] float32, logits after the root.
-      guesser: gives the logits after the nodes of a level.
-      start: of `nothing_grown`, with the guesser's own `records`.
-      go_on: (grown) -> bool [], whether another level is worth it.
-      passes: [] int32, passes that reached the root.
-      passes_by_level: whether every further level takes a pass.
+      at_root: [B, 1, >= V] float32. Logits after the root.
+      guesser: computes the logits after the nodes of a level.
+      start: result of `nothing_grown`, with the guesser's `records`.
+      go_on: (grown) -> [] bool, whether another level is worth its time.
+      passes: [] int32. Forward passes that gave `at_root`.
+      passes_by_level: True if every further level takes a pass.
     """
 
     at_root: jax.Array
@@ -68,48 +68,51 @@ class Searcher(DrafterBase):
     """A drafter that tree "auto" can search.
 
     Attributes:
-      passes_by_update: passes that `commit` takes.
+      passes_by_update: forward passes that `commit` takes.
     """
 
     passes_by_update: int = 0
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
-        """Fills no tree, unless a subclass does; tree "auto" only searches."""
+        """Raises NotImplementedError unless a subclass fills static trees; tree "auto"
+        only calls `search`."""
         raise NotImplementedError
 
     def search(self, state: DraftState, query: Query) -> tuple[DraftState, Search]:
-        """Returns the state after all of the text, and a search below its end."""
+        """Returns the state after the whole text, and a search below its last token."""
         raise NotImplementedError
 
     def unread(self, state: DraftState, length: jax.Array) -> jax.Array:
-        """Returns how many tokens [B] int32 of texts so long [B] must be read before
-        the next draft."""
+        """Returns the numbers of tokens [B] int32 that must be read before the next
+        draft, for texts of `length` [B] tokens."""
         return jnp.zeros_like(length)
 
     def without_guesses(self) -> "Searcher":
-        """Returns the same drafter without another that guesses its levels; itself if
-        there is no such other."""
+        """Returns the drafter without n-grams that guess its levels; itself if it does
+        not use any."""
         return self
 
     def expected_levels(self, levels: int) -> float:
-        """Returns how many of so many levels a pass is expected to reach."""
+        """Returns the expected number of levels per pass, for drafts of `levels`
+        levels."""
         return 1.0
 
     def search_reads(
         self, state: DraftState, passes: Any, guessing: Any, size: tuple[int, int]
     ) -> list[Reads]:
-        """Returns what searches have read, see `DrafterBase.reads`.
+        """Returns the memory traffic of searches, see `DrafterBase.reads`.
 
         Args:
-          passes: [B] int32, of all searches and updates.
-          guessing: [B] int32, those of them that read guesses, too.
+          state: the drafter's state.
+          passes: [B] int32. Passes of all searches and updates.
+          guessing: [B] int32. Those of the passes that also read guesses of n-grams.
           size: W and M.
         """
         return []
 
 
 def any_level(query: Query) -> Callable[[Grown], jax.Array]:
-    """Returns the `go_on` of a search whose levels take a pass each."""
+    """Returns the `go_on` of a search in which each level takes a pass."""
 
     def go_on(grown: Grown) -> jax.Array:
         return query.worth(grown.levels, grown.frontier.value)
@@ -123,12 +126,13 @@ After = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 def recurrent_search(
     query: Query, at_root: jax.Array, memory: Any, after: After
 ) -> Search:
-    """Returns the search of a drafter that knows what follows a node from the node's
-    token and from what it keeps of the node's parent.
+    """Returns the search of a recurrent drafter: the logits after a node depend on the
+    node's token and a memory of its parent.
 
     Args:
-      at_root: [B, 1, >= V] float32, logits after the root.
-      memory: a pytree of [B, ...], what is kept of the root.
+      query: the arguments of the search.
+      at_root: [B, 1, >= V] float32. Logits after the root.
+      memory: a pytree of arrays [B, ...]. Memory of the root.
       after: (tokens [B, W] int32, memory of their parents [B, W, ...], depth [] int32)
         -> (logits [B, W, >= V] float32, memory of the nodes [B, W, ...]).
     """

@@ -1,4 +1,4 @@
-"""Drafting by beam search, all tokens of which are kept (STree, Table 1).
+"""Drafts by beam search and keeps all of its tokens as a tree (STree, Table 1).
 
 Letters: B rows, T nodes, W width of the beam, V tokens of the vocabulary.
 """
@@ -31,10 +31,10 @@ def search(
     dist: Distribution,
     rule: Rule,
 ) -> Draft:
-    """Returns the tree of a beam search; see `Fill`.
+    """Returns the tree of a beam search; see `Fill` for the arguments.
 
-    Each layer holds the W continuations of the layer above that are most probable as
-    whole paths, best first.
+    Each layer contains the W continuations of the layer above whose whole paths are
+    most probable, best first.
     """
     batch, T, W = root.shape[0], beam.size, beam.width
 
@@ -46,8 +46,16 @@ def search(
         total: jax.Array,
         depth: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the layer at `depth` below nodes `above` [Q] of log-probability
-        `total`."""
+        """Returns tokens, parents and log-probabilities with the layer at `depth`
+        added.
+
+        Args:
+          tokens, parents: [B, T] int32. The tree so far.
+          hidden: [B, Q, d] float32. Hidden states after the nodes above.
+          above: [Q] int32. The nodes of the layer above.
+          total: [B, Q] float32. Log-probabilities of their paths.
+          depth: [] int32.
+        """
         paths = tree_layout(beam, parents).paths[:, above]
         path = jax.vmap(lambda tokens, rows: tokens[rows])(tokens, paths)
         depths = jnp.broadcast_to(depth - 1, (1, *above.shape))
@@ -79,6 +87,6 @@ def search(
     records = init_records(model.config, batch, T, param_dtype(model.params))
     depths = jnp.arange(2, beam.depth + 1, dtype=jnp.int32)
     tokens, parents = first[:2]
-    if depths.size:  # without jit, jax scans no empty array
+    if depths.size:  # without jit, `lax.scan` does not accept an empty array
         (tokens, parents, _, _), _ = lax.scan(level, (*first, records), depths)
     return Draft(tree_layout(beam, parents), tokens)

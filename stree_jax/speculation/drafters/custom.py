@@ -1,4 +1,4 @@
-"""A custom drafter: any object with the methods of the `Drafter` protocol."""
+"""Custom drafters: any object with the methods of the `Drafter` protocol."""
 
 from typing import Any
 
@@ -16,16 +16,16 @@ from stree_jax.speculation.source import Source
 from stree_jax.speculation.tree import Auto, Beam, Topology
 
 METHODS = ("init", "propose", "commit")
-NUMBERS = int, float, complex  # that jax.jit takes as arrays
+NUMBERS = int, float, complex  # types that `jax.jit` accepts as arrays
 
 
 @struct.dataclass
 class Custom(Searcher, Source):
-    """A source and drafter around an object that need not inherit `DrafterBase`.
+    """A source and drafter that wraps an object, which need not inherit `DrafterBase`.
 
     Attributes:
-      value: the object. Beside `METHODS` it may have `taps`, `observes_prompts`, and
-        `search` for tree "auto".
+      value: the object. It must have the `METHODS`, and may have `taps`,
+        `observes_prompts`, and `search` for tree "auto".
     """
 
     value: Any
@@ -60,11 +60,11 @@ class Custom(Searcher, Source):
         if isinstance(tree, Beam):
             raise ValueError(
                 "tree: a custom drafter fills a fixed tree, such as 'E' or 'chain:4'; "
-                "beams want a model"
+                "beams need a draft model"
             )
         if isinstance(tree, Auto) and not hasattr(self.value, "search"):
             raise ValueError(
-                "tree: 'auto' wants a custom drafter with `search`, see "
+                "tree: 'auto' needs a custom drafter with `search`, see "
                 "stree_jax.speculation.adaptive.search; others fill a fixed tree, such "
                 "as 'E' or 'chain:4'"
             )

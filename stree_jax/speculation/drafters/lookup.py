@@ -1,10 +1,10 @@
-"""Drafts without a model: what came after the last tokens when they were there before.
+"""Prompt lookup: drafts from earlier occurrences of the text's last tokens.
 
-The text so far lies on the device. Places whose tokens are those at its end are found
-by comparing it with itself, shifted; the longest match comes first, then the most
-recent. What followed there is drafted, several such continuations merged into one tree.
+The text so far is on the device. It is compared with itself, shifted, to find earlier
+occurrences of its last tokens. The longest match comes first, then the most recent. The
+tokens that followed there are drafted, with several continuations merged into one tree.
 
-Letters: B rows, S room for text, W places, M tokens of a continuation.
+Letters: B rows, S size of the text buffer, W matches, M tokens of a continuation.
 """
 
 import jax
@@ -27,7 +27,7 @@ from stree_jax.speculation.drafter import DrafterBase, DraftState, Prompts, Upda
 from stree_jax.speculation.tree import Budget, Topology
 
 LOOKUP = "lookup"
-PLACES = 3  # W
+PLACES = 3  # W, the number of matches that are continued
 
 
 @struct.dataclass
@@ -35,28 +35,28 @@ class History:
     """The text of each row.
 
     Attributes:
-      tokens: [B, S] int32, the root of the next tree the last that counts.
-      length: [B] int32.
+      tokens: [B, S] int32. The last valid token is the root of the next tree.
+      length: [B] int32. Number of valid tokens.
     """
 
     tokens: jax.Array
     length: jax.Array
 
     def kept(self) -> None:
-        """Returns nothing: a continuation has the text itself."""
+        """Returns None, because a continuation is given the text anyway."""
 
 
 def begin_history(prompts: Prompts) -> History:
-    """Returns the prompts, with space for what follows."""
-    room = max(prompts.capacity - prompts.token_ids.shape[1], 0)
-    return History(jnp.pad(prompts.token_ids, ((0, 0), (0, room))), prompts.lengths)
+    """Returns the prompts, with space for the tokens to come."""
+    space = max(prompts.capacity - prompts.token_ids.shape[1], 0)
+    return History(jnp.pad(prompts.token_ids, ((0, 0), (0, space))), prompts.lengths)
 
 
 def add_to_history(history: History, update: Update) -> History:
-    """Returns the history with an update's tokens behind it."""
+    """Returns the history with an update's tokens appended."""
 
     def write(text: jax.Array, place: jax.Array, new: jax.Array) -> jax.Array:
-        return text.at[place].set(new, mode="drop")  # by row: shardings stay
+        return text.at[place].set(new, mode="drop")  # per row, which keeps the sharding
 
     index = jnp.arange(update.tokens.shape[1], dtype=jnp.int32)[None]
     place = history.length[:, None] + index
@@ -68,10 +68,11 @@ def add_to_history(history: History, update: Update) -> History:
 
 
 def matched_tokens(history: History) -> jax.Array:
-    """Returns how many tokens up to each place are those at the text's end, int32 [B,
-    S].
+    """Returns the match length at each position, [B, S] int32: how many tokens up to
+    and including it are equal to the last tokens of the text.
 
-    At most `LONGEST`. The end itself does not count, as nothing is known to follow it.
+    Lengths are at most `LONGEST`. The last position gets 0, because its next token is
+    unknown.
     """
     text, S = history.tokens, history.tokens.shape[1]
     back = history.length[:, None] - 1 - jnp.arange(LONGEST, dtype=jnp.int32)[None]
@@ -87,10 +88,15 @@ def matched_tokens(history: History) -> jax.Array:
 
 
 def best_places(history: History, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the W best matches: places and lengths [B, W] int32, 0 long where there
-    is none.
+    """Returns the positions and lengths of W matches, [B, W] int32 each. Missing
+    matches have length 0.
 
-    The best; the best that goes on with another token; the best of all others.
+    They are the best match, the best match that continues with another token than the
+    first, and the best of the rest.
+
+    Args:
+      history: the text.
+      length: [B, S] int32. Result of `matched_tokens`.
     """
     S = length.shape[1]
     place = jnp.arange(S, dtype=jnp.int32)[None]
@@ -104,36 +110,37 @@ def best_places(history: History, length: jax.Array) -> tuple[jax.Array, jax.Arr
             allowed = jnp.where(following == token, 0, score)
         at = jnp.argmax(allowed, axis=1).astype(jnp.int32)[:, None]
         found = jnp.take_along_axis(allowed, at, axis=1) > 0
-        chosen.append(jnp.where(found, at, S - 1))  # where no match can be
+        chosen.append(jnp.where(found, at, S - 1))  # a position that never matches
         score = jnp.where(place == chosen[-1], 0, score)
     places = jnp.concatenate(chosen, axis=1)
     return places, jnp.take_along_axis(length, places, axis=1)
 
 
 def look_up(
-    history: History, probability: jax.Array, depth: int, room: int = 0
+    history: History, probability: jax.Array, depth: int, extra: int = 0
 ) -> Pool:
-    """Returns continuations of the text as candidates, W * `depth` of them.
+    """Returns W * `depth` candidates: the continuations of the best matches.
 
-    A continuation that reaches the text's end goes on from its own begin, as a text
-    that repeats itself would.
+    A continuation that reaches the end of the text starts again from its first token,
+    as if the text were periodic.
 
     Args:
-      probability: [Z] float32, of nodes by kind.
+      history: the text.
+      probability: [Z] float32. Acceptance probability of nodes by kind.
       depth: M.
-      room: for so many candidates behind them, which are none yet.
+      extra: number of padding entries to append, for other candidates.
     """
     tokens, parents, value, kind, path = _found(
-        history, probability, depth=depth, room=room
+        history, probability, depth=depth, extra=extra
     )
-    nobody = jnp.zeros(tokens.shape, bool)
-    return Pool(tokens, parents, value, kind, path, nobody)
+    guessed = jnp.zeros(tokens.shape, bool)
+    return Pool(tokens, parents, value, kind, path, guessed)
 
 
 def _found_shapes(
-    history: History, _: jax.Array, *, depth: int, room: int
+    history: History, _: jax.Array, *, depth: int, extra: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    shape = history.tokens.shape[0], PLACES * depth + room
+    shape = history.tokens.shape[0], PLACES * depth + extra
     path = jax.ShapeDtypeStruct(shape, jnp.uint32)
     return ints(*shape), ints(*shape), floats(*shape), ints(*shape), path
 
@@ -142,7 +149,7 @@ def _found_shapes(
     "stree_look_up",
     outputs=_found_shapes,
     shared=("probability",),
-    attributes=lambda depth, room: dict(
+    attributes=lambda depth, extra: dict(
         places=PLACES,
         depth=depth,
         longest=LONGEST,
@@ -151,17 +158,17 @@ def _found_shapes(
     ),
 )
 def _found(
-    history: History, probability: jax.Array, *, depth: int, room: int
+    history: History, probability: jax.Array, *, depth: int, extra: int
 ) -> tuple[jax.Array, ...]:
-    """Returns tokens, parents, value, kind and path [B, W * M + room] of the pool."""
+    """Returns tokens, parents, value, kind and path [B, W * M + extra] of the pool."""
     pool = _candidates(history, probability, depth)
-    return tuple(jnp.pad(z, ((0, 0), (0, room))) for z in pool)
+    return tuple(jnp.pad(z, ((0, 0), (0, extra))) for z in pool)
 
 
 def _candidates(
     history: History, probability: jax.Array, depth: int
 ) -> tuple[jax.Array, ...]:
-    """Returns the pool of `look_up` without `guessed`."""
+    """Returns the pool of `look_up` as a tuple without `guessed` and padding."""
     places, matched = best_places(history, matched_tokens(history))
     batch, W, M = *places.shape, depth
     step = jnp.arange(M, dtype=jnp.int32)[None, None]
@@ -173,11 +180,13 @@ def _candidates(
 
     exists = (matched > 0)[..., None]
     same = (path[:, :, None] == path[:, None]) & exists[:, None]  # [B, W, W, M]
-    owner = jnp.argmax(same, axis=2).astype(jnp.int32)  # of a path, the best place
+    owner = jnp.argmax(same, axis=2).astype(jnp.int32)  # the best match with a path
     index = jnp.arange(W, dtype=jnp.int32)[None, :, None]
     own = exists & (owner == index)
     above = jnp.pad(owner[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    parent = jnp.where(step > 0, above * M + step, 0)  # candidate (w, j - 1) and 1 more
+    # The parent of candidate (w, j) is (w', j - 1) of the match w' that owns its path.
+    # As a parent, it has its index w' M + j - 1 plus 1.
+    parent = jnp.where(step > 0, above * M + step, 0)
     kind = lookup_kind(matched[..., None] + step, above == index)
 
     def of_owner(table: jax.Array) -> jax.Array:
@@ -194,10 +203,10 @@ def _candidates(
 
 @struct.dataclass
 class LookupDrafter(DrafterBase):
-    """Prompt lookup alone, in trees of a fixed number of nodes."""
+    """Prompt lookup without another drafter, for trees with a fixed number of nodes."""
 
     def init(self, prompts: Prompts, past: DraftState | None) -> History:
-        return begin_history(prompts)  # the whole text is in them
+        return begin_history(prompts)  # the prompts contain the whole text
 
     def propose(
         self,
@@ -209,7 +218,7 @@ class LookupDrafter(DrafterBase):
     ) -> tuple[Draft, History]:
         if tree.size == 1:
             return only_root(root), state
-        assert isinstance(tree, Budget)  # of `LookupSource.filled`
+        assert isinstance(tree, Budget)  # made by `LookupSource.filled`
         found = look_up(state, jnp.asarray(PRIOR), tree.depth)
         return best_tree(found, root, tree)[0], state
 

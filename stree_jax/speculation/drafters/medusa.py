@@ -1,11 +1,13 @@
-"""Drafting with Medusa heads on the target itself (Cai et al. 2024, section 2.1).
+"""Drafts with Medusa heads on the target's hidden states (Cai et al. 2024, section
+2.1).
 
-The state that chose the next tree's root says what follows it: head k fills the level k
-of a static tree, the same guesses below every node of the level above. There is no
-second model, no state of one, and all levels together take one product a head.
+The heads read the hidden state that chose the root of the next tree. Head k predicts
+the tokens of level k of a static tree, the same tokens below every node of the level
+above. This needs no draft model and no cache, and one matrix product per head.
 
-Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level, C most
-children of a node, V tokens of the vocabulary, d width of the target's hidden states.
+Letters: B rows, T nodes, M depth of the tree, I maximum number of inner nodes per
+level, C maximum number of children per node, V tokens of the vocabulary, d width of the
+target's hidden states.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,8 +55,8 @@ from stree_jax.speculation.layout import tree_levels
 from stree_jax.speculation.source import Source, Work
 from stree_jax.speculation.tree import MAX_NODES, Auto, Topology, Tree
 
-SPARSE_NODES = 16  # of the default tree
-ASSUMED_RANKS = 10
+SPARSE_NODES = 16  # number of nodes of the default tree
+ASSUMED_RANKS = 10  # ranks of the assumed accuracies
 
 
 @struct.dataclass
@@ -87,13 +89,13 @@ class HeadsSource(Source):
         own, c = self.value.config, target.config
         if own.d_model != c.d_model:
             raise ValueError(
-                f"heads: of states {own.d_model} wide, the target's are {c.d_model}; "
-                "heads belong to the model that they were trained on"
+                f"heads: of states {own.d_model} wide, but the target's are "
+                f"{c.d_model} wide; use the model that they were trained on"
             )
         if own.own_output and own.vocab_size < c.num_tokens:
             raise ValueError(
-                f"heads: {own.vocab_size} tokens, the target has {c.num_tokens}; heads "
-                "belong to the model that they were trained on"
+                f"heads: {own.vocab_size} tokens, but the target has {c.num_tokens}; "
+                "use the model that they were trained on"
             )
 
     def check_tree(self, tree: Topology) -> None:
@@ -102,7 +104,7 @@ class HeadsSource(Source):
         if not isinstance(tree, Tree):
             raise ValueError(
                 f"tree: heads fill a fixed tree, such as 'chain:{self.count}', or "
-                "'auto'; beams want a model"
+                "'auto'; beams need a draft model"
             )
         if tree.depth > self.count:
             raise ValueError(
@@ -113,7 +115,7 @@ class HeadsSource(Source):
     def check_past(self, target: Model, past: DraftState, batch: int) -> None:
         if isinstance(past, LastHidden):
             if past.hidden.shape != (batch, self.value.config.d_model):
-                raise ValueError("past: of heads on another target")
+                raise ValueError("past: its heads belong to another target")
 
     def fixed_tree(self) -> Tree:
         return sparse_tree(self.value, usual_nodes(self.value))
@@ -126,7 +128,9 @@ class HeadsSource(Source):
 
     @property
     def search_size(self) -> tuple[int, int]:
-        return 5, self.count  # after the first level guesses are free, and spread
+        # More nodes per level than other sources have, because levels of heads take no
+        # further passes.
+        return 5, self.count
 
     def acceptance(self) -> Acceptance:
         return Acceptance(np.array(accuracy_of(self.value)))
@@ -139,8 +143,8 @@ class HeadsSource(Source):
 
 
 def sparse_tree(heads: Heads, nodes: int | str) -> Tree:
-    """Returns the tree of so many nodes that gains most by the heads' accuracies; see
-    `gain.greedy_tree`."""
+    """Returns the tree with a number of nodes (an int or its digits) that has the
+    largest expected gain by the heads' accuracies; see `gain.greedy_tree`."""
     size = decimal(str(nodes)) or 0
     if not 1 < size <= MAX_NODES:
         raise ValueError(
@@ -150,14 +154,15 @@ def sparse_tree(heads: Heads, nodes: int | str) -> Tree:
 
 
 def usual_nodes(heads: Heads) -> int:
-    """Returns the nodes of the default tree: `SPARSE_NODES`, or fewer where few heads
-    or ranks have no more combinations."""
+    """Returns the number of nodes of the default tree: `SPARSE_NODES`, or the maximum
+    for few heads or ranks."""
     levels, ranks = np.shape(accuracy_of(heads))
     return min(SPARSE_NODES, sum(ranks**depth for depth in range(levels + 1)))
 
 
 def accuracy_of(heads: Heads) -> tuple[tuple[float, ...], ...]:
-    """Returns [K][R], `HeadsConfig.accuracy`, or an assumed one if nobody measured."""
+    """Returns the accuracies [K][R] of `HeadsConfig.accuracy`, or assumed ones if they
+    were not measured."""
     if heads.config.accuracy:
         return heads.config.accuracy
     ranks = range(ASSUMED_RANKS)
@@ -166,17 +171,19 @@ def accuracy_of(heads: Heads) -> tuple[tuple[float, ...], ...]:
 
 
 def heads_read(heads: Heads, count: int) -> int:
-    """Returns the bytes of the first `count` heads, without the model's output."""
+    """Returns the bytes of the first `count` heads, without the model's output head."""
     first = [heads.params[f"head_{k}"] for k in range(count)]
     return size_of(first)
 
 
 @struct.dataclass
 class LastHidden:
-    """The state [B, d] float32 that chose the root of the next tree.
+    """The state of a `MedusaDrafter`.
 
     Attributes:
-      passes: [B] int32, of the heads since the prompts were read.
+      hidden: [B, d] float32. The target's hidden state that chose the root of the next
+        tree.
+      passes: [B] int32. Passes of the heads since the prompts were read.
     """
 
     hidden: jax.Array
@@ -185,11 +192,11 @@ class LastHidden:
 
 @struct.dataclass
 class MedusaDrafter(Searcher):
-    """Heads of a target.
+    """A drafter with Medusa heads of the target.
 
     Attributes:
-      heads: as many at least as trees are deep.
-      output: the target's head, `models.heads.head_of`.
+      heads: the heads, at least as many as the depth of the trees.
+      output: the target's output head, see `models.heads.head_of`.
     """
 
     heads: Heads
@@ -197,7 +204,8 @@ class MedusaDrafter(Searcher):
     observes_prompts = True
 
     def init(self, prompts: Prompts, past: DraftState | None) -> LastHidden:
-        """Returns zeros, so that drafts are bad for a step, unless there is a past."""
+        """Returns the cached hidden state or, without one, zeros until the prompts are
+        observed."""
         batch, d = prompts.lengths.shape[0], self.heads.config.d_model
         hidden = jnp.zeros((batch, d), jnp.float32)
         if isinstance(past, LastHidden):
@@ -217,13 +225,14 @@ class MedusaDrafter(Searcher):
     ) -> tuple[Draft, LastHidden]:
         if tree.size == 1:
             return only_root(root), state
-        assert isinstance(tree, Tree)  # `HeadsSource.check_tree` sees to it
+        assert isinstance(tree, Tree)  # checked by `HeadsSource.check_tree`
         logits = self.logits(state, tree.depth)
         draft = fill_by_depth(root, logits, tree, dist, rule)
         return draft, replace(state, passes=state.passes + 1)
 
     def logits(self, state: LastHidden, depth: int) -> jax.Array:
-        """Returns [B, depth, >= V] float32, of the tokens after the next root."""
+        """Returns the logits [B, depth, >= V] float32 of the tokens at depths 1 ..
+        `depth` below the next root."""
         return head_logits(self.heads, self.output, state.hidden, depth)
 
     def search(self, state: LastHidden, query: Query) -> tuple[LastHidden, Search]:
@@ -235,7 +244,7 @@ class MedusaDrafter(Searcher):
 
     @property
     def models(self) -> tuple[Model, ...]:
-        return ()  # the target's head runs no pass of its own
+        return ()  # `output` is a model, but does not run forward passes
 
     @property
     def of_target(self) -> Any:
@@ -245,7 +254,7 @@ class MedusaDrafter(Searcher):
         return min(tree.depth, self.heads.config.heads)
 
     def _reads(self, passes: Any, depth: int) -> list[Reads]:
-        """Returns what passes of as many heads as trees are deep have read."""
+        """Returns the memory traffic of passes over the heads of `depth` levels."""
         each = heads_read(self.heads, min(depth, self.heads.config.heads))
         if not self.heads.config.own_output:
             each += weights_read(self.output)
@@ -267,10 +276,13 @@ class MedusaDrafter(Searcher):
 def fill_by_depth(
     root: jax.Array, logits: jax.Array, tree: Tree, dist: Distribution, rule: Rule
 ) -> Draft:
-    """Fills a static tree below the roots [B] with guesses that go by depth alone.
+    """Fills a static tree with tokens whose logits depend only on the depth.
 
     Args:
-      logits: [B, M, >= V] float32, of the tokens at depths 1 .. M.
+      root: [B] int32. Tokens of the roots.
+      logits: [B, M, >= V] float32. Logits of the tokens at depths 1 .. M.
+      tree: the tree.
+      dist, rule: see `Drafter.propose`.
     """
     levels = tree_levels(tree)
 
@@ -291,8 +303,9 @@ def fill_by_depth(
 
 
 def drawn_alike(dist: Distribution, rule: Rule) -> bool:
-    """True if the children of all nodes of a level are the same tokens: their
-    probabilities do not depend on the path, and nodes have no draws of their own."""
+    """True if all nodes of a level have the same children, given the same logits: the
+    probabilities do not depend on the path, and there are no separate draws per
+    node."""
     if dist.seen is not None:
         return False
     return dist.sampling is None or rule.drafting in ("top_k", "coupled")

@@ -1,11 +1,13 @@
-"""Drafting a token tree with a model, level by level through the same tree scan.
+"""Drafts a tree with a draft model, level by level, with the same tree scan as the
+target.
 
-The drafter is fed the tokens that became text since its last call (a chain), and then
-guesses below them. It keeps nothing of its guesses: what was accepted comes back as
-text at the next call, so a rejected branch cannot leave a trace in its state.
+The draft model first reads the tokens that were added to the text since it last drafted
+(a chain), and then drafts below them. It discards the states of its draft. Accepted
+tokens are read again as text at the next step, so rejected branches never enter its
+state.
 
-Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level, C most
-children of a node, V tokens of the vocabulary, U room for unread tokens.
+Letters: B rows, T nodes, M depth of the tree, I maximum number of inner nodes per
+level, C maximum number of children per node, V tokens of the vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,7 +57,7 @@ from stree_jax.speculation.tree import Auto, Beam, Topology, Tree
 
 
 class Fill(Protocol):
-    """How a model fills a tree, static or a beam."""
+    """A function that fills a static tree or a beam with a model."""
 
     def __call__(
         self,
@@ -68,12 +70,15 @@ class Fill(Protocol):
         rule: Rule,
         /,
     ) -> Draft:
-        """Returns a draft of `tree`.
+        """Returns the filled tree.
 
         Args:
-          state: of the model, after the root.
-          root: [B] int32.
-          at_root: [B, 1, d] float32, the model's hidden state there.
+          model: the draft model.
+          state: the model's state after the root.
+          root: [B] int32. Tokens of the roots.
+          at_root: [B, 1, d] float32. The model's hidden states after the root.
+          tree: the tree to fill.
+          dist, rule: see `Drafter.propose`.
         """
         ...
 
@@ -114,10 +119,10 @@ class ModelSource(Source):
 
 @struct.dataclass
 class ModelDrafter(DrafterBase):
-    """A model that fills trees with its own likeliest tokens.
+    """A draft model that fills static trees or beams.
 
     Attributes:
-      model: its parameters are the drafter's.
+      model: the draft model.
       fill: `fill_tree`, or `beam.search` for beams.
     """
 
@@ -160,10 +165,11 @@ def fill_tree(
     *,
     hands_down: bool = False,
 ) -> Draft:
-    """Fill a static tree with a model's guesses; see `Fill`.
+    """Fills a static tree with a model; see `Fill` for the other arguments.
 
     Args:
-      hands_down: beside its token, each node reads its parent's hidden state (MTP).
+      hands_down: True if each node reads its parent's hidden state in addition to its
+        token, as in MTP layers.
     """
     batch, T, config = root.shape[0], tree.size, model.config
     levels, parents = tree_levels(tree), jnp.asarray(tree.parents, jnp.int32)
@@ -192,20 +198,20 @@ def fill_tree(
         return (draw(draft, hidden, depth), records, handed), None
 
     handed: Any = None
-    if hands_down:  # [B, T, d], of the nodes that were read
+    if hands_down:  # [B, T, d], hidden states of the nodes that were read
         handed = jnp.zeros((batch, T, config.d_model), jnp.float32)
         handed = handed.at[:, :1].set(at_root)
     draft = draw(empty_draft(root, tree, dist, rule), at_root, jnp.int32(0))
     records = init_records(config, batch, T, param_dtype(model.params))
     depths = jnp.arange(1, tree.depth, dtype=jnp.int32)
-    if not depths.size:  # without jit, jax scans no empty array
+    if not depths.size:  # without jit, `lax.scan` does not accept an empty array
         return draft
     (draft, _, _), _ = lax.scan(level, (draft, records, handed), depths)
     return draft
 
 
 def empty_draft(root: jax.Array, tree: Tree, dist: Distribution, rule: Rule) -> Draft:
-    """Returns a static tree below the roots [B] that is yet to be filled."""
+    """Returns a static tree below the roots [B] whose other tokens are not set yet."""
     batch, T = root.shape[0], tree.size
     with_q = dist.sampling is not None and rule.needs_q
     return Draft(
@@ -224,14 +230,20 @@ def draw_level(
     dist: Distribution,
     rule: Rule,
 ) -> Draft:
-    """Draw the children of the inner nodes at a depth [] int32.
+    """Sets the tokens of the children of the inner nodes at one depth.
 
     Args:
-      logits: [B, Q, >= V] float32, after the first Q <= I of those nodes; the root is
-        alone.
+      draft: the tree, filled down to the depth.
+      logits: [B, Q, >= V] float32. Logits after the first Q <= I inner nodes at the
+        depth (Q = 1 for the root).
+      depth: [] int32.
+      tree: the tree.
+      levels: its levels.
+      dist, rule: see `Drafter.propose`.
     """
     above = levels.inner[depth, : logits.shape[1]]
-    paths = draft.layout.paths[0, jnp.minimum(above, tree.size - 1)]  # rows are alike
+    # All rows have the same static tree.
+    paths = draft.layout.paths[0, jnp.minimum(above, tree.size - 1)]
     text, q = draft.tokens[:, paths], draft.q
     coupled = rule.drafting == "coupled"
     if dist.sampling is None or coupled or rule.drafting == "top_k":
@@ -249,12 +261,19 @@ def draw_level(
 def by_slot(
     children: jax.Array, nodes: jax.Array, tree: Tree, levels: Levels
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns children [B, Q, C] of the nodes [Q] int32 (T: none), by their own places.
+    """Arranges children by parent and rank into tokens by node.
+
+    Args:
+      children: [B, Q, C] int32. Tokens of the children of Q nodes, by rank.
+      nodes: [Q] int32. The parents; T for padding.
+      tree: the tree.
+      levels: its levels.
 
     Returns:
-      tokens [B, T] int32, and whether a node's parent is one of the nodes, [T].
+      Tokens [B, T] int32, and [T] bool, True for nodes whose parents are in `nodes`;
+      other tokens are unspecified.
     """
-    parents = jnp.asarray(tree.parents, jnp.int32)  # the root's is no node
+    parents = jnp.asarray(tree.parents, jnp.int32)  # -1 for the root, never in `nodes`
     is_parent = parents[:, None] == nodes[None]  # [T, Q]
     place = jnp.argmax(is_parent, axis=1)
     tokens = children[:, place, levels.rank].astype(jnp.int32)
@@ -269,21 +288,23 @@ def draw_children(
     noise: jax.Array | None,
     count: int,
 ) -> jax.Array:
-    """Returns tokens [B, I, count] of the children of I nodes, in the order they are
-    drawn.
+    """Returns tokens [B, I, count] of the children of I nodes, in the order in which
+    they are drawn.
 
     Args:
-      drafting: "top_k", the most probable; "iid", independent draws;
-        "without_replacement", draws by the largest Gumbel-perturbed log-probabilities;
-        "coupled", the same with the noise that the target will choose by.
-      z: [B, I, V] float32, scores of which only differences count.
-      above: [I] int32, the nodes.
-      noise: [B, I or 1, V] float32, if coupled, after each of the nodes.
+      drafting: "top_k" (the most probable tokens), "iid" (independent draws),
+        "without_replacement" (draws by the largest Gumbel-perturbed log-probabilities),
+        or "coupled" (the same, with the noise with which the target will choose).
+      dist: the distribution of the tokens below the root.
+      z: [B, I, V] float32. Scores, of which only differences matter.
+      above: [I] int32. The nodes.
+      noise: [B, I or 1, V] float32. The target's noise after each node, for "coupled".
+      count: number of children per node.
     """
     if dist.sampling is None or drafting == "top_k":
         return best_scores(z, count=count)[1]
     if drafting == "coupled":
-        assert noise is not None  # who calls has it
+        assert noise is not None  # passed by all callers with "coupled"
         return best_scores(z + noise, count=count)[1]
     by_node = jax.vmap(fold_in, in_axes=(None, 0))
     step = dist.keys(DRAFT, jnp.int32(0))
@@ -296,13 +317,13 @@ def draw_children(
 
 
 def iid_draws(p: jax.Array, keys: jax.Array, count: int) -> jax.Array:
-    """Returns independent draws [B, I, count] int32 of p [B, I, V], by inverting its
-    sums."""
+    """Returns independent draws [B, I, count] int32 from p [B, I, V], by inverting the
+    cumulative sums."""
 
     def one(p: jax.Array, key: jax.Array) -> jax.Array:
         below = jnp.cumsum(p)
         u = uniform(key, count) * below[-1]
-        u = jnp.minimum(u, jnp.nextafter(below[-1], 0.0))  # never past the last token
+        u = jnp.minimum(u, jnp.nextafter(below[-1], 0.0))  # at most the last token
         return jnp.searchsorted(below, u, side="right").astype(jnp.int32)
 
     return jax.vmap(jax.vmap(one))(p, keys)

@@ -1,9 +1,9 @@
-"""Drafting with the layers that a target has for it (multi-token prediction).
+"""Drafts with the target's layers for multi-token prediction (MTP).
 
-They read pairs: a token of the text and the target's hidden state that chose it, and so
-predict the token after. A drafted token is read with their own hidden state that it was
-drafted from, so one set of layers serves at every depth of a tree. The layers read text
-as it comes, prompts included, and keep nothing of drafts.
+MTP layers read a token of the text together with the target's hidden state that chose
+it, and predict the next token. A draft token is read together with the MTP layers'
+hidden state that predicted it, so the same layers draft every level of a tree. The
+layers read all text, including the prompts, and discard the states of drafts.
 
 Letters: B rows, M depth of the tree, d width of the target's hidden states.
 """
@@ -49,7 +49,7 @@ MTP = "mtp"
 
 @struct.dataclass
 class MTPSource(Source):
-    """The target's own layers for multi-token prediction."""
+    """The target's layers for multi-token prediction."""
 
     value = name = MTP
     needs_mtp = True
@@ -57,7 +57,7 @@ class MTPSource(Source):
     def check(self, target: Model) -> None:
         if not target.config.mtp:
             raise ValueError(
-                "drafter: 'mtp' wants a target loaded with its MTP layers: "
+                "drafter: 'mtp' needs a target loaded with its MTP layers: "
                 "stree_jax.load(path, mtp=True); this one has no MTP layers"
             )
 
@@ -65,7 +65,7 @@ class MTPSource(Source):
         if not isinstance(tree, Tree | Auto):
             raise ValueError(
                 "tree: 'mtp' fills a fixed tree, such as 'E' or 'chain:4', or 'auto'; "
-                "beams want a model"
+                "beams need a draft model"
             )
 
     def check_past(self, target: Model, past: DraftState, batch: int) -> None:
@@ -82,16 +82,16 @@ class MTPSource(Source):
 
 @struct.dataclass
 class MTPState:
-    """The layers' state after all of the text but its first token.
+    """The state of the MTP layers, after all tokens of the text except the first.
 
-    In a text that continues a past, the tokens of the last step before its end are
-    missing: finished rows have no updates.
+    If the text continues a finished one, the tokens of that one's last step are
+    missing, because finished rows have no updates. This affects drafts only.
 
     Attributes:
-      state: the layers' own, with their caches.
-      hidden: [B, 1, d] float32, theirs at the root of the next tree; 0 before the
-        first update.
-      passes: [B] int32, of the layers since the prompts were read.
+      state: the layers' state, with their caches.
+      hidden: [B, 1, d] float32. The layers' hidden states at the root of the next tree;
+        0 before the first update.
+      passes: [B] int32. Passes of the layers since the prompts were read.
     """
 
     state: State
@@ -101,10 +101,11 @@ class MTPState:
 
 @struct.dataclass
 class MTPDrafter(Searcher):
-    """A drafter that fills static trees, or is searched by tree "auto".
+    """A drafter with MTP layers, which fills static trees or is searched by tree
+    "auto".
 
     Attributes:
-      model: of `models.mtp_model`.
+      model: the layers as a model, see `models.mtp_model`.
     """
 
     model: Model
@@ -112,15 +113,15 @@ class MTPDrafter(Searcher):
     passes_by_update = 1
 
     def init(self, prompts: Prompts, past: Any) -> MTPState:
-        """Returns a state with capacity for the prompts; a past of another kind of
-        drafter is not used."""
-        none = jnp.zeros_like(prompts.lengths)
+        """Returns a state with capacity for the prompts. Cached states of other kinds
+        of drafters are ignored."""
+        zeros, capacity = jnp.zeros_like(prompts.lengths), prompts.capacity
         if isinstance(past, MTPState):
-            return replace(past, state=grow(past.state, prompts.capacity), passes=none)
+            return replace(past, state=grow(past.state, capacity), passes=zeros)
         config, dtype = self.model.config, param_dtype(self.model.params)
-        state = init_state(config, none.shape[0], prompts.capacity, dtype)
-        hidden = jnp.zeros((none.shape[0], 1, config.d_model), jnp.float32)
-        return MTPState(state, hidden, none)
+        state = init_state(config, zeros.shape[0], capacity, dtype)
+        hidden = jnp.zeros((zeros.shape[0], 1, config.d_model), jnp.float32)
+        return MTPState(state, hidden, zeros)
 
     def propose(
         self,
@@ -130,13 +131,14 @@ class MTPDrafter(Searcher):
         dist: Distribution,
         rule: Rule,
     ) -> tuple[Draft, MTPState]:
-        # A pass for every level but the root's, and one that reads the accepted text.
+        # `depth` - 1 passes for the levels below the first, and one in `commit` that
+        # reads the accepted tokens.
         state = replace(state, passes=state.passes + max(tree.depth, 1))
         if tree.size == 1:
             return only_root(root), state
-        assert isinstance(tree, Tree)  # of `Source.check_tree`
-        below = (self.model, state.state, root, state.hidden, tree, dist, rule)
-        return fill_tree(*below, hands_down=True), state
+        assert isinstance(tree, Tree)  # checked by `MTPSource.check_tree`
+        args = (self.model, state.state, root, state.hidden, tree, dist, rule)
+        return fill_tree(*args, hands_down=True), state
 
     def commit(self, state: MTPState, update: Update) -> MTPState:
         hidden, after = extend(

@@ -1,14 +1,15 @@
-"""Katz back-off n-grams as a table on the device (Spector and Re 2023; Katz 1987).
+"""Katz back-off n-grams in hash tables on the device (Spector and Re 2023; Katz 1987).
 
-What a model says after the last n - 1 tokens, looked up. For a context h that was seen,
-the table has the K likeliest tokens w with log P(w|h), and how much is left for others:
+N-grams predict the next token from the last n - 1 tokens by a table lookup. For a
+context h that occurred in training, the table has the K likeliest tokens w with log
+P(w|h). Other tokens have the probability
 
     P(w|h) = alpha(h) P(w|h'),  h' = h without its first token,
 
-where alpha(h) makes the sum 1. A context that was not seen says what h' says. How
-counts become probabilities is in `training/ngrams.py`.
+where alpha(h) makes the sum 1. For a context that did not occur, P(w|h) = P(w|h').
+`training/ngrams.py` computes the probabilities from counts.
 
-Letters: V tokens of the vocabulary, c tokens of a context (most: n - 1), S slots of a
+Letters: V tokens of the vocabulary, c tokens of a context (at most n - 1), S slots of a
 table, K tokens of a slot, N = n K candidates.
 """
 
@@ -35,21 +36,21 @@ from stree_jax.speculation.drafters.stage import Task, first_unknown, make_task
 from stree_jax.speculation.source import Source, Vocabulary
 from stree_jax.speculation.tree import Topology, Tree
 
-WAYS = 4  # neighbouring slots that a context may be in
-# How often they guess right, where nobody has measured it.
+WAYS = 4  # number of adjacent slots in which a context may be stored
+# Assumed rates, if they were not measured; see `NGrams.rates`.
 ASSUMED_RATES = (0.45, 0.55, 0.6, 0.65)
-EMPTY = -1  # token of a slot, or of a context before the text begins
+EMPTY = -1  # token of an empty slot, or before the first token of the text
 
 
 @struct.dataclass
 class Table:
-    """Contexts of one length.
+    """A hash table of contexts of one length.
 
     Attributes:
-      contexts: [S, c] int32, `EMPTY` where a slot is.
-      tokens: [S, K] int32, likeliest first, padded with `EMPTY`.
-      log_prob: [S, K] float32, of those; -inf for padding.
-      back_off: [S] float32, log alpha; 0 where a slot is empty.
+      contexts: [S, c] int32. `EMPTY` for empty slots.
+      tokens: [S, K] int32. The likeliest next tokens, best first, padded with `EMPTY`.
+      log_prob: [S, K] float32. Their log-probabilities; -inf for padding.
+      back_off: [S] float32. log alpha; 0 for empty slots.
     """
 
     contexts: jax.Array
@@ -65,15 +66,15 @@ class Table:
 
 @struct.dataclass
 class NGrams(DrafterBase):
-    """An n-gram model; also a drafter, and one that drafts for a drafter.
+    """An n-gram model. It can draft for the target or guess for a draft model.
 
     Attributes:
-      unigram: [V] float32, log P(w).
-      common: [K] int32, the likeliest tokens of `unigram`.
-      tables: of contexts of 1 .. n - 1 tokens.
-      temperature: of the sampling that was counted.
-      rates: how often the drafter's likeliest token is among the first 1, 2, ..
-        guesses, in text that was not counted.
+      unigram: [V] float32. log P(w).
+      common: [K] int32. The likeliest tokens of `unigram`.
+      tables: tables of contexts of 1 .. n - 1 tokens.
+      temperature: temperature at which the counted text was sampled.
+      rates: `rates[i]` is how often the draft model's likeliest token is among the
+        first i + 1 guesses, in text that was not counted.
     """
 
     unigram: jax.Array
@@ -90,7 +91,7 @@ class NGrams(DrafterBase):
         keep: int,
         temperature: float = 1.0,
     ) -> "NGrams":
-        """Returns n-grams with the K = `keep` likeliest of all tokens."""
+        """Returns n-grams whose `common` are the K = `keep` likeliest tokens."""
         _, common = lax.top_k(unigram, min(keep, unigram.shape[0]))
         return cls(unigram, common, tables, temperature)
 
@@ -105,8 +106,8 @@ class NGrams(DrafterBase):
         return Tail(jnp.where(back >= 0, tokens, EMPTY))
 
     def scale(self, dist: Distribution) -> jax.Array:
-        """Returns [B, 1, 1] float32, a factor of log P where texts are drawn at another
-        temperature."""
+        """Returns [B, 1, 1] float32: factors of log P for rows that are sampled at
+        another temperature than the counted text."""
         if dist.sampling is None:
             return jnp.ones((1, 1, 1), jnp.float32)
         own = jnp.where(dist.sampling.greedy, 1.0, dist.sampling.temperature)
@@ -155,7 +156,8 @@ class NGrams(DrafterBase):
         task: Task,
         ahead: int,
     ) -> Draft:
-        """Fill `ahead` levels below the depth `above` [] int32."""
+        """Fills `ahead` levels below the depth `above` [] int32, except `known`
+        nodes."""
         tree, T = task.tree, task.tree.size
         for depth in (above + j for j in range(ahead)):
             nodes = task.levels.inner[jnp.minimum(depth, tree.depth - 1)]
@@ -163,7 +165,7 @@ class NGrams(DrafterBase):
             children = self._after(tail, draft, nodes, task, tree.children)
             tokens, written = by_slot(children, nodes, tree, task.levels)
             written = written[None] & ~known
-            assert draft.origin is not None  # of `Task.empty`
+            assert draft.origin is not None  # set by `Task.empty`
             origin = jnp.where(written, jnp.uint8(NGRAM), draft.origin)
             tokens = jnp.where(written, tokens, draft.tokens)
             draft = replace(draft, tokens=tokens, origin=origin)
@@ -172,28 +174,32 @@ class NGrams(DrafterBase):
     def others(
         self, tail: "Tail", draft: Draft, nodes: jax.Array, task: Task, count: int
     ) -> jax.Array:
-        """Returns the likeliest tokens of nodes, other than those they were filled
-        with.
+        """Returns alternative tokens for nodes: the likeliest ones except the token
+        that the node was filled with.
 
         Args:
-          nodes: [Q] int32, below known ones; T: none.
+          tail: the end of the text.
+          draft: the tree.
+          nodes: [Q] int32. Nodes whose parents are known; T for padding.
+          task: the task of filling the tree.
+          count: number of alternatives per node.
 
         Returns:
-          the likeliest other tokens [B, Q, count] int32.
+          Tokens [B, Q, count] int32, likeliest first.
         """
         node = jnp.minimum(nodes, task.tree.size - 1)
         most = task.tree.children + count
-        asked = tail, draft, task.parents[node], task, most
+        tokens = self._after(tail, draft, task.parents[node], task, most)
         place = jnp.arange(count, dtype=jnp.int32)[None]
         own = task.levels.rank[node][:, None]
-        place = place + (place >= own).astype(jnp.int32)  # without its own
-        return jnp.take_along_axis(self._after(*asked), place[None], axis=2)
+        place = place + (place >= own).astype(jnp.int32)  # skip the node's token
+        return jnp.take_along_axis(tokens, place[None], axis=2)
 
     def _after(
         self, tail: "Tail", draft: Draft, nodes: jax.Array, task: Task, count: int
     ) -> jax.Array:
-        """Returns the likeliest tokens [B, Q, count] after nodes [Q] of a tree; T:
-        any."""
+        """Returns the likeliest tokens [B, Q, count] after nodes [Q] of a tree. For
+        padding (T) they are unspecified."""
         node = jnp.minimum(nodes, task.tree.size - 1)
         windows = tree_nodes(task.tree.rows(1), self.order - 1).window[0]  # [T, n - 1]
         text = jnp.concatenate([tail.tokens[:, :-1], draft.tokens], axis=1)
@@ -206,7 +212,7 @@ class NGrams(DrafterBase):
 
     @property
     def lookup_bytes(self) -> int:
-        """Bytes that looking up one context reads, in the tables of all lengths."""
+        """Bytes read by one lookup of a context, in the tables of all lengths."""
         K = self.common.shape[0]
         return sum(4 * (WAYS * t.contexts.shape[1] + 2 * K + 1) for t in self.tables)
 
@@ -227,7 +233,7 @@ class NGrams(DrafterBase):
 
 @struct.dataclass
 class NGramsSource(Source):
-    """An n-gram table by itself."""
+    """N-grams that draft for the target."""
 
     value: NGrams
     name = "n-grams"
@@ -244,7 +250,7 @@ class NGramsSource(Source):
 
 
 def check_fixed(tree: Topology) -> None:
-    """Raises ValueError for a tree that is not a fixed one."""
+    """Raises ValueError unless the tree is static."""
     if not isinstance(tree, Tree):
         raise ValueError(
             "tree: n-grams fill a fixed tree, alone or for a drafter, such as 'E' or "
@@ -254,15 +260,19 @@ def check_fixed(tree: Topology) -> None:
 
 @struct.dataclass
 class Tail:
-    """The last tokens [B, n - 1] int32 of the text, the root of the next tree included;
-    `EMPTY` before its begin."""
+    """The state of `NGrams`: the end of the text.
+
+    Attributes:
+      tokens: [B, n - 1] int32. The last tokens, including the root of the next tree;
+        `EMPTY` before the first token of the text.
+    """
 
     tokens: jax.Array
 
 
 def first_slot(contexts: jax.Array, slots: int) -> jax.Array:
-    """Returns the first [...] int32 of the `WAYS` slots where contexts [..., c] may
-    be."""
+    """Returns the first [...] int32 of the `WAYS` slots in which contexts [..., c] may
+    be stored."""
     number = jnp.zeros(contexts.shape[:-1], jnp.uint32)
     for token in jnp.moveaxis(contexts, -1, 0):
         number = (number ^ token.astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
@@ -272,23 +282,24 @@ def first_slot(contexts: jax.Array, slots: int) -> jax.Array:
 
 
 def find(table: Table, contexts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the slots [...] int32 of contexts [..., c], and whether they are
-    there."""
+    """Returns the slots [...] int32 of contexts [..., c], and [...] bool, whether the
+    table contains them."""
     at = first_slot(contexts, table.slots)
-    there = table.contexts.reshape(-1, WAYS, contexts.shape[-1])[at // WAYS]
-    same = (there == contexts[..., None, :]).all(axis=-1)
+    stored = table.contexts.reshape(-1, WAYS, contexts.shape[-1])[at // WAYS]
+    same = (stored == contexts[..., None, :]).all(axis=-1)
     return at + jnp.argmax(same, axis=-1).astype(jnp.int32), same.any(axis=-1)
 
 
 def candidates(ngrams: NGrams, contexts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the likeliest next tokens, of all context lengths, longest first.
+    """Returns the likeliest next tokens by contexts of all lengths, longest first.
 
     Args:
-      contexts: [..., n - 1] int32, `EMPTY` before the text's begin.
+      ngrams: the n-grams.
+      contexts: [..., n - 1] int32. `EMPTY` before the first token of the text.
 
     Returns:
-      tokens [..., N] int32 and log P(w|h) [..., N] float32; -inf where a token stands
-      twice, or there is none.
+      Tokens [..., N] int32 and log P(w|h) [..., N] float32, which is -inf for repeated
+      tokens and padding.
     """
     shape, K = contexts.shape[:-1], ngrams.common.shape[0]
     left = jnp.zeros(shape, jnp.float32)  # sum of log alpha so far
@@ -328,15 +339,16 @@ def log_prob(ngrams: NGrams, contexts: jax.Array, tokens: jax.Array) -> jax.Arra
 def perturbed(
     ngrams: NGrams, contexts: jax.Array, scale: jax.Array, noise: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `candidates` after contexts [B, Q, n - 1], by the scores that a model
-    would draw by.
+    """Returns `candidates`, with the scores by which a model would draw them.
 
     Args:
-      scale: of `NGrams.scale`.
-      noise: [B, Q or 1, V] float32, what the model's draws are perturbed by, or None.
+      ngrams: the n-grams.
+      contexts: [B, Q, n - 1] int32.
+      scale: result of `NGrams.scale`.
+      noise: [B, Q or 1, V] float32. The noise of the model's draws, or None.
 
     Returns:
-      tokens [B, Q, N] int32, and log P [B, Q, N] float32, scaled and perturbed.
+      Tokens [B, Q, N] int32, and log P [B, Q, N] float32, scaled and with noise.
     """
     token, value = candidates(ngrams, contexts)
     value = value * scale
@@ -353,11 +365,12 @@ def likeliest(
     scale: jax.Array,
     noise: jax.Array | None,
 ) -> jax.Array:
-    """Returns tokens [B, Q, count] int32 that a model would draw after contexts [B, Q,
-    n - 1].
+    """Returns the tokens [B, Q, count] int32 that a model would most likely draw after
+    contexts.
 
     Args:
-      scale, noise: as of `perturbed`.
+      ngrams, contexts, scale, noise: see `perturbed`.
+      count: number of tokens per context.
     """
     token, value = perturbed(ngrams, contexts, scale, noise)
     short = max(count - token.shape[-1], 0)

@@ -1,6 +1,7 @@
-"""How far a drafting model has read the text.
+"""Tracks how much of the text a draft model has read.
 
-Letters: B rows, U space for unread tokens, d width of the target's hidden states.
+Letters: B rows, U size of the buffer of unread tokens, d width of the model's hidden
+states.
 """
 
 from dataclasses import replace
@@ -17,48 +18,48 @@ from stree_jax.speculation.drafter import Prompts, Update
 
 @struct.dataclass
 class Reading:
-    """The state of a drafting model, which reads new text when it next drafts.
+    """The state of a draft model, which reads new text when it next drafts.
 
     Attributes:
-      state: after all text but `unread`.
-      unread: [B, U] int32; the last valid token is the root of the next tree. It has no
-        space (U = 0) just after everything was read.
-      unread_length: [B] int32.
-      passes: [B] int32, of the model since the prompts were read.
-      room: U between steps.
+      state: the model's state after all text except `unread`.
+      unread: [B, U] int32. Tokens that the model has not read; the last valid token is
+        the root of the next tree. It is empty (U = 0) right after a read.
+      unread_length: [B] int32. Number of valid tokens in `unread`.
+      passes: [B] int32. Forward passes of the model since the prompts were read.
+      size: U between steps.
     """
 
     state: State
     unread: jax.Array
     unread_length: jax.Array
     passes: jax.Array
-    room: int = struct.field(pytree_node=False)
+    size: int = struct.field(pytree_node=False)
 
 
 def model_state(past: Any) -> State | None:
-    """Returns the state of the outermost model in a drafter's past, which may be all of
-    the past."""
+    """Returns the state of the outermost model in a drafter's cached state, which may
+    itself be the model's state."""
     past = getattr(past, "reading", past)
     return getattr(past, "state", past)
 
 
 def begin_reading(model: Model, prompts: Prompts, past: Any) -> Reading:
-    """Returns the reading after all of each prompt but its last token, for
-    `Drafter.init` of a model."""
-    token_ids, lengths, room = prompts.token_ids, prompts.lengths, prompts.update_width
+    """Reads all tokens of each prompt except the last: `Drafter.init` of a draft
+    model."""
+    token_ids, lengths, size = prompts.token_ids, prompts.lengths, prompts.update_width
     read = model_state(past)
     state = read_text(model, token_ids, lengths, prompts.capacity, read)
     unread = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
-    unread = jnp.pad(unread, ((0, 0), (0, room - 1)))
-    return Reading(state, unread, jnp.ones_like(lengths), jnp.zeros_like(lengths), room)
+    unread = jnp.pad(unread, ((0, 0), (0, size - 1)))
+    return Reading(state, unread, jnp.ones_like(lengths), jnp.zeros_like(lengths), size)
 
 
 def read_all(model: Model, reading: Reading) -> tuple[jax.Array, Reading]:
     """Feeds the unread tokens to the model.
 
     Returns:
-      hidden states [B, 1, d] after the last of them, and the reading with nothing
-      unread.
+      Hidden states [B, 1, d] after the last of them, and a `Reading` without unread
+      tokens.
     """
     last = jnp.maximum(reading.unread_length - 1, 0)[:, None]
     hidden, state = extend(model, reading.state, reading.unread, reading.unread_length)
@@ -67,7 +68,8 @@ def read_all(model: Model, reading: Reading) -> tuple[jax.Array, Reading]:
 
 
 def all_read(reading: Reading, state: State, passes: jax.Array | int) -> Reading:
-    """Returns the reading with nothing unread, after `passes` more."""
+    """Returns a `Reading` without unread tokens, with a new state and `passes` more
+    passes."""
     return replace(
         reading,
         state=state,
@@ -78,25 +80,26 @@ def all_read(reading: Reading, state: State, passes: jax.Array | int) -> Reading
 
 
 def add_update(model: Model, reading: Reading, update: Update) -> Reading:
-    """Returns the reading after an update, for `Drafter.commit` of a model.
+    """Adds the tokens of an update to the unread ones: `Drafter.commit` of a draft
+    model.
 
-    Tokens wait until the model drafts, or until there is no space for them.
+    Tokens stay unread until the model drafts or the buffer is full.
     """
     batch, width = update.tokens.shape
-    room, waiting = reading.room, reading.unread.shape[1]
-    if waiting == 0:
-        unread = jnp.pad(update.tokens, ((0, 0), (0, room - width)))
+    size = reading.size
+    if reading.unread.shape[1] == 0:
+        unread = jnp.pad(update.tokens, ((0, 0), (0, size - width)))
         return replace(reading, unread=unread, unread_length=update.length)
 
     def read(reading: Reading) -> Reading:
         after = read_all(model, reading)[1]
         return replace(after, unread=jnp.zeros_like(reading.unread))
 
-    full = (reading.unread_length + update.length > room).any()
+    full = (reading.unread_length + update.length > size).any()
     reading = lax.cond(full, read, lambda reading: reading, reading)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     place = reading.unread_length[:, None] + index
-    place = jnp.where(index < update.length[:, None], place, room)
+    place = jnp.where(index < update.length[:, None], place, size)
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     return replace(
         reading,

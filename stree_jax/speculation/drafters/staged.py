@@ -1,18 +1,19 @@
-"""A drafter for the drafter: speculation within speculation (Spector and Re 2023).
+"""Staged drafting: speculative decoding of the draft model (Spector and Re 2023).
 
-A model fills a tree level by level, a pass each. With a guesser below it, the levels to
-come are guessed first and read in one pass of the model's own tree scan; those that are
-what the model would have drafted need no pass any more. What it hands to the target is,
-token for token and with the same probabilities, what it would have drafted alone, so
-that every acceptance rule keeps its promise; only the number of its passes falls.
+A draft model fills a tree level by level, with one forward pass per level. With a
+guesser, a cheaper drafter first guesses several levels, and one pass of the draft model
+reads them all with its tree scan. Levels that the guesser got right need no further
+pass. The tree has the same tokens and probabilities as without the guesser, so all
+acceptance rules keep their guarantees. Only the number of passes of the draft model is
+lower.
 
-Of each node the likeliest m tokens may be guessed: the first is in the tree itself, and
-may have guesses below it; the others stand beside it, slot j T + t being other j of
-node t. One that turns out to be what the model draws there takes the node's place.
+There may be m guesses per node. The first is in the tree itself and may have guesses
+below it. The others, called alternatives, have extra slots: slot j T + t is alternative
+j of node t. If the draft model draws an alternative, it replaces the first guess.
 
-Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level (those
-with children), U room for unread tokens, A levels read in a pass, m guesses of a node,
-N = m T slots, Q nodes of a pass, V tokens of the vocabulary.
+Letters: B rows, T nodes, M depth of the tree, I maximum number of inner nodes (nodes
+with children) per level, U size of the buffer of unread tokens, A levels read in a
+pass, m guesses per node, N = m T slots, Q nodes of a pass, V tokens of the vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,17 +74,19 @@ from stree_jax.speculation.layout import below_root
 from stree_jax.speculation.source import Source, Vocabulary, not_a_source
 from stree_jax.speculation.tree import DEEPEST, Auto, Topology
 
-NOT_READ = -1
-AHEAD = 2  # levels guessed at a time, unless another number is asked for
-WIDTH = 1  # guesses of a node, likewise
-LEAST_GUESSES = 2  # of a level, with tree "auto"
+NOT_READ = -1  # token of a slot that was not read
+AHEAD = 2  # default number of levels that are guessed
+WIDTH = 1  # default number of guesses per node
+MIN_GUESSES = 2  # minimum guesses per level with tree "auto"
 
 
 @struct.dataclass
 class StagedState:
-    """Attributes:
-    reading: how far the model has read.
-    inner: the guesser's state; None without one.
+    """The state of a `Staged` drafter.
+
+    Attributes:
+      reading: how much of the text the draft model has read.
+      inner: the guesser's state, or None without a guesser.
     """
 
     reading: Reading
@@ -92,15 +95,15 @@ class StagedState:
 
 @struct.dataclass
 class Open:
-    """A model's state while a tree is filled.
+    """The state of a `Staged` drafter while it fills a tree.
 
     Attributes:
-      before: its reading before the tree.
-      state: after the root.
-      records: of the N slots, those that were read.
-      read: [B, N] int32, the tokens that were read, or `NOT_READ`.
-      passes: [] int32, for this tree.
-      inner: the guesser's.
+      before: the `Reading` before the tree.
+      state: the draft model's state after the root.
+      records: the draft model's records of the N slots; valid for slots that were read.
+      read: [B, N] int32. The token that was read in each slot, or `NOT_READ`.
+      passes: [] int32. Passes of the draft model for this tree.
+      inner: the guesser's state.
     """
 
     before: Reading
@@ -113,13 +116,17 @@ class Open:
 
 @struct.dataclass
 class Staged(DrafterBase):
-    """A model that drafts, and a guesser of what the model is going to draft.
+    """A draft model with a guesser that predicts its draft.
+
+    The draft is the same as without the guesser; the guesser reduces the number of
+    forward passes of the draft model.
 
     Attributes:
-      model: its drafts are the ones the target sees.
-      guesser: `NGrams`, or another `Staged`; None: levels are read one by one.
-      ahead: levels that are guessed below each level, A - 1.
-      width: guesses of a node, m; more than one are n-grams' alone.
+      model: the draft model.
+      guesser: `NGrams`, a model, or another `Staged`. If None, the draft model runs one
+        pass per level.
+      ahead: A - 1, the number of levels that are guessed below each level.
+      width: m, the number of guesses per node. More than 1 requires `NGrams`.
     """
 
     model: Model
@@ -129,7 +136,7 @@ class Staged(DrafterBase):
 
     @property
     def levels_read(self) -> int:
-        """A."""
+        """A, the number of levels that one pass of the draft model reads."""
         return 1 + (0 if self.guesser is None else self.ahead)
 
     def init(self, prompts: Prompts, past: DraftState | None) -> StagedState:
@@ -165,7 +172,8 @@ class Staged(DrafterBase):
         own = Reads("drafter", reading.passes, weights, state=reading.state)
         if isinstance(self.guesser, NGrams):
             (tree,) = menu
-            levels = self.ahead * (1 if self.width == 1 else 2)  # others, apart
+            # Alternatives take another lookup per level.
+            levels = self.ahead * (1 if self.width == 1 else 2)
             each = levels * getattr(tree, "inner", 1)
             table = self.guesser.lookup_bytes
             return [own, Reads("n-gram", own.passes, table, each)]
@@ -186,8 +194,7 @@ class Staged(DrafterBase):
         opened, logits, nodes = self._read_text(state.reading, inner, draft, task)
         root = jnp.zeros(draft.tokens.shape, bool).at[:, 0].set(True)
         right = jnp.zeros_like(root)
-        asked = logits, nodes, root, right, task
-        opened, draft, right = _kept(opened, draft, *asked)
+        opened, draft, right = _kept(opened, draft, logits, nodes, root, right, task)
         until = jnp.int32(min(ahead, task.tree.depth))
         return self._go_on(opened, draft, root, right, until, task)
 
@@ -196,7 +203,7 @@ class Staged(DrafterBase):
     ) -> tuple[Draft, Open]:
         right = _rightly_read(opened.read, draft.tokens, task)
         first, M = first_unknown(task, known), task.tree.depth
-        until = jnp.where(first < M, first - 1 + ahead, 0)  # nothing to guess: no pass
+        until = jnp.where(first < M, first - 1 + ahead, 0)  # 0: no pass is needed
         return self._go_on(opened, draft, known, right, until, task)
 
     def end(self, opened: Open) -> StagedState:
@@ -208,10 +215,18 @@ class Staged(DrafterBase):
     def _read_text(
         self, reading: Reading, inner: Opened, draft: Draft, task: Task
     ) -> tuple[Open, jax.Array, jax.Array]:
-        """Runs one pass over the unread text, and over guesses below its end.
+        """Runs one pass of the draft model over the unread text and the guesses below
+        its last token.
+
+        Args:
+          reading: how much of the text was read.
+          inner: the guesser's state.
+          draft: the tree, with guesses.
+          task: the task of filling the tree.
 
         Returns:
-          what is known then, and logits [B, Q, V] after the root and guessed slots [Q].
+          The state after the pass, logits [B, Q, V] after the root and the guesses, and
+          their slots [Q].
         """
         model, N = self.model, self.width * task.tree.size
         batch, U = reading.unread.shape
@@ -247,11 +262,12 @@ class Staged(DrafterBase):
         return opened, logits, slots
 
     def ahead_rows(self, task: Task) -> int:
-        """Returns most nodes of a pass that are guessed, (A - 1) I."""
+        """Returns (A - 1) I, the maximum number of guessed nodes per pass."""
         return (self.levels_read - 1) * task.tree.inner
 
     def _parents(self, draft: Draft) -> jax.Array:
-        """Returns [B, N] int32, the slots above slots; nothing is below others."""
+        """Returns the parents of all slots [B, N] int32. An alternative has the parent
+        of its node, and no children."""
         return jnp.tile(draft.layout.parents, (1, self.width))
 
     def _with_others(
@@ -262,19 +278,22 @@ class Staged(DrafterBase):
         guessed: jax.Array,
         task: Task,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns slots [Q] to be read, N for none, and their tokens [B, Q].
+        """Returns the slots [Q] to be read (N for padding), and their tokens [B, Q].
 
         Args:
-          nodes: int32, of the tree, T for none.
-          guessed: int32, those whose others are read too.
+          inner: the guesser's state.
+          draft: the tree.
+          nodes: int32. Nodes to be read; T for padding.
+          guessed: int32. Nodes whose alternatives are read, too; T for padding.
+          task: the task of filling the tree.
         """
         T = task.tree.size
         slots = [jnp.where(nodes < T, nodes, self.width * T)]
         tokens = [draft.tokens[:, jnp.minimum(nodes, T - 1)]]
         if self.width > 1:
-            assert self.guesser is not None  # `check_drafter` sees to it
-            asked = inner, draft, guessed, task, self.width - 1
-            others = cast(Several, self.guesser).others(*asked)
+            assert self.guesser is not None  # checked by `StagedSource.check`
+            args = inner, draft, guessed, task, self.width - 1
+            others = cast(Several, self.guesser).others(*args)
             for j in range(1, self.width):
                 slots.append(jnp.where(guessed < T, j * T + guessed, self.width * T))
                 tokens.append(others[..., j - 1])
@@ -289,17 +308,22 @@ class Staged(DrafterBase):
         until: jax.Array,
         task: Task,
     ) -> tuple[Draft, Open]:
-        """Guess, read and keep until all is drawn down to the depth `until` [].
+        """Repeats guessing, reading and drawing until all levels down to a depth are
+        drawn.
 
         Args:
-          known: [B, T] bool, tokens that are not to be drawn.
-          right: [B, T] bool, nodes that were read as what they are.
+          opened: the drafter's state.
+          draft: the tree.
+          known: [B, T] bool. Nodes whose tokens are fixed.
+          right: [B, T] bool. Nodes that were read with their final tokens.
+          until: [] int32. The depth.
+          task: the task of filling the tree.
         """
         nodes = below_root(self._parents(draft), self.model.config.conv_taps)
         running = (opened.before.unread_length > 0)[:, None]
 
         def needed(right: jax.Array) -> jax.Array:
-            """Returns nodes [B, T] that have to be read; finished rows need none."""
+            """Returns the nodes [B, T] that must be read; none in finished rows."""
             return (task.inner & (task.depth < until))[None] & ~right & running
 
         def more(carry: tuple) -> jax.Array:
@@ -315,8 +339,8 @@ class Staged(DrafterBase):
                 draft, opened = _guessed(draft, guess), replace(opened, inner=inner)
             unread, most = needed(right), self.levels_read * task.tree.inner
             guessed = _first_rows(unread & ~drawn, self.ahead_rows(task), task)
-            asked = _first_rows(unread, most, task), guessed, task
-            slots, tokens = self._with_others(opened.inner, draft, *asked)
+            args = _first_rows(unread, most, task), guessed, task
+            slots, tokens = self._with_others(opened.inner, draft, *args)
             hidden, records, _ = forward_hidden(
                 self.model,
                 opened.state,
@@ -325,7 +349,7 @@ class Staged(DrafterBase):
                 records=opened.records,
                 rows=slots,
             )
-            # What was read below nodes that were wrong is of no use, nor are others.
+            # Forget what was read below wrong nodes, and all alternatives.
             all_right = jnp.pad(right, ((0, 0), (0, (self.width - 1) * task.tree.size)))
             kept = jnp.where(all_right, opened.read, NOT_READ)
             opened = replace(
@@ -345,11 +369,13 @@ class Staged(DrafterBase):
 
 
 def _text_and_tree(reading: Reading, parents: jax.Array, conv_taps: int) -> Nodes:
-    """Returns the unread text [U] as nodes, and behind its last token a tree's slots
-    except its root.
+    """Returns the nodes of the unread text [U] (a chain), followed by the slots of a
+    tree, without its root, below the last token.
 
     Args:
-      parents: [B, N] int32, of the slots; -1 for the root.
+      reading: has the unread text.
+      parents: [B, N] int32. Parents of the slots; -1 for the root.
+      conv_taps: number of taps of the model's convolutions.
     """
     batch, U = reading.unread.shape
     place = jnp.arange(U, dtype=jnp.int32)[None]
@@ -360,6 +386,7 @@ def _text_and_tree(reading: Reading, parents: jax.Array, conv_taps: int) -> Node
 
 
 def _inside(task: Task) -> Task:
+    """Returns the task for a guesser."""
     return replace(task, outermost=False)
 
 
@@ -369,12 +396,13 @@ def _for_guesser(draft: Draft) -> Draft:
 
 
 def _guessed(draft: Draft, guess: Draft) -> Draft:
+    """Returns a draft with the tokens and origins of a guess."""
     return replace(draft, tokens=guess.tokens, origin=guess.origin)
 
 
 def _first_rows(needed: jax.Array, count: int, task: Task) -> jax.Array:
-    """Returns the nodes [count] int32, of [B, T] that any row needs, that are nearest
-    to the root; padded with T."""
+    """Returns the `count` nodes nearest to the root, [count] int32, among those that
+    any row needs ([B, T] bool); padded with T."""
     T = task.tree.size
     node = jnp.arange(T, dtype=jnp.int32)
     far = jnp.where(needed.any(axis=0), task.depth * T + node, T * T)
@@ -384,11 +412,13 @@ def _first_rows(needed: jax.Array, count: int, task: Task) -> jax.Array:
 
 
 def _rightly_read(read: jax.Array, tokens: jax.Array, task: Task) -> jax.Array:
-    """Returns the nodes [B, T] that were read with their present tokens, as were all
-    above them.
+    """Returns [B, T] bool, True for nodes that were read with their present tokens, as
+    were all their ancestors.
 
     Args:
-      read: [B, N] int32, the tokens that were read in each slot.
+      read: [B, N] int32. The token that was read in each slot.
+      tokens: [B, T] int32. Present tokens of the nodes.
+      task: the task of filling the tree.
     """
     wrong = read[:, : task.tree.size] != tokens
     return ~(wrong[:, None] & task.lineage[None]).any(axis=2)
@@ -403,15 +433,20 @@ def _kept(
     before: jax.Array,
     task: Task,
 ) -> tuple[Open, Draft, jax.Array]:
-    """Draw the children of nodes that were read, and see which were guessed rightly.
+    """Draws the children of nodes that were read, and finds which guesses were right.
 
     Args:
-      logits: [B, Q, >= V] float32, after the slots [Q].
-      known: [B, T] bool, tokens that are not to be drawn.
-      before: [B, T] bool, nodes that had been read as what they are already.
+      opened: the drafter's state after the pass.
+      draft: the tree.
+      logits: [B, Q, >= V] float32. Logits after the slots that were read.
+      slots: [Q] int32. These slots.
+      known: [B, T] bool. Nodes whose tokens are fixed.
+      before: [B, T] bool. Nodes that had been read with their final tokens before.
+      task: the task of filling the tree.
 
     Returns:
-      what was read, the draft, and which nodes [B, T] are read as what they are now.
+      The drafter's state, the draft, and [B, T] bool, True for nodes that have now been
+      read with their final tokens.
     """
     tree, T, N = task.tree, task.tree.size, opened.read.shape[1]
     own = jnp.where(slots < T, draft.tokens[:, slots % T], opened.read[:, slots % N])
@@ -437,8 +472,8 @@ def _kept(
             new = jnp.zeros_like(q).at[:, nodes].set(jnp.exp(z), mode="drop")
             q = jnp.where(hit[..., None], new, q)
     right = _rightly_read(opened.read, tokens, task)
-    # The guesser keeps those of its nodes that were read and are right.
-    assert draft.origin is not None  # of `Task.empty`
+    # Right guesses keep the guesser as their origin.
+    assert draft.origin is not None  # set by `Task.empty`
     guessed = (opened.read[:, :T] == tokens) & (draft.origin != TARGET)
     drafted = right[:, task.parents] & ~fixed & ~guessed
     origin = jnp.uint8(DRAFTER if task.outermost else STAGE)
@@ -449,12 +484,15 @@ def _kept(
 def _in_place(
     opened: Open, hit: jax.Array, tokens: jax.Array, first: int, task: Task
 ) -> Open:
-    """Moves what was read of other guesses to the nodes' own slots, where the model
-    draws them.
+    """Moves alternatives that the draft model has drawn to the slots of their nodes,
+    with their records.
 
     Args:
-      hit: [B, T] bool, the nodes that are.
-      first: slot of the others.
+      opened: the drafter's state.
+      hit: [B, T] bool. Nodes whose alternative was drawn.
+      tokens: [B, T] int32. Present tokens of the nodes.
+      first: first slot of the alternatives.
+      task: the task of filling the tree.
     """
     T = task.tree.size
 
@@ -472,18 +510,18 @@ def _in_place(
 
 @struct.dataclass
 class StagedSource(Source):
-    """A `Staged`, as users make it."""
+    """A `Staged` drafter, as created by users."""
 
     value: Staged
 
     @property
-    def prefers_auto(self) -> bool:  # n-grams guess for tree "auto", too
+    def prefers_auto(self) -> bool:  # only n-grams can guess for tree "auto"
         return isinstance(self.value.guesser, NGrams)
 
     def check(self, target: Model) -> None:
         staged, guesser = self.value, self.value.guesser
         integer("ahead", staged.ahead, 1, DEEPEST, f"1..{DEEPEST} guessed levels")
-        integer("width", staged.width, 1, 16, "1..16 guesses of a node")
+        integer("width", staged.width, 1, 16, "1..16 guesses per node")
         if not isinstance(staged.model, Model):
             raise not_a_source("drafter", staged.model)
         if not isinstance(guesser, Model | NGrams | Staged | None):
@@ -493,7 +531,7 @@ class StagedSource(Source):
         if isinstance(guesser, Staged):
             StagedSource(guesser).check(target)
         if guesser is not None and staged.width > 1 and not isinstance(guesser, NGrams):
-            raise ValueError("width: only n-grams guess more than one token a node")
+            raise ValueError("width: only n-grams guess more than one token per node")
 
     def check_tree(self, tree: Topology) -> None:
         if not isinstance(tree, Auto):
@@ -529,13 +567,13 @@ class StagedSource(Source):
         if not isinstance(staged.guesser, NGrams):
             return ModelLevels(model)
         ahead = min(staged.ahead, tree.depth)
-        stage = GuessedStage(staged.guesser, ahead, max(staged.width, LEAST_GUESSES))
+        stage = GuessedStage(staged.guesser, ahead, max(staged.width, MIN_GUESSES))
         return GuessedLevels(model, stage)
 
 
 def bare(stage: Any) -> Any:
-    """Returns stages without what API models have beside parameters; a model becomes a
-    stage."""
+    """Returns a stage with plain models, without the fields that only the API's models
+    have. A model becomes a `Staged`; other stages are returned unchanged."""
     match stage:
         case Staged():
             model, guesser = base_model(stage.model), bare(stage.guesser)

@@ -1,4 +1,5 @@
-"""The table of sources of drafts, and a source from what users pass as `drafter`."""
+"""The table of draft sources, and the source for a value that users pass as
+`drafter`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,22 +19,22 @@ from stree_jax.speculation.source import Source, not_a_source
 
 AnyDrafter = Model | Heads | Drafter | str | None  # what users pass as `drafter`
 
-SOURCES: dict[type, Any] = {  # by the type of what users pass
+SOURCES: dict[type, Any] = {  # by the type of the value that users pass
     Model: ModelSource,
     Heads: HeadsSource,
     NGrams: NGramsSource,
     Staged: StagedSource,
 }
 ABSTRACT: dict[type, Any] = {ModelConfig: ModelSource, HeadsConfig: HeadsSource}
-WITHOUT_MODEL = LookupSource(), PlainSource()  # for any target
+WITHOUT_MODEL = LookupSource(), PlainSource()  # they work with any target
 NAMED = {source.value: source for source in (*WITHOUT_MODEL, MTPSource())}
 
 
 def source_of(drafter: Any) -> Source:
-    """Returns the source of drafts that a value stands for.
+    """Returns the draft source for a value that users pass as `drafter`.
 
     Args:
-      drafter: as `generate` takes it, or a source.
+      drafter: the `drafter` argument of `generate`, or a source.
 
     Raises:
       ValueError: it is not a drafter.
@@ -58,8 +59,8 @@ def source_of(drafter: Any) -> Source:
 
 
 def alternatives(source: Source) -> Iterator[Source]:
-    """Yields a source, also with fewer parts; and prompt lookup and plain decoding,
-    which need no model. Where plain decoding is given, there is nothing else."""
+    """Yields the sources that planning compares: `source` with all and with fewer
+    parts, prompt lookup, and plain decoding. For plain decoding, only itself."""
     lookup, plain = WITHOUT_MODEL
     if source not in WITHOUT_MODEL:
         yield from source.narrower()
@@ -72,8 +73,9 @@ def abstract_source(drafter: Any, dtype: Any) -> Source:
     """Returns a source of `jax.ShapeDtypeStruct`.
 
     Args:
-      drafter: the architecture of a draft model or of heads; or as `generate` takes it.
-      dtype: of the weights of a draft model or of heads.
+      drafter: the architecture of a draft model or of heads, an object that has one as
+        its `config`, or the `drafter` argument of `generate`.
+      dtype: dtype of the weights of a draft model or of heads.
     """
     config = getattr(drafter, "config", drafter)
     kind = ABSTRACT.get(type(config))

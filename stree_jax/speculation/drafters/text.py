@@ -11,7 +11,7 @@ from stree_jax.speculation.tree import Auto, Beam, Topology, chain
 
 @struct.dataclass
 class LookupSource(Source):
-    """The text itself: what followed its last tokens before."""
+    """Prompt lookup, which drafts from earlier parts of the text."""
 
     value = name = LOOKUP
     has_q = False
@@ -22,11 +22,11 @@ class LookupSource(Source):
     def check_tree(self, tree: Topology) -> None:
         if isinstance(tree, Beam):
             raise ValueError(
-                "tree: a beam is searched by a model; give one, or take 'auto'"
+                "tree: a beam is searched by a model; use a draft model, or 'auto'"
             )
 
     def fixed_tree(self) -> Topology:
-        return Auto()  # a rule that it does not fit is refused
+        return Auto()  # `resolve_rule` rejects rules that do not fit it
 
     def filled(self, tree: Topology) -> Topology:
         return picked_tree(tree)
@@ -37,7 +37,7 @@ class LookupSource(Source):
 
 @struct.dataclass
 class PlainSource(Source):
-    """Plain decoding, without drafts."""
+    """Plain decoding, without a draft."""
 
     value, name = None, "none"
     trees = ("chain:0",)
