@@ -30,7 +30,7 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.default_tree import tree_for
 from stree_jax.models.heads import Heads
 from stree_jax.options import add
-from stree_jax.sizing.memory import Room, memory_of
+from stree_jax.sizing.memory import BufferSizes, memory_of
 from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.drafters.medusa import accuracy_of
 from stree_jax.speculation.gain import Acceptance, expected_tau
@@ -226,7 +226,7 @@ def with_bytes(row: dict[str, Any], work: Workload) -> dict[str, Any]:
             expected = expected_tau(tree, Acceptance(np.array(accuracy_of(drafter))))
     else:
         tree = resolve_tree("chain:0" if arm.tree is None else arm.tree)
-    room = Room(work.batch, work.capacity, bucket(work.max_new_tokens))
+    room = BufferSizes(work.batch, work.capacity, bucket(work.max_new_tokens))
     memory = memory_of(work.target, drafter, tree, room)
     return row | {
         "nodes": tree.size,

@@ -21,7 +21,12 @@ from stree_jax.models import (
     Rope,
 )
 from stree_jax.models.config import named
-from stree_jax.sizing.memory import Room, abstract_model, compiled_bytes, memory_of
+from stree_jax.sizing.memory import (
+    BufferSizes,
+    abstract_model,
+    compiled_bytes,
+    memory_of,
+)
 
 LIMIT = 0.03
 LAYERS = {
@@ -94,7 +99,7 @@ def arguments(case: Case) -> tuple:
     drafter = {"none": None, "lookup": "lookup"}.get(case.drafter)
     if case.drafter == "model":
         drafter = model_of(case, ("mamba", "mamba"), case.width // 2)
-    room = Room(case.batch, case.capacity, max_new_tokens=128)
+    room = BufferSizes(case.batch, case.capacity, max_new_tokens=128)
     return model_of(case, LAYERS[case.kind], case.width), drafter, case.tree, room
 
 

@@ -18,7 +18,12 @@ from stree_jax.models import (
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.param_table import param_at
 from stree_jax.models.weights.int8 import INT8, Quantized, group_of
-from stree_jax.sizing.memory import Room, abstract_model, compiled_bytes, memory_of
+from stree_jax.sizing.memory import (
+    BufferSizes,
+    abstract_model,
+    compiled_bytes,
+    memory_of,
+)
 from tests.models.configs import CONFIGS
 from tests.support.checkpoints import HF_CASES
 from tests.support.native import INSTRUCTIONS, use
@@ -170,7 +175,7 @@ def test_counted_bytes_match_the_compiler(kind):
     abstract = abstract_model(model.config, INT8)
     sizes = [(z.shape, z.dtype) for z in jax.tree.leaves(model)]
     assert [(z.shape, z.dtype) for z in jax.tree.leaves(abstract)] == sizes
-    room = Room(2, 256, 16)
+    room = BufferSizes(2, 256, 16)
     told = memory_of(abstract, None, "chain:0", room)
     found = compiled_bytes(abstract, None, "chain:0", room)
     assert told.weights == sum(z.nbytes for z in jax.tree.leaves(model))

@@ -12,7 +12,7 @@ import pytest
 from stree_jax import cpu_kernels
 from stree_jax.generation import begin
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
-from stree_jax.sizing.memory import Room, abstract_model, memory_of
+from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
 from stree_jax.sizing.temporaries import padded_rows, temporaries_of
 from stree_jax.speculation.drafters.table import abstract_source
 from tests.support.tiny import tiny
@@ -54,7 +54,9 @@ def test_predicted_arrays_match_a_generation(target, drafter, tree):
     decoding, plan = begin(
         target, prompts, max_new_tokens=64, drafter=real, capacity=384, **options
     )
-    memory = memory_of(abstract(target), told, tree or "chain:0", Room(2, 384, 64))
+    memory = memory_of(
+        abstract(target), told, tree or "chain:0", BufferSizes(2, 384, 64)
+    )
     assert memory.weights == taken(target.params)
     assert memory.state + memory.caches == taken(decoding.state)
     # K and v; rows, heads, S, hd, bytes
@@ -73,7 +75,7 @@ def test_predicted_arrays_match_a_generation(target, drafter, tree):
 
 
 def test_the_parts_add_up(target):
-    memory = memory_of(abstract(target), "lookup", "A", Room(2, 384, 64))
+    memory = memory_of(abstract(target), "lookup", "A", BufferSizes(2, 384, 64))
     assert sum(memory.parts.values()) == memory.total >= memory.steps_total
     assert memory.steps_total > memory.weights
 
@@ -86,7 +88,7 @@ def test_terms_of_temporaries_by_hand(kernels, monkeypatch):
     target = abstract(tiny(1, layers=("mamba", "attention")))
     from stree_jax.sizing.memory import abstract_program
 
-    spec, _ = abstract_program(target, "lookup", "chain:1", Room(2, 4096, 64))
+    spec, _ = abstract_program(target, "lookup", "chain:1", BufferSizes(2, 4096, 64))
     found = temporaries_of(spec, 2)
     ssm, window = 2 * 4 * 8 * 16 * 4, 2 * 3 * (32 + 2 * 2 * 16) * 4
     record = 2 * 2 * (32 + 2 * 2 * 16) * 4  # x, B, C of 2 nodes in 2 rows
@@ -104,9 +106,11 @@ def test_terms_of_temporaries_by_hand(kernels, monkeypatch):
 def test_draft_models_of_drafters(target):
     from stree_jax.sizing.memory import abstract_program
 
-    spec, _ = abstract_program(abstract(target), abstract(target), "A", Room(1, 384, 8))
+    spec, _ = abstract_program(
+        abstract(target), abstract(target), "A", BufferSizes(1, 384, 8)
+    )
     assert len(spec.drafter.models) == 1
-    spec, _ = abstract_program(abstract(target), "lookup", "A", Room(1, 384, 8))
+    spec, _ = abstract_program(abstract(target), "lookup", "A", BufferSizes(1, 384, 8))
     assert spec.drafter.models == ()
 
 
@@ -118,7 +122,7 @@ def test_padded_rows_of_products():
 
 def test_too_small_capacities_are_refused(target):
     with pytest.raises(ValueError, match="need 256 cache rows, got 80"):
-        memory_of(abstract(target), "lookup", "A", Room(1, 80, 64))
+        memory_of(abstract(target), "lookup", "A", BufferSizes(1, 80, 64))
 
 
 @pytest.mark.parametrize("only", ["hybrid, chain:4", "mamba2, E, model, 1"])

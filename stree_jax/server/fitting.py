@@ -28,7 +28,7 @@ from stree_jax.server.batch import (
 )
 from stree_jax.sizing.budget import LoadedTask, Setup
 from stree_jax.sizing.fit import Count
-from stree_jax.sizing.memory import UNFORESEEN, Room, analysed, parts_of
+from stree_jax.sizing.memory import UNFORESEEN, BufferSizes, analysed, parts_of
 from stree_jax.sizing.temporaries import reading_at_most
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.loop import (
@@ -67,9 +67,9 @@ def smaller(wish: Sizes, named: Sequence[str]) -> Iterator[Sizes]:
 class ServeTask(LoadedTask[Sizes]):
     """The task of fitting a server in memory; a request is the sizes of its batch."""
 
-    def buffers(self, request: Sizes) -> Room:
+    def buffers(self, request: Sizes) -> BufferSizes:
         layout = Layout.of(self.model.config, self.plainest.spec, request)
-        return Room(request.rows, layout.capacity, layout.output_size)
+        return BufferSizes(request.rows, layout.capacity, layout.output_size)
 
     def described(self, request: Sizes, candidate: Setup) -> str:
         kept = f"context {request.context}, {request.prefixes} prefixes"
@@ -80,7 +80,9 @@ class ServeTask(LoadedTask[Sizes]):
         a row."""
         spec = candidate.spec
         shapes = batch_shapes(self.model, spec, request)
-        room = Room(request.rows, shapes.layout.capacity, shapes.layout.output_size)
+        room = BufferSizes(
+            request.rows, shapes.layout.capacity, shapes.layout.output_size
+        )
         memory = parts_of(spec, for_program(shapes.whole, False, None), room)
         # `reading` counts the prefill of all rows, but one row is read at a time.
         memory = replace(memory, reading=0)

@@ -19,8 +19,14 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.default_tree import spec_for
 from stree_jax.models.memory import size_of
 from stree_jax.sizing.candidates import by_speed
-from stree_jax.sizing.fit import Asked, Count, Task, fastest
-from stree_jax.sizing.memory import SCRATCH, Room, analysed, lowered_steps, parts_of
+from stree_jax.sizing.fit import Count, RequestT, Task, fastest
+from stree_jax.sizing.memory import (
+    SCRATCH,
+    BufferSizes,
+    analysed,
+    lowered_steps,
+    parts_of,
+)
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.drafters.table import AnyDrafter
@@ -43,7 +49,7 @@ class Setup(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LoadedTask(Task[Asked, Setup]):
+class LoadedTask(Task[RequestT, Setup]):
     """A search among the setups of loaded models. All loaded models count towards the
     limit, including a drafter that is not used.
 
@@ -58,7 +64,7 @@ class LoadedTask(Task[Asked, Setup]):
     rule: Rule | str | None
 
     @abstractmethod
-    def buffers(self, request: Asked) -> Room:
+    def buffers(self, request: RequestT) -> BufferSizes:
         """Returns the buffer sizes at which step times are looked up."""
 
     @cached_property
@@ -75,10 +81,10 @@ class LoadedTask(Task[Asked, Setup]):
         spec = spec_for(self.model, self.drafter, self.tree, self.rule, None)
         return Setup(f"tree {self.tree}", spec)
 
-    def least(self, request: Asked) -> Setup:
+    def least(self, request: RequestT) -> Setup:
         return self.plainest
 
-    def candidates(self, request: Asked) -> Iterator[Setup]:
+    def candidates(self, request: RequestT) -> Iterator[Setup]:
         if self.drafter is None or self.tree is not None:
             yield self.plainest
             return
@@ -116,12 +122,14 @@ class GenerateTask(LoadedTask[Start]):
 
     keep: bool
 
-    def buffers(self, request: Start) -> Room:
-        return Room(request.rows, request.caches(Auto().depth), request.room)
+    def buffers(self, request: Start) -> BufferSizes:
+        return BufferSizes(request.rows, request.caches(Auto().depth), request.room)
 
     def count(self, request: Start, candidate: Setup) -> Count:
         spec = candidate.spec
-        room = Room(request.rows, request.caches(deepest(spec.policy)), request.room)
+        room = BufferSizes(
+            request.rows, request.caches(deepest(spec.policy)), request.room
+        )
         memory = parts_of(spec, request.shapes(spec), room)
         unused = self.weights - memory.weights - memory.drafter_weights
         more = unused + _beside(request)

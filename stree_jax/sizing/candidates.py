@@ -12,7 +12,7 @@ import numpy as np
 from stree_jax import models
 from stree_jax.models.memory import weights_read
 from stree_jax.sizing import step_times
-from stree_jax.sizing.memory import Room, abstract_program
+from stree_jax.sizing.memory import BufferSizes, abstract_program
 from stree_jax.sizing.pass_time import PassTime
 from stree_jax.sizing.traffic import state_and_caches
 from stree_jax.speculation.drafters.table import (
@@ -70,7 +70,10 @@ def described(source: str, heads: int, tree: str) -> str:
 
 
 def by_speed(
-    target: models.Model, drafter: Any, room: Room, acceptance: Acceptance | None = None
+    target: models.Model,
+    drafter: Any,
+    room: BufferSizes,
+    acceptance: Acceptance | None = None,
 ) -> list[Candidate]:
     """Returns all candidates in order of expected speed, plain decoding among them.
 
@@ -155,7 +158,9 @@ def _best_trees(acceptance: Acceptance) -> dict[str, Tree]:
     return found
 
 
-def _paces(target: models.Model, sources: list[Source], room: Room) -> list[_Pace]:
+def _paces(
+    target: models.Model, sources: list[Source], room: BufferSizes
+) -> list[_Pace]:
     """Returns the pace of each source. Passes of the target that were measured with one
     source are used for all of them."""
     paces = [_pace(target, source, room) for source in sources]
@@ -171,7 +176,7 @@ def _paces(target: models.Model, sources: list[Source], room: Room) -> list[_Pac
     return [pace if pace.measured else to_scale(pace) for pace in paces]
 
 
-def _pace(target: models.Model, source: Source, room: Room) -> _Pace:
+def _pace(target: models.Model, source: Source, room: BufferSizes) -> _Pace:
     """Returns the step times measured for tree "auto", or an estimate from the bytes
     read if there are none."""
     timed = source.timed_as
@@ -189,7 +194,7 @@ def _pace(target: models.Model, source: Source, room: Room) -> _Pace:
     return _Pace(verify, draft, level, measured=False)
 
 
-def _seconds(model: models.Model, room: Room) -> float:
+def _seconds(model: models.Model, room: BufferSizes) -> float:
     """Estimates the seconds of a pass, which reads weights, states and caches once."""
     spec, decoding = abstract_program(models.without_mtp(model), None, "chain:0", room)
     read = weights_read(spec.target) + sum(state_and_caches(decoding.state))

@@ -18,8 +18,8 @@ from stree_jax.sizing.units import shown_bytes
 TOLERANCE = 1.05
 TRIES = 4  # candidates to compile before only the smallest one is tried
 
-Asked = TypeVar("Asked")  # a request
-Way = TypeVar("Way")  # a candidate
+RequestT = TypeVar("RequestT")  # a request
+SetupT = TypeVar("SetupT")  # a candidate
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Found(Generic[Asked, Way]):
+class Found(Generic[RequestT, SetupT]):
     """A request, a candidate that decodes it, and the bytes that it needs."""
 
-    request: Asked
-    candidate: Way
+    request: RequestT
+    candidate: SetupT
     size: int
 
 
-class Task(ABC, Generic[Asked, Way]):
+class Task(ABC, Generic[RequestT, SetupT]):
     """The caller's side of the search: its candidates and how their bytes are counted.
 
     Attributes:
@@ -57,40 +57,43 @@ class Task(ABC, Generic[Asked, Way]):
     tolerance = TOLERANCE
 
     @abstractmethod
-    def least(self, request: Asked) -> Way:
+    def least(self, request: RequestT) -> SetupT:
         """Returns the candidate that needs least memory, one of `candidates`."""
 
     @abstractmethod
-    def candidates(self, request: Asked) -> Iterable[Way]:
+    def candidates(self, request: RequestT) -> Iterable[SetupT]:
         """Yields the candidates in order of expected speed, fastest first."""
 
     @abstractmethod
-    def count(self, request: Asked, candidate: Way) -> Count:
+    def count(self, request: RequestT, candidate: SetupT) -> Count:
         """Predicts the bytes; nothing is allocated or compiled."""
 
     @abstractmethod
-    def compiled(self, request: Asked, candidate: Way) -> Iterable[int]:
+    def compiled(self, request: RequestT, candidate: SetupT) -> Iterable[int]:
         """Compiles each program and yields its bytes. If it yields nothing, the
         prediction decides."""
 
     @abstractmethod
-    def numbers(self, request: Asked) -> dict[str, tuple[int, int]]:
+    def numbers(self, request: RequestT) -> dict[str, tuple[int, int]]:
         """Returns the settings that a refusal may advise to lower, by name, each as
         (lowest useful value, value of the request)."""
 
-    def lowered(self, request: Asked, name: str, value: int) -> Asked:
+    def lowered(self, request: RequestT, name: str, value: int) -> RequestT:
         """Returns the request with another value for one of its `numbers`."""
         changed: Any = replace(cast(Any, request), **{name: value})
         return changed
 
-    def described(self, request: Asked, candidate: Way) -> str:
+    def described(self, request: RequestT, candidate: SetupT) -> str:
         """Describes a request and its candidate for a message."""
         return str(candidate)
 
 
 def fastest(
-    task: Task[Asked, Way], requests: Iterable[Asked], limit: int, count: int = 1
-) -> list[Found[Asked, Way]]:
+    task: Task[RequestT, SetupT],
+    requests: Iterable[RequestT],
+    limit: int,
+    count: int = 1,
+) -> list[Found[RequestT, SetupT]]:
     """Finds the first request that fits, and its fastest candidates that fit.
 
     Args:
@@ -104,7 +107,7 @@ def fastest(
     Raises:
       ValueError: nothing fits; see `refusal`.
     """
-    smallest: Found[Asked, Way] | None = None
+    smallest: Found[RequestT, SetupT] | None = None
     for request in requests:
         found, least = _fastest_of(task, request, limit, count)
         if found:
@@ -116,13 +119,13 @@ def fastest(
 
 
 def _fastest_of(
-    task: Task[Asked, Way], request: Asked, limit: int, count: int
-) -> tuple[list[Found[Asked, Way]], Found[Asked, Way]]:
+    task: Task[RequestT, SetupT], request: RequestT, limit: int, count: int
+) -> tuple[list[Found[RequestT, SetupT]], Found[RequestT, SetupT]]:
     """Returns the candidates that fit, and the smallest candidate with its bytes."""
     bound = task.tolerance * limit
     least = task.least(request)
     least_size = task.count(request, least).predicted
-    found: list[Found[Asked, Way]] = []
+    found: list[Found[RequestT, SetupT]] = []
     failed = 0
     # If the smallest candidate is predicted not to fit, no other fits either.
     for candidate in task.candidates(request) if least_size <= bound else ():
@@ -151,7 +154,9 @@ def _needed(compiled: Iterable[int], limit: int) -> int:
     return most
 
 
-def refusal(task: Task[Asked, Way], least: Found[Asked, Way], limit: int) -> str:
+def refusal(
+    task: Task[RequestT, SetupT], least: Found[RequestT, SetupT], limit: int
+) -> str:
     """Returns an error message of one line: how many bytes are missing, the largest
     parts, and which settings to lower.
 
@@ -169,14 +174,16 @@ def refusal(task: Task[Asked, Way], least: Found[Asked, Way], limit: int) -> str
     )
 
 
-def _advice(task: Task[Asked, Way], request: Asked, candidate: Way, limit: int) -> str:
+def _advice(
+    task: Task[RequestT, SetupT], request: RequestT, candidate: SetupT, limit: int
+) -> str:
     """Says which settings of a request to lower so that the candidate fits: one of
     them, or several if one is not enough."""
 
-    def promised(changed: Asked) -> int:
+    def promised(changed: RequestT) -> int:
         return task.count(changed, candidate).promised
 
-    def most(name: str, request: Asked) -> int | None:
+    def most(name: str, request: RequestT) -> int | None:
         def fits(value: int) -> bool:
             return promised(task.lowered(request, name, value)) <= limit
 

@@ -38,7 +38,7 @@ SCRATCH, UNFORESEEN = 1.05, 1.08
 
 
 @dataclass(frozen=True)
-class Room:
+class BufferSizes:
     """Buffer sizes of a generation.
 
     Attributes:
@@ -134,7 +134,7 @@ def abstract_program(
     target: Model,
     drafter: AnyDrafter | Source,
     tree: Topology | str | Sequence[int],
-    room: Room,
+    room: BufferSizes,
     rule: Rule | str = NAIVE,
 ) -> tuple[Spec, Decoding]:
     """Returns the arguments of `loop.advance` as `jax.ShapeDtypeStruct`.
@@ -163,7 +163,7 @@ def abstract_program(
     return spec, greedy_start(room, 2).shapes(spec)
 
 
-def greedy_start(room: Room, width: int) -> Start:
+def greedy_start(room: BufferSizes, width: int) -> Start:
     """Returns the abstract start of greedy decoding after prompts of `width` tokens."""
 
     def ids(*shape: int) -> Any:
@@ -178,14 +178,14 @@ def memory_of(
     target: Model,
     drafter: AnyDrafter | Source,
     tree: Topology | str | Sequence[int],
-    room: Room,
+    room: BufferSizes,
     rule: Rule | str = NAIVE,
 ) -> Memory:
     """Counts the bytes of greedy decoding; arguments as in `abstract_program`."""
     return parts_of(*abstract_program(target, drafter, tree, room, rule), room)
 
 
-def parts_of(spec: Spec, decoding: Decoding, room: Room) -> Memory:
+def parts_of(spec: Spec, decoding: Decoding, room: BufferSizes) -> Memory:
     """Counts the bytes of a generation from its first state; arrays may be abstract."""
     caches = caches_of(decoding.state)
     state, records = size_of(decoding.state), size_of(decoding.pending)
@@ -233,7 +233,7 @@ def compiled_bytes(
     target: Model,
     drafter: AnyDrafter | Source,
     tree: Topology | str | Sequence[int],
-    room: Room,
+    room: BufferSizes,
     rule: Rule | str = NAIVE,
     reads: int = 0,
 ) -> CompiledBytes:

@@ -21,8 +21,8 @@ from stree_jax.sizing.candidates import Candidate, by_speed, described
 from stree_jax.sizing.fit import Count, Task, fastest
 from stree_jax.sizing.memory import (
     SCRATCH,
+    BufferSizes,
     Memory,
-    Room,
     abstract_model,
     compiled_bytes,
     memory_of,
@@ -65,14 +65,14 @@ class Request:
         what = f"1..{most} tokens, which leave room for a prompt"
         check("max_new_tokens", 1, most, what)
 
-    def room(self, depth: int) -> Room:
+    def room(self, depth: int) -> BufferSizes:
         """Returns the smallest buffer sizes for trees of this depth. They suffice for a
         text processed in one call or turn by turn."""
         answer = bucket(self.max_new_tokens)
         whole = cache_capacity(bucket(self.text) + 1, answer, depth)
         padded = -(-self.text // models.PREFILL_CHUNK) * models.PREFILL_CHUNK + 1
         turns = cache_capacity(padded, answer, depth, resumed=True)
-        return Room(self.batch, max(whole, turns), answer)
+        return BufferSizes(self.batch, max(whole, turns), answer)
 
     @property
     def text(self) -> int:
@@ -231,7 +231,7 @@ class _Wish(Request):
     dtype: str
     ways: Sequence[Candidate]
 
-    def program(self, way: Candidate) -> tuple[models.Model, Any, str, Room]:
+    def program(self, way: Candidate) -> tuple[models.Model, Any, str, BufferSizes]:
         """Returns the arguments of `memory_of` and `compiled_bytes`."""
         return self.target, way.drafter, way.tree, self.room(way.topology.depth)
 

@@ -15,7 +15,7 @@ from stree_jax.bench.prompts import read_turns
 from stree_jax.bench.registry import parse_bench
 from stree_jax.generation import bucket
 from stree_jax.models.heads import first_heads
-from stree_jax.sizing.memory import Room, abstract_model, memory_of
+from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
 from stree_jax.sizing.plan import Choice, Request, plan
 from tests.bench.pairs import cells, pair_with_words
 from tests.support.families import FAMILIES
@@ -202,7 +202,7 @@ def test_arms_have_the_plain_text_and_their_bytes(report, models):
     assert all(row["equal_to_plain"] == row["units"] == 2 for row in rows.values())
     row = rows["1 heads, sparse:6"]
     heads = first_heads(models.heads, 1)
-    memory = memory_of(models.target, heads, "chain:0", Room(1, 512, 64))
+    memory = memory_of(models.target, heads, "chain:0", BufferSizes(1, 512, 64))
     assert (row["nodes"], rows["plain"]["nodes"]) == (6, 1)
     assert row["bytes"] - row["run_time"] == memory.weights + memory.drafter_weights
     assert row["expected_tau"] > 1 and rows["plain"]["expected_tau"] is None

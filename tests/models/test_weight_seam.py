@@ -30,7 +30,7 @@ from stree_jax.models.heads import Heads, HeadsConfig, head_logits, init_heads
 from stree_jax.models.memory import size_of
 from stree_jax.models.param_table import param_at
 from stree_jax.models.weights.weight import take
-from stree_jax.sizing.memory import Room, abstract_model, memory_of
+from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
 from tests.support.checkpoints import HF_CASES
 from tests.support.tiny import REAL, perturbed, tiny
 from tests.support.toy_format import TOY, Toy
@@ -149,7 +149,7 @@ def test_bytes_are_counted_and_planned(pair):
     abstract = abstract_model(target.config, "toy16")
     alike = [(x.shape, x.dtype) for x in jax.tree.leaves(target)]
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)] == alike
-    weights = memory_of(abstract, None, "chain:0", Room(2, 256, 16)).weights
+    weights = memory_of(abstract, None, "chain:0", BufferSizes(2, 256, 16)).weights
     assert weights == size_of(target.params)
     asked = {"drafter": None, "context": 64, "max_new_tokens": 16}
     best = stree_jax.plan(target.config, "100MB", dtypes=["toy16"], **asked).best

@@ -232,7 +232,9 @@ def test_a_batch_stays_within_the_predicted_bytes(model):
     batch.warm(lambda _: None)
     for seed in range(3):
         decoded_together(
-            batch, TextRequest(prompt_of(seed, 70), 5), TextRequest(prompt_of(9, 30), 20)
+            batch,
+            TextRequest(prompt_of(seed, 70), 5),
+            TextRequest(prompt_of(9, 30), 20),
         )
         alive = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
         assert size_of(model.params) + alive <= fit.size
