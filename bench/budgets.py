@@ -1,8 +1,9 @@
-"""Arithmetic of memory: SpecMemo's figures of models that need not be run.
+"""Computes SpecMemo's memory figures from the shapes of models, without running them.
 
-Bytes are those of `sizing.memory`, from shapes alone: by part against batch, context
-and tree (Fig. 3), the longest text in a budget (Fig. 4), caches with a fixed share of
-the memory beside the planner's (Fig. 13), and the paper's formula beside ours.
+SpecMemo is Yildirim and Chen (2025). `sizing.memory` counts the bytes. The figures are
+the bytes by part against batch size, context and tree (Fig. 3), the longest text that
+fits in a memory limit (Fig. 4), caches with a fixed share of the memory compared with
+those of our planner (Fig. 13), and the paper's formula compared with ours.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,12 +58,13 @@ def specmemo_bytes(
 
 @dataclass(frozen=True)
 class Subject:
-    """Models whose bytes are counted; nothing is allocated for abstract ones.
+    """The models whose memory use is computed, and the memory limit.
 
     Attributes:
-      target, drafter: of arrays or of `jax.ShapeDtypeStruct`.
-      dtype: of all weights.
-      limit: available bytes.
+      target, drafter: the models. Their parameters are arrays, or
+        `jax.ShapeDtypeStruct` for models that are not allocated.
+      dtype: dtype of all weights.
+      limit: available memory in bytes.
     """
 
     target: Model
@@ -71,13 +73,15 @@ class Subject:
     limit: int
 
     def tree(self, nodes: int) -> Tree:
-        """Returns the best tree of this size, by measured or assumed accuracies."""
+        """Returns the tree of `nodes` nodes with the largest expected acceptance
+        length, by the drafter's measured or assumed acceptance rates."""
         if nodes == 1:
             return chain(0)
         return greedy_tree(source_of(self.drafter).acceptance(), nodes)
 
     def memory(self, tree: Tree, request: Request) -> Memory:
-        """Returns its bytes; a tree of one node is plain decoding."""
+        """Returns the memory that decoding with a tree needs. With a tree of one node,
+        which is plain decoding, the drafter is not counted."""
         drafter = self.drafter if tree.depth else None
         return memory_of(self.target, drafter, tree, request.room(tree.depth))
 
@@ -152,7 +156,7 @@ def draw_breakdown(found: Mapping[str, Rows], report: dict[str, Any]) -> "Figure
     return figure
 
 
-# The longest text (Fig. 4).
+# SpecMemo's Fig. 4: the longest text that fits in the memory limit.
 
 
 def longest(subject: Subject, sizes: Sequence[int]) -> Rows:

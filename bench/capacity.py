@@ -1,7 +1,8 @@
-"""One pass against the capacity of its caches, and against the length of its text.
+"""Measures the time and temporary memory of one forward pass, for several capacities of
+the KV caches and for several lengths of the text in them.
 
-The cost of attention should grow with the text, not with the capacity of the caches.
-So time and temporaries stand beside the bytes that a pass has to read.
+The cost of attention should grow with the length of the text, not with the capacity of
+the caches. The tables therefore also list the bytes that each pass must read.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
             for rows in args.capacities:
                 made = program(replace(case, capacity=rows))
                 calls.append((made, args.text, Turns(made)))
-        else:  # one program, in the same caches
+        else:  # one program with the largest caches, called with texts of all lengths
             made = program(replace(case, capacity=max(args.capacities)))
             turns = Turns(made)
             calls = [(made, text, partial(turns, text)) for text in args.lengths]

@@ -194,10 +194,18 @@ def check_turns(target: Model, results: dict[str, list[Generation]]) -> dict[str
 
 
 def rows(talk: Talk, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the choice for each budget, and each measured setup with its plan.
+    """Summarises the measurements of all conversations.
 
     Args:
-      records: of the conversations.
+      talk: the conversations, and the setups (drafter and tree) that the memory planner
+        chose for each memory limit.
+      records: the measurements of each conversation, results of `_unit`.
+
+    Returns:
+      "request": tokens and turns for which memory was planned; "arms": a row per
+      setup, with its measured speed and planned memory; "budgets": a row per memory
+      limit in bytes, with the setup that was chosen for it and its speed relative to
+      the setup without a limit ("of_ample"), or the planner's error ("refusal").
     """
     arms = [summary(records, name, choice) for name, choice in talk.arms.items()]
     speeds = {row["arm"]: row for row in arms}

@@ -1,8 +1,8 @@
-"""What each device of a mesh holds, and what devices exchange in a step.
+"""Counts the bytes that each device of a mesh holds and exchanges in a decoding step.
 
-Everything is counted from the compiled program of a decoding loop, which is not run. So
-shapes need no weights, and a CPU can stand for any number of devices
-(JAX_NUM_CPU_DEVICES).
+They are counted in the compiled program of the decoding loop, which is not run. Models
+are therefore described by their shapes alone, without weights, and one CPU can stand in
+for any number of devices (environment variable JAX_NUM_CPU_DEVICES).
 """
 
 import argparse

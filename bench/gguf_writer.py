@@ -1,7 +1,7 @@
-"""Our parameters as a GGUF file, for llama.cpp: Mamba2, Granite hybrids, Llama.
+"""Writes our parameters to a GGUF file for llama.cpp: Mamba2, Granite hybrids, Llama.
 
-The file has no tokenizer ("no_vocab"): it is for programs that are given token ids.
-Names of keys and tensors, and layouts, are those that `convert.gguf` reads.
+The file has no tokenizer ("no_vocab"), because the benchmarks pass token ids to
+llama.cpp. Keys, tensor names and layouts are those that `convert.gguf` reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,14 +48,16 @@ CONTEXT = 1 << 20  # tokens; nothing here depends on it
 
 
 def write_gguf(config: ModelConfig, params: Any, dtype: str, path: Path) -> int:
-    """Write a file, weights of products as F32, BF16 or Q8_0.
+    """Writes a GGUF file with the weights of matrix products as F32, BF16 or Q8_0.
 
     Args:
-      params: float32 or bfloat16; rounded to the nearest where `dtype` has fewer bits.
+      params: float32 or bfloat16 parameters, rounded to nearest if `dtype` has fewer
+        bits.
       dtype: "float32", "bfloat16" or "int8".
 
     Returns:
-      bytes that a pass reads whole: all but an embedding that is not also the head.
+      The bytes that every forward pass reads: all tensors except an embedding that is
+      not also the head.
 
     Raises:
       ValueError: llama.cpp has no such architecture, rows of Q8_0 are no whole blocks,
@@ -72,7 +74,8 @@ def write_gguf(config: ModelConfig, params: Any, dtype: str, path: Path) -> int:
         _add(writer, f"{arch}.{key}", value)
     read_bytes = 0
     for row, name, tensor in gguf_tensors(config, params):
-        # What else there is stays in float32, as llama.cpp wants it.
+        # Only weights of matrix products are quantized: llama.cpp expects all other
+        # tensors (norms, biases, convolutions) in float32.
         product = param_at(config, row.path).quantizable
         stored = kind if product else gguf.GGMLQuantizationType.F32
         if stored == gguf.GGMLQuantizationType.Q8_0 and tensor.shape[-1] % BLOCK:
@@ -160,15 +163,16 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
     if arch == "granitehybrid":
         scaled = replace(a, scale=a.head_dim**-0.5 if a.scale is None else a.scale)
         values |= _fields((*SCALES, SOFTMAX_SCALE), config, scaled)
-        # A layer without heads of keys is one of Mamba2.
+        # llama.cpp takes a layer with 0 KV heads for a Mamba2 layer.
         heads = [a.num_kv_heads * (kind == "attention") for kind in mixers]
         values |= {KV_HEADS: heads, ROTATES: a.rope is not None}
     return values
 
 
 def _fields(table: Sequence[Field], *parts: Any) -> dict[str, Any]:
-    """Values of a table's keys, from the part that has the attribute; what the table
-    has no key for is `arch_of`'s to refuse."""
+    """Returns the metadata of a table's keys. Each value is read from the first of
+    `parts` (configs) that has the attribute. `arch_of` has already rejected options
+    without a key."""
     values = {}
     for row in (row for row in table if row.name):
         part = next(part for part in parts if hasattr(part, row.attribute))
@@ -191,7 +195,12 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def gguf_tensors(
     config: ModelConfig, params: Any
 ) -> Iterator[tuple[Row, str, np.ndarray]]:
-    """Every tensor in float32, its name in the file, and the row that makes it."""
+    """Yields the tensors of a GGUF file.
+
+    Yields:
+      The row of the architecture's name table that maps one of our parameters to this
+      tensor, the tensor's name in the file, and its values as float32.
+    """
     flat = by_path(params)
     for row in rows_of(ARCHITECTURES[arch_of(config)].names, config):
         leaf = np.asarray(flat[row.path]).astype(np.float32)

@@ -15,13 +15,17 @@ RANDOM_PROMPT = 128  # tokens
 def load_models(
     args: argparse.Namespace, allow_custom: bool = False
 ) -> tuple[Model, Any]:
-    """Returns the target, as wide as `--widen` says, and the draft model.
+    """Loads the target of `--model`, zero-padded by the factor `--widen`, and the
+    drafter of `--drafter`.
 
     Args:
-      allow_custom: if True, the drafter may also be a custom one, `MODULE:NAME`.
+      args: the command's arguments.
+      allow_custom: if True, the drafter may be a draft model or a custom drafter,
+        `MODULE:NAME`. Otherwise it must be a draft model.
 
     Raises:
-      ValueError: another drafter is named, or a custom one with `--widen`.
+      ValueError: the drafter is of another kind, such as "lookup" or heads; or it is
+        custom and `--widen` is not 1.
     """
     target, drafter = load_pair(args.model, args.drafter, args.dtype)
     custom = allow_custom and is_custom(args.drafter or "")

@@ -46,7 +46,9 @@ COUNTED = ("breakdown", "longest", "ratios", "printed")
 MEASURED = ("caches", "pruned", "batch")
 TURNS = "turns"
 PRUNED = ("pruned:2x3x8", "pruned:3x4x16", "pruned:5x4x32", "pruned:10x4x64")
-ROUNDS = 2  # of every size of a batch: large batches need many prompts
+# Measurements per batch size. There are few, because each uses as many prompts as the
+# batch has rows.
+ROUNDS = 2
 
 
 @dataclass(frozen=True)

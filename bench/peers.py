@@ -66,17 +66,17 @@ OURS = "stree-jax"  # in the figure
 # The largest difference of logits over the largest logit. In int8 llama.cpp rounds in
 # other blocks, so there the limit only tells other weights from other rounding.
 LIMITS = {"float32": 1e-3, "bfloat16": 0.05, "int8": 0.25}
-READS = 10  # of the weights' bytes, to find the bandwidth
-CHECKED = 48  # tokens, half of them read one by one
+READS = 10  # times that all weights are read, to measure the memory bandwidth
+CHECKED = 48  # tokens of the text on which logits are compared
 
 
 class Subject(NamedTuple):
-    """A model that all programs decode with.
+    """A model with which all compared programs decode.
 
     Attributes:
-      target, drafter: in float32; only trees need the drafter.
-      arms: ours, plain decoding first.
-      prompts: by set.
+      target, drafter: the models in float32. Only setups with a tree use the drafter.
+      arms: our decoding setups, plain decoding first.
+      prompts: the prompts by name of their set.
     """
 
     target: Model
@@ -86,15 +86,17 @@ class Subject(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A subject in one dtype, loaded in all programs.
+    """A `Subject` in one dtype, loaded in all compared programs.
 
     Attributes:
-      dtype: of weights.
-      work: ours.
-      ask: the process of llama.cpp with the model. If None, it is left out.
-      others: makes decoders of other programs for a prompt.
-      read_bytes: of the weights that a pass reads: "ours", "llama.cpp".
-      warm: names of arms that have been called.
+      dtype: dtype of the weights.
+      work: our decoding setups.
+      ask: calls the llama.cpp process, which has loaded the model. None if llama.cpp is
+        not measured.
+      others: returns, for a prompt, the decoding functions of the other programs by
+        name.
+      read_bytes: bytes of weights that a pass reads, for "ours" and "llama.cpp".
+      warm: names of setups that have already run once, so that they are compiled.
     """
 
     dtype: str
@@ -266,14 +268,18 @@ def _hand_over(ask: Ask, model: Model, dtype: str, threads: int, context: int) -
 
 
 def _compared(here: Ready) -> dict[str, Any]:
-    """Compares llama.cpp's logits with ours, half of them after one token each.
+    """Compares llama.cpp's logits with ours on a text of random tokens.
+
+    llama.cpp prefills the first half of the text in one pass, and then processes the
+    second half one token at a time. The logits after each of these tokens are compared.
 
     Returns:
-      "read_bytes"; "logits_apart", the largest difference over the largest logit, or
-      None if llama.cpp is left out.
+      "read_bytes": the bytes of weights that a pass reads, by program. "logits_apart":
+      the largest absolute difference of two logits, divided by our largest absolute
+      logit; None if llama.cpp is not measured.
 
     Raises:
-      RuntimeError: the difference is more than rounding.
+      RuntimeError: "logits_apart" is larger than rounding explains (`LIMITS`).
     """
     if here.ask is None:
         return {"logits_apart": None, "read_bytes": here.read_bytes}
@@ -302,7 +308,8 @@ def _compared(here: Ready) -> dict[str, Any]:
 
 
 def time_unit(here: Ready, text: Prompt, repeats: int) -> dict[str, Any]:
-    """Measures a prompt: bytes a second read from memory, and every arm."""
+    """Measures the memory bandwidth in bytes per second, and the time of every setup on
+    one prompt."""
     rate = read_bandwidth(here.read_bytes["ours"], max(repeats, READS))
     arms = decode_unit(here.work, [text], 0, repeats, here.warm, here.others(text))
     return {"bytes_per_s": rate, "arms": arms}

@@ -1,4 +1,5 @@
-"""Where the time of a decoding step goes, from the device's own trace."""
+"""Measures in which parts of the model a decoding step spends its time, from the
+device's own trace."""
 
 import argparse
 import gzip
@@ -158,9 +159,19 @@ def finder(operations: dict[str, Operation]) -> Callable[[dict[str, Any]], str |
 def profile_step(
     target: Model, drafter: Model | None, prompt: Prompt, tree: str | None
 ) -> list[dict[str, Any]]:
-    """Returns microseconds a step by stage and part, most first, in sum the step.
+    """Traces decoding steps and divides their time among stages and parts of the model.
 
-    "no operation" is the time without any operation: dispatch, waiting for threads.
+    Args:
+      target: the target model.
+      drafter: the draft model, or None for plain decoding.
+      prompt: the text to continue.
+      tree: name of the draft tree, or None for plain decoding.
+
+    Returns:
+      Rows sorted by time, longest first. Each has a "stage" and a "part", their time
+      "us" in microseconds per step, and "operations", the number of operations per
+      step. The times add up to the time of a step. The row "no operation" is the time
+      in which no operation runs: dispatch, and waiting for threads.
     """
     decoding, plan = begin(
         target,

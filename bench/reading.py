@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NAME, REPEATS = "prompts", 5
 SHAPES = ("llama-135m", "hybrid-130m", "mamba2-130m")
 OURS, THEIRS = "ours", "transformers"
-NEW_TOKENS = 1  # capacity of the caches behind the prompt
+NEW_TOKENS = 1  # tokens for which the KV caches have space in addition to the prompt
 
 Read = Callable[[], tuple[float, np.ndarray]]
 """Processes a prompt: seconds, and the last token's logits [num_tokens] float32."""

@@ -178,7 +178,23 @@ def text_of(target: Model, prompt: Prompt, told: Generation) -> dict[str, Any] |
 
 
 def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
-    """Returns the rows with traffic and predictions of the cost model."""
+    """Adds memory traffic, draft passes and predicted speedups to the report's results.
+
+    Args:
+      report: the measurements; `report["results"]` has a row per setup ("arm") and set
+        of prompts.
+      tree: the fixed tree of all speculative setups.
+
+    Returns:
+      The rows, with these keys in addition. "passes_per_call": forward passes of the
+      draft model per target pass. "traffic" and "traffic_without_caches": bytes read
+      and written per token, relative to plain decoding. "over_speculative": median
+      speedup over the draft model without n-grams. "speedups": speedups over plain
+      decoding, by prompt. For staged setups also "predicted": the speedup over the
+      draft model without n-grams that the cost model predicts, and "passes_predicted":
+      passes per call predicted from the n-grams' hit rates (only if at most one node
+      per level has children).
+    """
     milliseconds = {int(n): ms for n, ms in report["drafter_pass_ms"].items()}
     seconds = MeasuredTime(
         list(milliseconds), [1e-3 * ms for ms in milliseconds.values()]

@@ -129,7 +129,8 @@ class ConfigFields:
         return value
 
     def multipliers(self, name: str, count: int) -> list[float]:
-        """Returns a list of `count` scales. If absent, all are 1."""
+        """Reads field `name`, a list of `count` factors by which activations are
+        multiplied (muP multipliers). If the config lacks the field, all are 1."""
         value = self.get(name, [1.0] * count)
         if not isinstance(value, list | tuple) or len(value) != count:
             raise self.wants(name, f"a list of {count} numbers", value)

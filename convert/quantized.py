@@ -294,7 +294,11 @@ def _strings(fields: ConfigFields, *names: str) -> list[str]:
 
 
 def _modules(fields: ConfigFields, *names: str) -> Modules:
-    """Returns the modules listed in a field, where names may contain * and ?."""
+    """Reads the list of module names in the first of these fields that is present.
+
+    Names with the wildcards *, ? or [] become patterns, which are matched when
+    `Modules` looks up a module; they are not expanded here.
+    """
     values = _strings(fields, *names)
     wild = {value for value in values if any(c in value for c in "*?[")}
     patterns = tuple(re.compile(fnmatch.translate(value)) for value in sorted(wild))

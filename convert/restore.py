@@ -170,9 +170,9 @@ def _as_kept(
         return stored(param, leaf, format)
     if format.plain and not _changes_order(param, parts):
         return leaf  # already in its place
-    param = param._replace(
-        init=NORMAL
-    )  # for the jit cache: the initialiser is not used
+    # `_moved` is compiled once for each different `param`, and does not use the
+    # initialiser. With the same one for all, parameters of equal shape share a program.
+    param = param._replace(init=NORMAL)
     done = _moved(leaf, param, parts, format, mesh)
 
     def as_sharded(x: jax.Array) -> jax.Array:

@@ -48,7 +48,9 @@ FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that tensorstore does not interpret
 WRITE_BYTES = 2**27  # bytes that orbax writes at the same time, at least
 CHUNK_BYTES = 2**26  # chunk size of parameters; a part of one is read in whole chunks
-SPACE_MARGIN = 2**26  # bytes on the disk in addition to 1.01 times the parameters
+# A save needs free disk space of OVERHEAD times the bytes of the weights, and
+# SPACE_MARGIN bytes for the config and the tokenizer.
+OVERHEAD, SPACE_MARGIN = 1.01, 2**26
 SOURCE_CONFIG = "source_config.json"  # config of the converted checkpoint, for exports
 HASHED = "tokenizer.json"  # file with a checksum besides params/; others may be edited
 REMOVALS = 40  # attempts to remove a directory, 0.05 s apart
@@ -255,7 +257,7 @@ def check_space(dst: Path, config: ModelConfig, dtype: np.dtype) -> None:
     Raises:
       CheckpointError: there is too little free space.
     """
-    need = int(1.01 * weight_bytes(config, dtype)) + SPACE_MARGIN
+    need = int(OVERHEAD * weight_bytes(config, dtype)) + SPACE_MARGIN
     free = shutil.disk_usage(dst.absolute().parent).free
     if free < need:
         raise CheckpointError(

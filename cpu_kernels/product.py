@@ -17,8 +17,11 @@ It may differ between instruction sets.
 import jax
 import jax.numpy as jnp
 
-MAX_ROWS = 64  # rows up to which a product is bound by reading its weight
-MAX_PADDED_ROWS = 1024  # rows including padding, if there is a `valid_count`
+# Most rows for which the kernel is used. Up to 64 rows the time of a product is that of
+# reading its weight from memory. The second limit applies to products with a
+# `valid_count`. It is larger because it counts padding rows, which take no time.
+MAX_ROWS = 64
+MAX_PADDED_ROWS = 1024
 MAX_INT8_GROUP = 2**16  # columns of an int8 group, so that sums fit in int32
 
 

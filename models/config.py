@@ -146,7 +146,8 @@ class ModelConfig:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The layers in text form."""
+        """The layers, each as the string that a config file has for it: the names of
+        its mixers, such as "mamba" or "attention", joined by "+"."""
         return tuple(map(str, self.layers))
 
     def mixer_names(self, block: Block) -> tuple[str, ...]:

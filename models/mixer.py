@@ -7,6 +7,19 @@ mixer is one file in `models.mixers` and one entry of `MIXERS`. All other code u
 mixer through `Mixer`, or reads the `Leaf` metadata of the arrays in its state and
 record.
 
+Terms that all of `models` uses:
+
+- The committed tokens are the accepted text that a state contains. A state is what a
+  mixer keeps of them: a KV cache, or an SSM state with a convolution window.
+- A forward pass computes the T nodes of a tree of draft tokens, and does not change
+  the state with them. For each node it returns a record: the values from which the
+  state after any path of the tree can be computed later (keys and values, or the inputs
+  of the SSM recurrence).
+- The pending path is the path of the last tree that was accepted and is not yet part of
+  the state. The next forward pass first replays it: it computes the state after the
+  path from the records of the path's nodes (activation replay, STree), without running
+  the model on these tokens again.
+
 Letters as in `stree_jax.models`.
 """
 
@@ -32,9 +45,9 @@ class Leaf(NamedTuple):
     """Metadata of one array [B, ...] of a mixer's state or record.
 
     Attributes:
-      role: "state" and "window" arrays have a fixed size, a "cache" grows with the
-        text, and a "record" holds the tokens of one forward pass. None for arrays
-        outside states and records.
+      role: "state" and "window" arrays have a fixed size, a "cache" has space for each
+        token of the text, and a "record" has a row for each node of one forward pass.
+        None for arrays outside states and records.
       part_axis: the axis that tensor parallelism divides. If None, every device has the
         whole array.
       capacity_axis: the axis with one row per committed token. If None, there is no
@@ -102,11 +115,12 @@ def leaves_of(tree: Any, *roles: Role) -> list[Any]:
 
 @struct.dataclass
 class MixerPending(Generic[Record]):
-    """An accepted path that the next forward pass replays before its own tree.
+    """The pending path of one mixer, which the next forward pass replays before it
+    computes its own tree.
 
     Attributes:
-      record: the mixer's record of the tree's T nodes.
-      path: [B, M] int32, rows of the accepted tokens in order.
+      record: the mixer's record of the T nodes of the last tree.
+      path: [B, M] int32, indices of the accepted nodes in that tree, in order.
       length: [B] int32, number of valid entries of `path`.
     """
 
@@ -118,8 +132,9 @@ class MixerPending(Generic[Record]):
 def written_over(old: jax.Array, new: jax.Array) -> jax.Array:
     """Returns `old` [B, T', ...] with its first T rows replaced by `new` [B, T, ...].
 
-    If T >= T', that is `new`. The other rows of `old` stay as they are; no path refers
-    to them. Padding `new` to T' rows instead would write them all.
+    If T >= T', that is `new`. The rows of `old` from T on keep the values of an
+    earlier, larger tree, which no pending path refers to. Padding `new` to T' rows
+    would cost the time of writing them.
     """
     if new.shape[1] >= old.shape[1]:
         return new
@@ -130,10 +145,11 @@ class MixerState(Protocol):
     """The state of one mixer: a `flax.struct.dataclass` whose fields are `leaf`s."""
 
     def commit(self, pending: MixerPending[Any], start: jax.Array) -> Self:
-        """Returns the state after an accepted path (activation replay).
+        """Replays an accepted path and returns the state after it.
 
         Args:
-          pending: the path. A length of 0 leaves a row of the batch unchanged.
+          pending: the path and the records of its nodes. A length of 0 leaves a row of
+            the batch unchanged.
           start: [B] int32, number of committed tokens before the path.
         """
         ...
@@ -152,9 +168,12 @@ class Mixer(Generic[C]):
         `module(u, pass_, state, record) -> (out, record, state)`; see `nodes.Pass`.
         `parts` is the number of devices that share the mixer.
       State: type of the mixer's state. None for a channel mixer.
-      Record: type of the mixer's record. None for a channel mixer.
-      records_in_place: True if a CPU kernel writes this mixer's records in place. A
-        record then may have more rows than the pass that is written into it.
+      Record: type of the mixer's record, which holds what a forward pass stores of each
+        node so that the state after an accepted path can be computed from it. None for
+        a channel mixer.
+      records_in_place: True if a CPU kernel writes the new record over the last one. A
+        record then has as many rows as the largest tree, and a pass over fewer nodes
+        overwrites only the first ones.
       long_chunks: True if prefill is faster with more than `PREFILL_CHUNK` tokens per
         pass.
       skips_padding: True if padding costs no time in this mixer's CPU kernels.
@@ -202,11 +221,12 @@ class Mixer(Generic[C]):
         return None
 
     def empty_record(self, c: C, batch: int, nodes: int, dtype: Any) -> Any:
-        """Returns a record of `nodes` tokens, all zeros. None for a channel mixer."""
+        """Returns a record of `nodes` nodes, all zeros. None for a channel mixer."""
         return None
 
     def record_bytes(self, c: C, batch: int, nodes: int) -> int:
-        """Returns the bytes of one layer's record, which live until the step ends."""
+        """Returns the bytes of one layer's record. It is kept until the next pass has
+        replayed the accepted path."""
         return 0
 
     def work_bytes(self, c: C, batch: int, nodes: int, dtype: Any) -> int:

@@ -107,8 +107,9 @@ def base_model(model: Model) -> Model:
     return derived(model, model.params, model.config)
 
 
-Taps = tuple[int, ...]  # layers whose residual stream `forward_tapped` returns
-Tapped = tuple[jax.Array, ...]  # residual streams [B, T, d] float32 after these layers
+# Some drafters read the target's residual stream after certain layers.
+Taps = tuple[int, ...]  # indices of these layers, from 0
+Tapped = tuple[jax.Array, ...]  # [B, T, d] float32 for each layer in a `Taps`
 
 LayerInput = tuple[jax.Array, Pass[Any], LayerState, LayerRecord | None]
 LayerOutput = tuple[jax.Array, LayerRecord, LayerState]
@@ -395,10 +396,17 @@ def param_dtype(params: Params) -> Any:
 def forward_hidden(
     model: Model, state: State, tokens: jax.Array, nodes: Nodes, **options: Any
 ) -> tuple[jax.Array, Records, State]:
-    """Runs `forward_tapped` without taps; `options` are its keyword arguments.
+    """Runs one forward pass over the nodes of a tree, like `forward_tapped`, but does
+    not return the residual streams of single layers.
+
+    Args:
+      model, state, tokens, nodes: as in `forward_tapped`.
+      **options: its other arguments, except `taps`.
 
     Returns:
-      Hidden states [B, Tq, d] float32, records, and the state after `pending`.
+      The hidden states [B, Tq, d] float32 of the queried nodes; the records of all
+      nodes, from which `commit` computes the state after an accepted path; and the
+      state after the accepted path `pending` (without it, `state` itself).
     """
     hidden, _, records, state = forward_tapped(model, state, tokens, nodes, **options)
     return hidden, records, state

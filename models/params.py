@@ -20,7 +20,9 @@ from stree_jax.models.weights.formats import is_weight
 from stree_jax.models.weights.weight import Format
 
 Path = tuple[str, ...]
-Params = Any  # nested dict of arrays and weights
+# Nested dict of parameters. A parameter is a `jax.Array`, or a `Weight` if the matrix
+# is stored in another format, such as int8 with scales.
+Params = Any
 Init = Callable[..., jax.Array]
 
 NORMAL = nn.initializers.normal(0.02)

@@ -423,8 +423,8 @@ TIME_STEP_LIMIT = Field(
 
 
 def expanded(source: ConfigFields) -> int:
-    """Reads the width of a mixer as a multiple (`mamba_expand`) of the model's
-    width."""
+    """Returns the inner width of a Mamba mixer: the config's `mamba_expand` times its
+    `hidden_size`."""
     return source.size("mamba_expand", 2) * source.size("hidden_size", 4096)
 
 

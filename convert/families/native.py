@@ -1,4 +1,5 @@
-"""MambaLMHeadModel of state-spaces' mamba_ssm, with Mamba2 layers. Read only."""
+"""Reads checkpoints of `MambaLMHeadModel` with Mamba2 layers, the class of the
+mamba_ssm package (state-spaces). Models cannot be exported to this format."""
 
 import reprlib
 from collections.abc import Iterator

@@ -115,7 +115,8 @@ TARGET inline __attribute__((always_inline)) void int8_sums(
     for (int c = 0; c < COLUMNS; c++) sums.of[r][c] = sum[r][c];
 }
 
-// The same, not inlined, so that it has all registers. For groups of many columns.
+// The same as `int8_sums`, but not inlined, so that its loop can use all registers. The call
+// costs little if a group has many columns.
 template <class L, int R>
 TARGET __attribute__((noinline)) void int8_sums_apart(
     Sums<L, R>& sums, const Quantized<L>& rows, int64_t row, int64_t group,
@@ -123,7 +124,9 @@ TARGET __attribute__((noinline)) void int8_sums_apart(
   int8_sums<L, R>(sums, rows, row, group, groups, weight, ahead);
 }
 
-// Computes R rows from `first` on and `count` of 4 columns from `column` on.
+// Computes a block of the product: R rows from `first` on, and the next `count` columns from
+// `column` on (`count` <= COLUMNS = 4; fewer than 4 only at the end). `ahead` prefetches the
+// weight of the next block. APART chooses the loop for long groups, see `int8_all`.
 template <class L, int R, bool APART>
 TARGET void int8_block(const Quantized<L>& rows, int64_t first, const Product& p,
                        int64_t column, Ahead ahead, int count) {
@@ -154,8 +157,9 @@ TARGET void int8_block(const Quantized<L>& rows, int64_t first, const Product& p
   for (int r = 0; r < R; r++) L::store(out + r * p.m, total[r], count);
 }
 
-// Computes all columns. Sums and totals of a block fit in registers only for half as many
-// rows. APART, for few groups, uses blocks of more rows and keeps the totals in memory.
+// Computes the columns from `begin` to `end`, in blocks of rows. If a block keeps both the sums
+// of a group and the totals of all groups in registers, it can have only half as many rows.
+// APART, for long and therefore few groups, keeps the totals in memory and uses larger blocks.
 template <class L, bool APART>
 TARGET void int8_all(const Product& p, void* packed, int64_t begin, int64_t end) {
   constexpr int most = APART ? L::most_rows : (L::most_rows + 1) / 2;

@@ -1,8 +1,10 @@
-// XLA handlers that record the tokens gained by a decoding step.
+// XLA handlers that add the tokens accepted in a decoding step to the output.
 //
-// The definitions are `_cut` and `_recorded` in stree_jax/speculation/decoding.py.
+// The reference implementations in JAX are `_cut` and `_recorded` in
+// stree_jax/speculation/decoding.py.
 //
-// Letters: B rows, M depth, T nodes, O capacity for output tokens, K trees of a menu.
+// Letters: B rows of the batch, M depth of the deepest tree, T nodes of the tree, O capacity
+// for output tokens, K trees from which the policy chooses at each step.
 #include <algorithm>
 #include <limits>
 

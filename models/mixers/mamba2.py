@@ -383,25 +383,34 @@ def mixer_kernel(
     replays: bool,
     has_padding: bool,
 ) -> tuple[jax.Array, MixerMemory]:
-    """Runs `equations` on arrays in the kernel's layout; the definition of the kernel.
+    """Replays the pending path and computes the mixer on a tree, with the array layout
+    of the CPU kernel.
+
+    This JAX function is the reference implementation of the kernel `stree_mixer`; it
+    calls `equations`. `models.mixer` explains records and the pending path.
 
     Args:
-      zxbcdt: [B, Tq, W] float32, output of in_proj for the queried nodes.
+      zxbcdt: [B, Tq, W] float32, output of in_proj for the Tq queried nodes; W is the
+        width of in_proj.
       weights: the weights between the projections.
-      memory: the state before the path, and the records.
-      tree: the last tree's path, and this tree.
+      memory: the state before the pending path, and the records.
+      tree: the pending path, and the topology of this tree of T nodes.
       config: the config.
       scan: see `Nodes.scan`.
-      records_of_last_tree: True if the records are those of the last tree. Otherwise
-        they are those of this tree's nodes so far, and `tree.rows` are the new nodes.
-      replays: True if there is a path to replay. If False, the state is not returned.
+      records_of_last_tree: True if `memory` has the records of the last tree, which
+        contains the pending path. False if this tree is computed in several passes:
+        `memory` then has the records of its earlier nodes, and `tree.rows` are the
+        nodes of this pass.
+      replays: True if there is a pending path. If False, the state stays the same and
+      is
+        not returned.
       has_padding: True if nodes that are not their own ancestors in `tree.mask` are
         padding.
 
     Returns:
-      The mixer's output before out_proj [B, Tq, H * P] float32, and the new memory. Its
-      first T records are this tree's; if the last tree was larger, its other records
-      follow.
+      The mixer's output before out_proj [B, Tq, H * P] float32, and the new memory: the
+      state after the pending path, and records whose first T rows are this tree's. If
+      the last tree was larger, the rows from T on keep its records.
     """
     record = MambaRecord(*memory[2:])
     is_node = jnp.diagonal(tree.mask, axis1=1, axis2=2)
@@ -430,7 +439,9 @@ def equations(
     state: MambaState,
     record: MambaRecord | None,
 ) -> Mixed:
-    """Computes `mixed` in plain JAX; same arguments and results."""
+    """Computes the Mamba2 mixer between its two projections in plain JAX: convolution,
+    SSM scan and gated norm. Arguments and results are those of `mixed`, which uses a
+    CPU kernel where it can."""
     pending, zxbcdt = pass_.pending, pass_.nodes_only(zxbcdt)
     with jax.named_scope("steps"):
         z, xBC, dt = split_in_proj(zxbcdt, c)

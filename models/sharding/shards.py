@@ -45,7 +45,16 @@ class Run(NamedTuple):
 
 
 def part_slices(runs: tuple[Run, ...], i: int, n: int) -> Iterator[slice]:
-    """Yields the slices of an axis that belong to part i of n, one slice per run."""
+    """Yields the slices of an axis that device i of n holds, one slice per `Run`.
+
+    An axis may be a concatenation of several tensors, such as queries, keys and values.
+    Each is a `Run`, and a device holds some heads of each.
+
+    Args:
+      runs: the runs of the axis, in order.
+      i: index of the device.
+      n: number of devices that share the axis.
+    """
     begin = 0
     for run in runs:
         place, width = run.part(i, n)

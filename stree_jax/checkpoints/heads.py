@@ -202,7 +202,12 @@ def _accuracy(file: Path, table: Any, heads: int) -> tuple[tuple[float, ...], ..
 
 
 def public_name(path: Path_, blocks: int) -> str:
-    """Returns the name of a parameter in the public code."""
+    """Returns the tensor name that the public Medusa code gives to a parameter of ours.
+
+    Args:
+      path: our path, ("head_K", "block_J" or "output", "weight" or "bias").
+      blocks: number of blocks per head; the output matrix follows them.
+    """
     head, part, kind = path
     k = head.removeprefix("head_")
     if part == "output":

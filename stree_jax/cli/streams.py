@@ -10,13 +10,13 @@ from contextlib import contextmanager, suppress
 def open_closed_streams() -> None:
     """Points closed standard streams (`>&-`, `2>&-`) at the null device.
 
-    Otherwise the next file that is opened gets their number, and receives everything
-    that is printed to standard output or standard error.
+    Otherwise the next file that is opened would get their file descriptor, and
+    everything that is printed would be written to that file.
     """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # the lowest free number is the one that is closed
+        except OSError:  # `open` takes the lowest free descriptor: the closed one
             os.open(os.devnull, os.O_RDWR)
     if sys.stdout is None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)

@@ -258,7 +258,7 @@ def run_ngrams(args: argparse.Namespace) -> None:
     from stree_jax.checkpoints.ngrams import check_new, save_ngrams
     from stree_jax.training.ngrams import Recipe, ngrams_of
 
-    check_new(args.out)  # before the counting, which takes hours
+    check_new(args.out)  # fail now, and not after counting n-grams, which takes hours
     names = [field.name for field in dataclasses.fields(Recipe)]
     recipe = Recipe(**{name: getattr(args, name) for name in names})
     drafter = load("demo-drafter" if args.drafter == "demo" else args.drafter)

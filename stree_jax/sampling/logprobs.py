@@ -47,12 +47,17 @@ def write(
     tokens: jax.Array,
     places: jax.Array,
 ) -> LogProbs:
-    """Writes the log-probabilities of the tokens of one pass.
+    """Returns the buffer with the log-probabilities of the D tokens that one target
+    pass chose per row.
 
     Args:
-      raw, processed: [B, D, V] float32. Logits of both distributions, unnormalised.
-      tokens: [B, D] int32. The token chosen from each.
-      places: [B, D] int32. Its index in the output; an index of O or more is dropped.
+      buffer: log-probabilities at the O positions of the output.
+      raw: [B, D, V] float32. Logits of the target, unnormalised.
+      processed: [B, D, V] float32. Logits after penalty, temperature, filters and
+        forbidden stop tokens, unnormalised.
+      tokens: [B, D] int32. The tokens that were chosen from `processed`.
+      places: [B, D] int32. Their positions in the output. Entries with a position of O
+        or more are not written.
     """
     row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
 

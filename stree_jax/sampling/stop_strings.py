@@ -123,10 +123,18 @@ def cut_text(
     stops: Sequence[str],
     begin: int = 0,
 ) -> tuple[str, str | None]:
-    """Returns the text before the stop string that the last token completes, and that.
+    """Cuts a text before the stop string that its last token completes.
 
-    Without a stop string, the text is all that `decoder` makes of the tokens. Stop
-    strings are looked for from token `begin` on.
+    Args:
+      decoder: decodes the tokens.
+      pieces: bytes of each token of the vocabulary.
+      tokens: the generated token ids.
+      stops: the stop strings.
+      begin: index of the first token in which a stop string may start.
+
+    Returns:
+      The text before the stop string, and the stop string. If the tokens contain no
+      stop string, the text of all tokens, and None.
     """
     found = find_stop(pieces, tokens[begin:], stops)
     if found is None:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from stree_jax.server.engine import Engine
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-STOP_S = 60.0  # seconds that the last segment may take
+# Seconds that a shutdown waits for the engine, which stops between two calls of the
+# compiled decoding loop.
+STOP_S = 60.0
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -97,7 +97,7 @@ class LoadedTask(Task[RequestT, Setup]):
                     asked = self.model, one.drafter, one.tree, self.rule
                     spec = spec_for(*asked, None)
                     yield Setup(str(one), spec)
-            except ValueError:  # the rule does not support this tree
+            except ValueError:  # `spec_for`: the acceptance rule excludes this tree
                 continue
 
     def at_most(self, need: int) -> int:

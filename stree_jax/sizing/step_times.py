@@ -403,7 +403,9 @@ def _summary(
     without = by_size[sizes[1]]
     least = 1e-3 * without  # noise may make the difference negative
     level = max((took[1, deepest] - without) / (deepest + 1), least)
-    first = max(took[1, 1] - without, level)  # it also reads the accepted text
+    # The pass for the first level also reads the accepted tokens, so it takes at least
+    # as long as a pass for a later level.
+    first = max(took[1, 1] - without, level)
     return Measured(by_size, first, level)
 
 

@@ -16,7 +16,9 @@ import numpy as np
 from stree_jax.speculation.tree import Auto, Budget, Topology, Tree, make_tree
 
 Seconds = Callable[[float], float]  # seconds of a pass over this number of tokens
-Ranks = Sequence[Sequence[int] | np.ndarray]  # for each text, the ranks of its tokens
+# For each text, the rank of each of its tokens among the drafter's guesses for its
+# position; 0 is the best guess.
+Ranks = Sequence[Sequence[int] | np.ndarray]
 
 
 def _children(tree: Topology) -> list[list[int]]:
@@ -35,7 +37,12 @@ def _children(tree: Topology) -> list[list[int]]:
 
 
 def _rank_lists(ranks: Ranks) -> list[list[int]]:
-    """Returns the ranks as lists; raises ValueError if they are invalid or empty."""
+    """Checks the ranks that the tokens of each text have among the drafter's guesses,
+    and returns them as one list of ints per text.
+
+    Raises:
+      ValueError: a text's ranks are not integers [n] from 0, or no text has a token.
+    """
     texts = [np.asarray(text) for text in ranks]
     for i, text in enumerate(texts):
         whole = text.size == 0 or np.issubdtype(text.dtype, np.integer)

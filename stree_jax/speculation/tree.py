@@ -487,17 +487,18 @@ def _child_counts(
     return counts
 
 
-# The static trees of STree's Table 3. The paper gives maximum width / depth / tokens.
-# The edges are ours: siblings are in order of rank, and better ranks have more
-# children.
+# The static trees of STree's Table 3. The paper gives only three numbers for each,
+# noted here as "width/depth/nodes": the maximum number of nodes at one depth, the
+# depth, and the number of nodes with the root. The edges are ours: siblings are in
+# order of rank, and better ranks have more children.
 NAMED_TREES = {
-    "A": layered(3, 4),  # 3/4/13: four layers of three
+    "A": layered(3, 4),  # 3/4/13
     "B": from_child_counts(  # 16/3/29
         [[6], [5, 4, 3, 2, 1, 1], [3, 1, 1, 1] + [0] * 12]
     ),
     "C": from_child_counts([[6], [3, 2, 1, 0, 0, 0], [2, 1, 0, 0, 0, 0]]),  # 6/3/16
     "D": from_child_counts([[4], [2, 1, 0, 0], [2, 1, 0], [1, 1, 0]]),  # 4/4/13
-    "E": layered(3, 5),  # 3/5/16: A, one layer deeper
+    "E": layered(3, 5),  # 3/5/16
 }
 
 

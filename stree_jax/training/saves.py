@@ -137,7 +137,9 @@ def one_line_errors(directory: Path) -> Iterator[None]:
     except Exception as error:
         problem = os_problem(error)
         without_file = isinstance(error, OSError) and error.filename is None
-        if problem is None or without_file:  # for example, standard output is closed
+        # An OSError without a file name does not come from writing the save. It may be
+        # a message printed to a closed standard output.
+        if problem is None or without_file:
             raise
         raise ValueError(f"{directory}: cannot be written ({problem})") from error
 

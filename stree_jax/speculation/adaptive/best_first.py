@@ -244,14 +244,23 @@ def with_level(
 
 
 class Tables(NamedTuple):
-    """The arrays that another level changes. N >= C is the number of nodes.
+    """The arrays of a `Grown` that change when the search adds a level, as a flat tuple
+    for the CPU kernel.
+
+    The frontier is the last level, whose W nodes get children next. The pool has the C
+    candidates of all levels. N >= C is the number of candidates and guesses that the
+    draft model reads. Names in the singular belong to the frontier, names in the plural
+    to the pool or the nodes.
 
     Attributes:
-      mask, window, value, path: fields of the frontier, [B, W, C], [B, W, K], [B, W]
-        and [B, W].
-      tokens, parents, values, kinds, paths: fields of the pool, [B, C].
-      nodes, depth, windows: mask [B, N, N], depth [B, N] and window [B, N, K] of the
-        nodes.
+      mask: [B, W, C] bool. `Frontier.mask`: the candidates on each path.
+      window: [B, W, K] int32. `Frontier.window`: inputs of the convolution.
+      value: [B, W] float32. `Frontier.value`: acceptance probabilities of the paths.
+      path: [B, W] uint32. `Frontier.path`: hashes of the paths.
+      tokens, parents, values, kinds, paths: [B, C]. The fields of `Pool`, in order.
+      nodes: [B, N, N] bool. `Nodes.mask` of the pass over the candidates.
+      depth: [B, N] int32. `Nodes.depth`.
+      windows: [B, N, K] int32. `Nodes.window`.
     """
 
     mask: jax.Array
@@ -292,7 +301,7 @@ def _next_level(
     level: jax.Array,
     tables: Tables,
 ) -> Tables:
-    """Returns the tables after another level.
+    """Returns the tables after a level was added: the W best children of the frontier.
 
     Args:
       best, guess, total, probability: see `with_level`.
@@ -373,7 +382,8 @@ def _first_level(
 
 
 def _only_root(batch: int, width: int, *, depth: int, taps: int, ahead: int) -> Tables:
-    """Returns tables without levels; the frontier contains only the root."""
+    """Returns the tables before the first level: the pool is empty, and the frontier
+    contains only the root."""
     shapes = _tables_shapes(batch, width, depth=depth, taps=taps, ahead=ahead)
     zeros = jax.tree.map(lambda z: jnp.zeros(z.shape, z.dtype), shapes)
     last_tokens = jnp.arange(taps, dtype=jnp.int32) - 1  # the window after the text

@@ -175,7 +175,9 @@ class AdaptiveDrafter(DrafterBase):
         grown = best_first(*args, search.start, search.go_on, least)
         own, more = grown.pool, jnp.int32(0)
         if search.passes_by_level:
-            more = grown.passes - 1  # `search.passes` counts the pass over the root
+            # `grown.passes` includes the pass over the root, and so does
+            # `search.passes`, to which `more` is added.
+            more = grown.passes - 1
         values = own.value.reshape(-1, self.depth, self.width)
         guessing = state.guessing
         if self.searcher.without_guesses() is not self.searcher:

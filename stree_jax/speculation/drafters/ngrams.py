@@ -339,16 +339,24 @@ def log_prob(ngrams: NGrams, contexts: jax.Array, tokens: jax.Array) -> jax.Arra
 def perturbed(
     ngrams: NGrams, contexts: jax.Array, scale: jax.Array, noise: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `candidates`, with the scores by which a model would draw them.
+    """Returns the likeliest next tokens, and scores that include the sampling noise of
+    the model for which the n-grams guess.
+
+    The model chooses the token with the largest log P / temperature + Gumbel noise. The
+    same noise is added to the n-grams' log P, so that the best score guesses the token
+    that the model will draw.
 
     Args:
       ngrams: the n-grams.
-      contexts: [B, Q, n - 1] int32.
-      scale: result of `NGrams.scale`.
-      noise: [B, Q or 1, V] float32. The noise of the model's draws, or None.
+      contexts: [B, Q, n - 1] int32. The n - 1 tokens before each of Q positions.
+      scale: [B or 1, 1, 1] float32. Factors of log P for the temperature, the result of
+        `NGrams.scale`.
+      noise: [B, Q or 1, V] float32. The model's Gumbel noise at these positions. If
+        None, decoding is greedy and no noise is added.
 
     Returns:
-      Tokens [B, Q, N] int32, and log P [B, Q, N] float32, scaled and with noise.
+      Tokens [B, Q, N] int32, the N candidates of each position as from `candidates`,
+      and their scores scale * log P + noise [B, Q, N] float32.
     """
     token, value = candidates(ngrams, contexts)
     value = value * scale

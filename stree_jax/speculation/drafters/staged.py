@@ -412,12 +412,12 @@ def _first_rows(needed: jax.Array, count: int, task: Task) -> jax.Array:
 
 
 def _rightly_read(read: jax.Array, tokens: jax.Array, task: Task) -> jax.Array:
-    """Returns [B, T] bool, True for nodes that were read with their present tokens, as
-    were all their ancestors.
+    """Returns [B, T] bool, True for nodes that the draft model has read, together with
+    all their ancestors, with the tokens that they have now.
 
     Args:
       read: [B, N] int32. The token that was read in each slot.
-      tokens: [B, T] int32. Present tokens of the nodes.
+      tokens: [B, T] int32. Tokens that the nodes have now.
       task: the task of filling the tree.
     """
     wrong = read[:, : task.tree.size] != tokens
@@ -484,14 +484,18 @@ def _kept(
 def _in_place(
     opened: Open, hit: jax.Array, tokens: jax.Array, first: int, task: Task
 ) -> Open:
-    """Moves alternatives that the draft model has drawn to the slots of their nodes,
-    with their records.
+    """Returns the drafter's state after alternatives have replaced first guesses.
+
+    For each node whose alternative the draft model has drawn, the alternative's record
+    is copied to the node's own slot, and the node counts as read with that token. Nodes
+    below it were read after the wrong token and are marked `NOT_READ`. The module's
+    docstring explains slots and alternatives.
 
     Args:
-      opened: the drafter's state.
+      opened: the drafter's state while it fills the tree.
       hit: [B, T] bool. Nodes whose alternative was drawn.
-      tokens: [B, T] int32. Present tokens of the nodes.
-      first: first slot of the alternatives.
+      tokens: [B, T] int32. Tokens of the nodes, including the new draws.
+      first: the first slot of these alternatives; that of node t is `first` + t.
       task: the task of filling the tree.
     """
     T = task.tree.size
