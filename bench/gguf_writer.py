@@ -44,7 +44,7 @@ from stree_jax.models.param_table import param_at
 
 KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # by dtype of ours
 BLOCK = 32  # numbers that share a scale in Q8_0
-CONTEXT = 1 << 20  # tokens; nothing here depends on it
+CONTEXT = 1 << 20  # context length in the file's metadata; the benchmarks stay below it
 
 
 def write_gguf(config: ModelConfig, params: Any, dtype: str, path: Path) -> int:
@@ -93,10 +93,11 @@ def write_gguf(config: ModelConfig, params: Any, dtype: str, path: Path) -> int:
 
 
 def arch_of(config: ModelConfig) -> str:
-    """llama.cpp's name of an architecture.
+    """Returns llama.cpp's name for the architecture of a config.
 
     Raises:
-      ValueError: it has none for this one, or not with these options.
+      ValueError: llama.cpp does not support the architecture, or not with these
+        options.
     """
     kinds, others = set(config.kinds[::2]), set(config.kinds[1::2])
     plain = (
@@ -131,7 +132,7 @@ def _usual_mixer(config: ModelConfig) -> bool:
 
 
 def _usual_attention(config: ModelConfig) -> bool:
-    """And the MLP."""
+    """True if attention and MLP have only options that llama.cpp supports."""
     a, f = config.mixers["attention"], config.mixers["mlp"]
     heads = a.num_heads, a.num_kv_heads, a.head_dim
     rope = None if a.rope is None else Rope(a.rope.theta, a.head_dim)
@@ -140,7 +141,8 @@ def _usual_attention(config: ModelConfig) -> bool:
 
 
 def metadata(config: ModelConfig) -> dict[str, Any]:
-    """Returns the metadata that llama.cpp wants, by key without the architecture."""
+    """Returns the metadata that llama.cpp needs. Keys lack their first part, the name
+    of the architecture."""
     arch, m, a = (
         arch_of(config),
         config.mixers.get("mamba"),

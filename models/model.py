@@ -1,4 +1,7 @@
-"""The hybrid stack of residual layers, and its forward pass as pure functions."""
+"""The hybrid stack of residual layers, and its forward pass as pure functions.
+
+`models.mixer` explains the terms state, record and pending path.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -116,7 +119,7 @@ LayerOutput = tuple[jax.Array, LayerRecord, LayerState]
 
 
 class ResidualLayer(nn.Module):
-    """One residual layer, h + sum of mixers(norm(h)); see `Block`."""
+    """One residual layer, h + sum of mixers(norm(h)). `Block` names the mixers."""
 
     config: ModelConfig
     block: Block
@@ -132,13 +135,18 @@ class ResidualLayer(nn.Module):
         record: LayerRecord | None,
         shared: tuple[SharedBlock, jax.Array] | None,
     ) -> LayerOutput:
-        """Runs the layer on the residual stream h [B, Tq, d]; see `Pass`.
+        """Runs the layer on the residual stream.
 
         Args:
+          h: [B, Tq, d] float32. The residual stream before the layer.
           pass_: the forward pass.
-          state, record: those of the layer's token mixers, by name.
+          state, record: the states and records of the layer's token mixers, by name, as
+            in `Pass`.
           shared: the layer's shared transformer block and the tokens' embedding
             [B, Tq, d]; None if the layer uses no such block.
+
+        Returns:
+          The residual stream after the layer, and the mixers' new records and states.
         """
         c, mixers_in = self.config, h
         states: LayerState = {}
@@ -436,10 +444,10 @@ def forward_tapped(
       nodes: topology of all T nodes.
       records: to add nodes level by level, the records of the nodes so far. If None,
         all nodes are queried.
-      rows: [Tq] int32, rows of the queried nodes among the T; rows >= T are dropped. If
-        None, all nodes are queried.
-      pending: last step's accepted path, which is replayed first (Algorithm 1 of
-        STree).
+      rows: [Tq] int32, indices of the queried nodes among the T; indices >= T are
+        dropped. If None, all nodes are queried.
+      pending: the pending path, which is replayed into the state first (Algorithm 1 of
+        STree). If None, there is no path to replay.
       previous: [B, Tq, d] float32, hidden states that predicted the tokens. Only for
         the model of `mtp.mtp_model`.
       valid_count: [B] int32. With `rows`, the queried nodes [:valid_count] are valid

@@ -56,20 +56,25 @@ class Nodes:
 class Pass(Generic[Record]):
     """One forward pass over the nodes of a tree, as each mixer receives it.
 
+    A tree may be computed in one pass, or level by level in several. The nodes that a
+    pass computes are the queried nodes.
+
     Every mixer is called as `mixer(u, pass_, state, record)`. u [B, Tq, d] is the input
-    of the queried nodes, `state` the mixer's committed state, and `record` its record
-    of the nodes that earlier passes have added (None if this pass queries all nodes).
-    It returns the output [B, Tq, d] float32, the record of all T nodes, and the state
-    after `pending`. If the record in `pending` has more than T rows, the returned
-    record may be that one with its first T rows overwritten. For a channel mixer,
-    record and state are None.
+    of the queried nodes. `state` is the mixer's state after the committed tokens.
+    `record` is the record of the nodes that earlier passes over the same tree have
+    computed, None if this pass queries all nodes.
+
+    The mixer returns its output [B, Tq, d] float32, the record of all T nodes, and the
+    state after the path `pending`. If the record in `pending` has more than T rows, the
+    returned record may be that one with its first T rows overwritten. For a channel
+    mixer, record and state are None.
 
     Attributes:
       nodes: topology of all T nodes.
-      rows: [Tq] int32, rows of the queried nodes; rows >= T are dropped. If None, all
-        nodes are queried, and Tq = T.
-      pending: the accepted path that the mixer replays first. If None, there is no
-        path.
+      rows: [Tq] int32, indices of the queried nodes; indices >= T are dropped. If None,
+        all nodes are queried, and Tq = T.
+      pending: the pending path (see `mixer`), which the mixer replays first. If None,
+        there is no path to replay.
       length: [B] int32, number of committed tokens, including those of `pending`.
       valid_count: [B] int32. Queried nodes [:valid_count] are valid; outputs of the
         rest are unspecified. If None, all are valid.

@@ -1,8 +1,8 @@
 """The state that a model carries between forward passes, and the records of a tree.
 
-States and records are pytrees: a tuple with one dictionary per layer, which has an
-entry for each of the layer's token mixers by name. It is {} for a layer with only an
-MLP.
+`models.mixer` explains what states, records and the pending path are. Here they are
+those of a whole model: a tuple with one dictionary per layer, which has an entry for
+each of the layer's token mixers by name. It is {} for a layer with only an MLP.
 """
 
 from collections.abc import Callable
@@ -42,11 +42,12 @@ class State:
 
 @struct.dataclass
 class Pending:
-    """An accepted path that the next forward pass replays before its own tree.
+    """The pending path: the accepted path of the last tree, which the next forward pass
+    replays into the state before it computes its own tree.
 
     Attributes:
-      records: the records of the tree's T nodes, one dictionary per layer.
-      path: [B, M] int32, rows of the accepted tokens in order.
+      records: the records of the last tree's T nodes, one dictionary per layer.
+      path: [B, M] int32, indices of the accepted nodes in that tree, in order.
       length: [B] int32, number of valid entries of `path`.
     """
 
@@ -90,15 +91,15 @@ def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> St
 
 
 def init_records(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> Records:
-    """Returns the records of `nodes` tokens, all zeros."""
+    """Returns a model's records of `nodes` nodes, all zeros."""
     return _by_layer(config, lambda m, c: m.empty_record(c, batch, nodes, dtype))
 
 
 def shortened(record: LayerRecord) -> LayerRecord:
-    """Returns a layer's record cut to one token.
+    """Returns a layer's record cut to one node, for steps of plain decoding.
 
-    A record that CPU kernels write in place keeps its length: no path refers to its
-    rows past the first.
+    A record that CPU kernels write in place keeps all of its rows. The pending path
+    then refers only to the first one.
     """
 
     in_place = tuple(m.Record for m in MIXERS.values() if m.records_in_place)
@@ -144,12 +145,13 @@ def grow(state: State, capacity: int) -> State:
 
 
 def commit(state: State, records: Records, path: jax.Array, length: jax.Array) -> State:
-    """Returns the state after an accepted path (activation replay).
+    """Replays an accepted path of a tree and returns the state after it, without
+    running the model again.
 
     Args:
       state: the state before the tree that `records` belong to.
       records: the records of the tree's T nodes, one dictionary per layer.
-      path: [B, M] int32, rows of the accepted tokens in order.
+      path: [B, M] int32, indices of the accepted nodes in the tree, in order.
       length: [B] int32, number of valid entries of `path`; 0 leaves a row unchanged.
     """
 

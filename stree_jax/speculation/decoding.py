@@ -1,7 +1,9 @@
 """The state of a batch during decoding, and how a step's tokens are added to it.
 
+`step` explains the terms root, pending path and menu.
+
 Letters: B rows, T nodes, M depth of the deepest tree, O size of the output buffer, V
-tokens of the vocabulary, K trees of the policy's menu.
+tokens of the vocabulary, K trees in the policy's menu.
 """
 
 from dataclasses import replace
@@ -35,9 +37,10 @@ class Decoding:
     """The state of a batch that is being decoded. All arrays are on the device.
 
     Attributes:
-      requests: the request of each row.
-      state: the target's state, up to (not including) `pending`.
-      pending: the last accepted path, which is replayed at the start of the next step.
+      requests: the options of each row: limits, stop tokens, sampling.
+      state: the target's state before the pending path.
+      pending: the pending path: the accepted path of the last step, which the next
+        verification pass replays.
       drafting: the drafter's state.
       policy: the policy's state.
       choice: [] int32. Index of the next tree in the policy's menu; `OPEN` until the
@@ -51,9 +54,11 @@ class Decoding:
         are no stop strings.
       logprobs: log-probabilities of the output, or None if they are not requested.
       finish: [B] int32. RUNNING, STOP_TOKEN, OUT_OF_LENGTH or STOP_STRING.
-      origin: [B, O] uint8. Source of each token of the output, see `draft.ORIGINS`.
-      used: [B, K] int32. Target passes per tree of the menu while the row was running.
-      gained: [B, M + 2] int32. Number of target passes that gained 0 .. M + 1 tokens.
+      origin: [B, O] uint8. What proposed each token of the output, an index into
+        `draft.ORIGINS`.
+      used: [B, K] int32. Number of target passes with each tree of the menu, while the
+        row was running.
+      gained: [B, M + 2] int32. `gained[b, n]` target passes added n tokens to row b.
       margin: [B] float32. Smallest `Accepted.margin` of the tokens of the output.
     """
 
@@ -97,16 +102,18 @@ class Stop(NamedTuple):
 
 
 def follow_stop_strings(d: Decoding, tokens: jax.Array) -> jax.Array | None:
-    """Runs the automata of the stop strings over new tokens.
+    """Runs the automata that find stop strings over the accepted tokens.
 
-    They read the output from `min_new_tokens` on, where a row may first stop.
+    Tokens before position `min_new_tokens` are skipped, because a row may not stop
+    there.
 
     Args:
-      tokens: [B, M + 1] int32.
+      d: the batch before the step.
+      tokens: [B, M + 1] int32. The accepted tokens.
 
     Returns:
-      The states [B, M + 1] after each token, -1 for a match. None if there are no stop
-      strings.
+      The automata's states [B, M + 1] int32 after each token, -1 from the token on that
+      completes a stop string. None if there are no stop strings.
     """
     automata, first = d.requests.stop_strings, d.requests.min_new_tokens
     if automata is None or d.stop_state is None:
@@ -125,7 +132,12 @@ def follow_stop_strings(d: Decoding, tokens: jax.Array) -> jax.Array | None:
 
 
 def cut_at_stops(d: Decoding, accepted: Accepted) -> tuple[Accepted, Stop]:
-    """Cuts the accepted tokens at the first stop token or string and at the limit.
+    """Cuts the accepted tokens after the first stop token, after the token that
+    completes a stop string, and at the limit on new tokens.
+
+    Args:
+      d: the batch before the step.
+      accepted: the result of the acceptance rule.
 
     Returns:
       `accepted` with the length after the cut (0 for finished rows), and the rows'
@@ -165,7 +177,7 @@ def _cut_by_tokens(
     limit: jax.Array,
     stop_tokens: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Cuts at stop tokens and at the limit, but not at stop strings; see `_cut`."""
+    """Computes `_cut` without stop strings. The CPU kernel `stree_cut` replaces it."""
     return _cut(tokens, accepted, before, finish, limit, stop_tokens)
 
 
@@ -178,17 +190,21 @@ def _cut(
     stop_tokens: jax.Array,
     by_string: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the number of accepted tokens that are kept [B], and the new `finish`
-    [B].
+    """Cuts the accepted tokens at stops and at the limit.
 
     Args:
-      tokens: [B, M + 1] int32.
+      tokens: [B, M + 1] int32. The accepted tokens.
       accepted: [B] int32. Number of accepted tokens.
       before: [B] int32. Number of tokens of the output so far.
       finish: [B] int32. `Decoding.finish` before the step.
       limit: [B] int32. Maximum number of tokens of the output.
       stop_tokens: [B, n] int32.
-      by_string: [B] int32. Index of the token that completes a stop string.
+      by_string: [B] int32. Index of the token that completes a stop string, M + 1 if no
+        token does. None if there are no stop strings.
+
+    Returns:
+      The number of accepted tokens that are kept [B] int32, 0 for finished rows; and
+      `Decoding.finish` [B] int32 after the step.
     """
     running, left = finish == RUNNING, limit - before
     by_token = _first((tokens[..., None] == stop_tokens[:, None]).any(axis=-1))
@@ -215,11 +231,12 @@ def record_step(
     """Adds the tokens of a step to the output, with log-probabilities and statistics.
 
     Args:
+      d: the batch before the step.
       draft: the step's tree of T nodes.
       logits: [B, T, >= V] float32. The target's logits.
       accepted, stop: results of `cut_at_stops`.
       dist: the distribution of the tokens below the root.
-      trees: [] or [B] int32. Indices of the rows' trees in the menu.
+      trees: [] or [B] int32. Index in the menu of the tree that each row used.
     """
     seen, lists = d.seen, d.logprobs
     if lists is not None or seen is not None:
@@ -262,7 +279,7 @@ def _places(
 
 
 class Output(NamedTuple):
-    """The arrays of a `Decoding` to which each step adds; see its attributes."""
+    """The fields of a `Decoding`, under the same names, that every step updates."""
 
     tokens: jax.Array
     origin: jax.Array
@@ -285,18 +302,19 @@ def _recorded(
     accepted: Accepted,
     origin: jax.Array,
 ) -> Output:
-    """Returns the output and statistics after a step.
+    """Adds the accepted tokens of a step to the output and updates the statistics.
 
     Args:
-      before: the output before the step.
-      choice: [B] int32. Indices of the rows' trees in the menu.
-      running: [B] bool. Rows that were not finished before the step.
+      before: the output and statistics before the step.
+      choice: [B] int32. Index in the menu of the tree that each row used.
+      running: [B] bool. True for rows that were not finished before the step.
       accepted: the accepted tokens, after the cut.
-      origin: [B, T] uint8. Sources of the tree's nodes.
+      origin: [B, T] uint8. What proposed each node, an index into `draft.ORIGINS`.
     """
     tokens, path, length = accepted.tokens, accepted.path, accepted.length
     places = _places(before.length, length, tokens, before.tokens.shape[1])
-    # The node of each token; 0 for the last token, which the target chose.
+    # The node that proposed each accepted token; 0 for the last token, which no node
+    # proposed: the target chose it.
     drafts = jnp.pad(path[:, 1:], ((0, 0), (0, 1)))
     drafted = jnp.take_along_axis(origin, drafts, axis=1)
     drafted = jnp.where(drafts > 0, drafted, jnp.uint8(TARGET))

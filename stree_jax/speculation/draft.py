@@ -1,4 +1,4 @@
-"""A tree of draft tokens.
+"""A tree of draft tokens (`Draft`), and the sources from which tokens come (`ORIGINS`).
 
 Letters: B rows, T nodes, V tokens of the vocabulary.
 """
@@ -10,24 +10,27 @@ from flax import struct
 from stree_jax.speculation.layout import Layout, tree_layout
 from stree_jax.speculation.tree import chain
 
-# Origin of a token of the text: the target, or the source that drafted it.
+# The origin of a token of the output: the target, if it chose a token that was not
+# drafted, or the source that drafted it. The constants are indices into ORIGINS.
 TARGET, DRAFTER, LOOKUP, NGRAM, STAGE = 0, 1, 2, 3, 4
 ORIGINS = ("target", "drafter", "lookup", "n-gram", "inner drafter")
 
 
 @struct.dataclass
 class Draft:
-    """A tree whose nodes have tokens.
+    """A tree of draft tokens for each row of a batch. Node 0 is the root, the last
+    token of the row's text.
 
     Attributes:
-      layout: the shape of the B rows' trees.
+      layout: parents, depths and children of the nodes.
       tokens: [B, T] int32. Tokens of the nodes.
       q: [B, T, V] float32. The probabilities from which each inner node's children were
         drawn. None if the acceptance rule does not need them.
-      origin: [B, T] uint8. The source of each node, an index into `ORIGINS`. If None,
-        the drafter ("drafter") proposed all nodes.
-      kind: [B, T] int32. The kind of each candidate, see `pool.KINDS`. None if the
-        nodes were not chosen by value.
+      origin: [B, T] uint8. The source that proposed each node, an index into `ORIGINS`.
+        If None, the drafter ("drafter") proposed all nodes.
+      kind: [B, T] int32. With tree "auto", the class of each node for which an
+        acceptance rate is estimated, such as "found by prompt lookup after a match of 3
+        tokens"; see `adaptive.pool`. None for other trees.
       has_padding: True if some of the T nodes may be padding, whose parent is
         `models.nodes.NO_NODE`.
     """

@@ -1,7 +1,13 @@
-"""The protocol of drafters, which propose trees of tokens, and plain decoding.
+"""The protocol of drafters, which propose trees of tokens, and the drafter of plain
+decoding.
 
-Letters: B rows (Bp prompts before samples are made of them), T nodes, M depth of the
-tree, V tokens of the vocabulary, d width of the target's hidden states.
+During a generation the drafter has a state, a pytree of arrays. Its methods are pure
+functions that return a new state: `init` after the prompts, `propose` at the start of
+a step and `commit` at its end.
+
+Letters: B rows, Bp prompts (a prompt may have several samples, which are rows), S width
+of the prompts, T nodes, M depth of the tree, V tokens of the vocabulary, d width of the
+target's hidden states.
 """
 
 from collections.abc import Sequence
@@ -30,16 +36,16 @@ DraftState = Any  # a pytree chosen by the drafter; each leaf has the rows as fi
 
 @struct.dataclass
 class Prompts:
-    """Texts to be continued. Their last tokens are the roots of the first trees.
+    """The prompts of a batch. Their last tokens are the roots of the first trees.
 
     Attributes:
       token_ids: [Bp, S] int32, padded on the right.
       lengths: [Bp] int32, at least 1.
-      capacity: number of tokens of text for which buffers need space.
-      update_width: maximum number of tokens in one `Update` after the prompts.
-      read: [] bool, from `Policy.reads_prompts`. Whether a draft model prefills the
-        prompts now; otherwise it does so when it first drafts. If None, it prefills
-        them now.
+      capacity: number of tokens, of prompt and output together, for which the drafter's
+        buffers need space.
+      update_width: maximum number of tokens in the `Update` of one step. read: [] bool,
+      from `Policy.reads_prompts`. If True or None, a draft model prefills
+        the prompts in `init`. If False, it prefills them when it first drafts.
     """
 
     token_ids: jax.Array
@@ -51,20 +57,23 @@ class Prompts:
 
 @struct.dataclass
 class Update:
-    """Tokens that a step added to the text, and the target's hidden states there.
+    """The tokens that a step added to the text, and the target's hidden states from
+    which it predicted them.
 
-    After a step it is M + 1 tokens wide. A chunk of the prompts is an update, too, with
-    the width of the chunk.
+    After a step, an update has M + 1 entries per row: M draft tokens at most, and the
+    token that the target chose after them. During prefill, each chunk of the prompts is
+    an update, with as many entries as the chunk has tokens.
 
     Attributes:
       tokens: [B, M + 1] int32. The accepted tokens. The last valid one is the root of
         the next tree.
       length: [B] int32. Only the first `length` tokens are valid. It is 0 for a
-        finished row; a continuation reads its last tokens again, as part of the prompt.
-      hidden: [B, M + 1, d] float32. Hidden states after the final norm: the logits of
-        `hidden[b, j]` chose `tokens[b, j]`.
-      taps: for each of the drafter's `taps`, [B, M + 1, d] float32. The residual stream
-        at the same positions as `hidden`; see `models.forward_tapped`.
+        finished row, even if its last tokens are new: if the row is continued later,
+        they are read as part of the prompt.
+      hidden: [B, M + 1, d] float32. The target's hidden states after the final norm.
+        The target predicted `tokens[b, j]` from `hidden[b, j]`.
+      taps: for each layer in the drafter's `taps`, its residual stream [B, M + 1, d]
+        float32 at the same positions as `hidden`.
     """
 
     tokens: jax.Array
@@ -79,8 +88,15 @@ class Update:
         return jnp.maximum(self.length - 1, 0)[:, None]
 
     def last_of(self, table: jax.Array, before: jax.Array) -> jax.Array:
-        """Returns table [B, M + 1, ...] at the last valid token of each row, and
-        `before` [B, ...] for rows without valid tokens."""
+        """Selects the entry of each row's last valid token.
+
+        Args:
+          table: [B, M + 1, ...]. Values at the tokens, such as `hidden`.
+          before: [B, ...]. The result for rows without valid tokens.
+
+        Returns:
+          [B, ...].
+        """
         trailing = [1] * (table.ndim - 2)
         index = self.last.reshape(-1, 1, *trailing)
         found = jnp.take_along_axis(table, index, axis=1)[:, 0]
@@ -88,7 +104,7 @@ class Update:
 
 
 class Drafter(Protocol):
-    """A drafter: pure functions over a state. It is a pytree whose leaves are
+    """The methods that every drafter has. A drafter is a pytree whose leaves are its
     parameters.
 
     `DrafterBase` adds optional members, with defaults.
@@ -114,9 +130,10 @@ class Drafter(Protocol):
         """Proposes tokens for the nodes of a tree.
 
         Args:
-          state: state after the text.
-          root: [B] int32. The last token of the text, which is the tree's root.
-          tree: the tree to fill. A tree of one node is only the root.
+          state: state after the text. root: [B] int32. The last token of the text,
+          which is the tree's root. tree: the shape of the tree. A tree of one node is
+          only the root, for a step of
+            plain decoding.
           dist: the distribution from which the target chooses the tokens below the
             root.
           rule: the acceptance rule, which says how tokens are drawn.
@@ -127,22 +144,25 @@ class Drafter(Protocol):
         ...
 
     def commit(self, state: DraftState, update: Update) -> DraftState:
-        """Returns the state after an update. Steps of plain decoding have an update,
-        too."""
+        """Returns the state after the tokens that a step added to the text. It is
+        called after every step, including steps of plain decoding."""
         ...
 
 
 @dataclass(frozen=True)
 class Reads:
-    """The memory traffic of one stage of drafting during a generation.
+    """What one stage of drafting reads from memory during a generation.
+
+    A drafter has one stage; a staged drafter has one for each model or table.
 
     Attributes:
       stage: name of the stage, such as "drafter".
-      passes: [B] int32. Forward passes of the stage's model; for a table of n-grams,
-        passes of the model for which it guesses.
-      weights: bytes of weights per read.
-      each: number of reads per pass.
-      state: the state that a model's passes and commits read and write, or None.
+      passes: [B] int32. Forward passes of the stage's model. For n-grams, the passes of
+        the draft model whose tokens they guess.
+      weights: bytes of weights that are read at once.
+      each: number of times that they are read per pass.
+      state: the model's state, which passes and replays read and write. None for a
+        stage without a state.
     """
 
     stage: str
@@ -158,8 +178,8 @@ class DrafterBase(Drafter):
     A custom drafter may inherit from it, or define only the members that it changes.
 
     Attributes:
-      taps: layers of the target, counted from 0, whose residual stream the drafter
-        uses. `Update.taps` contains them; see `models.forward_tapped`.
+      taps: indices, from 0, of the target's layers whose residual streams the drafter
+        uses. It receives them in `Update.taps`.
     """
 
     taps: Taps = ()
@@ -171,31 +191,35 @@ class DrafterBase(Drafter):
         return bool(self.taps)
 
     def observe(self, state: DraftState, update: Update) -> DraftState:
-        """Returns the state after a chunk of the prompts; `commit` unless
-        overridden."""
+        """Returns the state after a chunk of the prompts. Unless overridden, it calls
+        `commit`."""
         return self.commit(state, update)
 
     @property
     def models(self) -> tuple[Model, ...]:
-        """Models whose forward passes draft, the outermost first. Unless overridden,
-        all models in the drafter's pytree."""
+        """The draft models; in a staged drafter, the one that drafts for the target
+        comes first. Unless overridden, all models in the drafter's pytree."""
         parts = jax.tree.leaves(self, is_leaf=lambda x: isinstance(x, Model))
         return tuple(x for x in parts if isinstance(x, Model))
 
     @property
     def of_target(self) -> Any:
-        """A pytree of the arrays that the drafter shares with the target."""
+        """The arrays of the drafter that belong to the target, such as its embedding,
+        as a pytree. Memory estimates count them only once."""
         return ()
 
     def logit_rows(self, tree: Topology) -> int:
-        """Returns the number of rows of logits, per row of the batch, that are held at
-        once in addition to those of the `models`."""
+        """Returns how many vectors of logits [V] the drafter holds at the same time for
+        each row of the batch, in addition to those of its `models`. It is used to
+        estimate memory."""
         return 0
 
     def reads(self, state: DraftState, menu: Sequence[Topology]) -> list[Reads]:
-        """Returns the memory traffic of drafting so far, the outermost stage first.
+        """Returns what drafting has read from memory so far, stage by stage. The stage
+        that drafts for the target comes first.
 
         Args:
+          state: the drafter's state.
           menu: the trees that steps may use.
         """
         return []

@@ -1,4 +1,8 @@
-"""Policies choose the tree of each step: the protocol, and a policy with one tree."""
+"""Policies, which choose the tree of each step: the protocol, and `FixedTree`, which
+uses one tree for all steps.
+
+The trees that a policy may choose are its menu. `step` explains the other terms.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -20,16 +24,16 @@ class Policy(Protocol):
 
     @property
     def menu(self) -> tuple[Topology, ...]:
-        """The trees that steps may use; their number and sizes are static.
+        """The trees that steps may use. Their number and sizes are static.
 
-        Each has a compiled step, which several trees may share, see
-        `tree.compiled_steps`. Plain decoding is `chain(0)`.
+        A step is compiled for each tree; small trees may share one, see
+        `tree.compiled_steps`. Plain decoding is the tree of only the root, `chain(0)`.
         """
         ...
 
     def with_rows(self, rows: str | None) -> "Policy":
-        """Returns the policy for a batch whose rows are sharded over a mesh axis, see
-        `Spec.rows`."""
+        """Returns the policy for a batch whose rows are sharded over the mesh axis
+        `rows`; None if they are not sharded."""
         ...
 
     def init(self, batch: int) -> PolicyState:
@@ -37,23 +41,34 @@ class Policy(Protocol):
         ...
 
     def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array | None:
-        """Returns [] bool: whether a draft model prefills the prompts before the first
-        step (None: it does). If not, it prefills them when it first drafts."""
+        """Decides when a draft model prefills the prompts.
+
+        Args:
+          drafter: the drafter.
+          sampled: True if the rows are sampled, False for greedy decoding.
+
+        Returns:
+          [] bool. True: before the first step. False: when the draft model first
+          drafts, which saves the time if it never does. None is the same as True.
+        """
         ...
 
     def choose(
         self, decoding: Decoding, drafter: Drafter, rule: Rule, num_tokens: int
     ) -> Decoding:
-        """Returns the batch with `choice`, the index in the menu of the next tree.
+        """Chooses the tree of the next step.
 
-        The policy may use the drafter to evaluate candidates, so `drafting` and
-        `policy` may change, too.
+        The policy may let the drafter propose candidates before it chooses. Therefore
+        the states of the drafter and the policy may change, too.
 
         Args:
           decoding: the batch before the step.
           drafter: the drafter of the step.
           rule: the acceptance rule.
           num_tokens: tokens of the vocabulary.
+
+        Returns:
+          The batch with `choice` set to the tree's index in the menu.
         """
         ...
 
@@ -62,16 +77,26 @@ class Policy(Protocol):
     ) -> tuple[PolicyState, jax.Array]:
         """Updates the state with the result of a step.
 
+        Args:
+          state: the policy's state.
+          choice: [] int32. Index in the menu of the step's tree.
+          draft: the step's tree.
+          accepted: the accepted tokens.
+
         Returns:
-          The state, and the choice for the next step; if it is `OPEN`, `choose` is
-          called.
+          The state, and the menu index of the next step's tree. If it is `OPEN`,
+          `choose` is called before the next step.
         """
         ...
 
 
 def keeps_by_row(policy: Policy) -> Any:
-    """Returns a pytree of bools like a policy's state: True for leaves whose first axis
-    is the rows, False for leaves shared by the whole batch."""
+    """Finds which arrays of a policy's state have one entry per row of the batch.
+
+    Returns:
+      A pytree like the state: True for arrays whose first axis is the rows, False for
+      arrays that the whole batch shares.
+    """
     two, three = (jax.eval_shape(partial(policy.init, rows)) for rows in (2, 3))
     return jax.tree.map(lambda a, b: a.shape != b.shape, two, three)
 

@@ -1,7 +1,9 @@
-"""The protocol of draft sources, which wrap the values that users pass as `drafter`.
+"""The base class of draft sources, which wrap the values that users pass as `drafter`.
 
-A source is not yet bound to a target or a tree. Each kind of source is a class beside
-its drafter in `speculation/drafters/` and an entry of the table in `drafters/table.py`.
+A source checks such a value (a model, heads, "lookup" and so on) and answers questions
+about it before anything is compiled. `Source.bind` then makes the drafter for a target
+and a tree. Each kind of source is a class in the file of its drafter in
+`speculation/drafters/`, and an entry of the table in `drafters/table.py`.
 """
 
 import os
@@ -30,7 +32,8 @@ from stree_jax.speculation.tree import (
 )
 
 DEFAULT_TREE = "E"  # for sources whose default tree is not "auto"
-# Assumed ratio of the acceptance rates of guesses of successive ranks; not measured.
+# Assumed, not measured: the guess of rank r + 1 is accepted 0.4 times as often as that
+# of rank r.
 RANK_DECAY = 0.4
 
 
@@ -67,13 +70,15 @@ class Source:
     Attributes:
       value: the value that the user passed as `drafter`.
       name: its name in plans and messages.
-      has_q: True if it can return the probabilities from which tokens were drawn.
-      by_level: True if every level that tree "auto" searches takes a forward pass.
-      needs_trace: True if a step must be traced to check that drafts fit the rule.
+      has_q: True if its drafts can include q, the probabilities from which the draft
+        tokens were drawn. Some acceptance rules need them.
+      by_level: True if, with tree "auto", each level of the tree takes a forward pass.
+      needs_trace: True if a step must be traced to find out whether the drafts include
+        what the acceptance rule needs. This is so for custom drafters.
       needs_mtp: True if the target must be loaded with its MTP layers.
       top1: assumed acceptance rate of first guesses.
-      trees: names of the trees to consider. If empty, the trees with the largest
-        expected gain.
+      trees: names of the trees that the memory planner considers. If empty, it computes
+        the trees with the largest expected acceptance length.
     """
 
     value: Any
@@ -128,18 +133,25 @@ class Source:
         return resolve_tree(DEFAULT_TREE)
 
     def sparse_tree(self, nodes: str) -> Tree:
-        """Returns the tree "sparse:`nodes`", the best one for the measured accuracies
-        of Medusa heads."""
+        """Returns the tree named "sparse:N": the N nodes with the largest expected
+        acceptance length for the measured accuracies of Medusa heads.
+
+        Args:
+          nodes: N, as text.
+        """
         raise ValueError("tree: 'sparse:N' needs the accuracies of Medusa heads")
 
     def bind(self, target: Model, tree: Topology) -> DrafterBase:
-        """Returns the drafter for a target and a tree that `check_tree` accepts. For
-        tree "auto" it is a `Searcher`, or another drafter if only prompt lookup
-        drafts."""
+        """Returns the drafter for a target and a tree that `check_tree` accepts.
+
+        For tree "auto" the drafter is a `Searcher`, which computes candidates level by
+        level, or another drafter if all tokens come from prompt lookup.
+        """
         raise NotImplementedError
 
     def filled(self, tree: Topology) -> Topology:
-        """Returns the tree that steps use in place of `tree`."""
+        """Returns the tree that steps use if the user asks for `tree`. It is `tree`
+        unless overridden."""
         return tree
 
     @property
@@ -152,7 +164,8 @@ class Source:
         return self
 
     def narrower(self) -> Iterator["Source"]:
-        """Yields the source itself and the sources that use fewer parts."""
+        """Yields the source itself, and those with fewer parts (`narrowed`), which need
+        less memory."""
         yield self
 
     def acceptance(self) -> Acceptance:

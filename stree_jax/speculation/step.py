@@ -1,4 +1,20 @@
-"""One step of Algorithm 1 of STree (Wu et al. 2025): draft, verify, accept.
+"""Runs one decoding step, Algorithm 1 of STree (Wu et al. 2025): draft, verify, accept.
+
+The drafter proposes a tree of T draft tokens. The target runs on all of them in one
+forward pass (verification), and the acceptance rule selects a path of the tree that
+starts at the root.
+
+Terms that all of `speculation` uses:
+
+- The rows are the sequences that a batch decodes together.
+- The root is the last token of a row's text. The target has not read it yet, so it is
+  node 0 of the next tree, and the pass that verifies the tree reads it.
+- The pending path is the accepted path of the last step. Its tokens are in the output,
+  but not yet in the target's state. The next verification pass replays it first, from
+  the records that the last pass made of its nodes (see `models.mixer`).
+- Taps are layers of the target whose residual streams a drafter uses.
+- The menu is the tuple of trees from which the policy chooses the next step's tree.
+  Each has a compiled step, and plain decoding is the tree of only the root.
 
 Letters: B rows, T nodes, M depth of the tree, V tokens of the vocabulary, d width of
 the target's hidden states.
@@ -64,12 +80,12 @@ class Verified:
     """The results of a verification pass over a tree.
 
     Attributes:
-      hidden: [B, T, d] float32. Hidden states after the final norm.
+      hidden: [B, T, d] float32. The target's hidden states after the final norm.
       logits: [B, T, >= V] float32. Logits after each node.
-      records: records of the T nodes, one entry per layer; see
-        `models.forward_hidden`.
-      state: the state after the pending path, before the tree.
-      taps: [B, T, d] float32 for each requested layer. Its residual stream.
+      records: the records of the T nodes, one entry per layer, from which the accepted
+        path is replayed in the next pass.
+      state: the target's state after the pending path, without the nodes of this tree.
+      taps: for each tapped layer, its residual stream [B, T, d] float32.
     """
 
     hidden: jax.Array
@@ -90,13 +106,24 @@ class Verify(Protocol):
         pending: Pending,
         taps: Taps = (),
         /,
-    ) -> Verified: ...
+    ) -> Verified:
+        """Verifies a draft.
+
+        Args:
+          target: the target model.
+          state: the target's state before the pending path.
+          draft: the tree of draft tokens.
+          pending: the pending path.
+          taps: the layers whose residual streams are returned.
+        """
+        ...
 
 
 def packed(
     target: Model, state: State, draft: Draft, pending: Pending, taps: Taps = ()
 ) -> Verified:
-    """Replays the pending path and runs the whole tree in one forward pass."""
+    """Verifies a draft: replays the pending path and runs the whole tree, in one
+    forward pass. Arguments as in `Verify`."""
     layout, window = draft.layout, target.config.conv_taps
     nodes = tree_nodes(layout.parents, window, has_padding=draft.has_padding)
     hidden, tapped, records, state = forward_tapped(
@@ -107,12 +134,17 @@ def packed(
 
 
 def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> Decoding:
-    """Drafts a tree, verifies it in one forward pass and accepts a path of it.
+    """Drafts a tree, verifies it in one forward pass, and adds the accepted path to the
+    output.
 
     Args:
-      tree: the tree to draft.
+      spec: the configuration of the decoder.
+      tree: the shape of the tree to draft.
       d: the batch before the step.
-      verify: runs the target on the tree.
+      verify: the function that runs the target on the tree.
+
+    Returns:
+      The batch after the step. Its pending path is the accepted path.
     """
     dist = d.distribution(spec.target.config.num_tokens)
     with jax.named_scope("draft"):
@@ -139,12 +171,11 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
 
 
 def passes_skip(target: Model) -> bool:
-    """True if the time of a model's passes on this machine depends on the valid nodes
-    only, because the kernels skip padding.
+    """True if padding nodes take no time in a model's forward passes on this machine.
 
-    The CPU kernels skip it, but there are no such kernels for mixture-of-experts
-    layers or meshes. The answer affects speed only: a program that is compiled here and
-    runs elsewhere gives the same output.
+    The CPU kernels skip padding, but they do not support mixture-of-experts layers or
+    meshes. The answer affects speed only: a program that is compiled on this machine
+    and runs on another one gives the same output.
     """
     mixers = map(mixer_of, target.config.mixers.values())
     skips = all(mixer.skips_padding for mixer in mixers)
@@ -152,8 +183,10 @@ def passes_skip(target: Model) -> bool:
 
 
 def of_running(draft: Draft, d: Decoding, target: Model) -> Draft:
-    """Returns the draft with the nodes of finished rows as padding, if the target's
-    passes skip padding."""
+    """Turns the nodes of finished rows into padding, if the target's passes skip it.
+
+    Otherwise, or if the draft already has padding, the draft is returned unchanged.
+    """
     batch, T = draft.tokens.shape
     if batch == 1 or draft.has_padding or not passes_skip(target):
         return draft
@@ -162,10 +195,12 @@ def of_running(draft: Draft, d: Decoding, target: Model) -> Draft:
 
 
 def trees_of(spec: Spec, d: Decoding, draft: Draft) -> jax.Array:
-    """Returns indices in the menu, [] or [B] int32, of the rows' trees.
+    """Returns which tree of the menu each row used, for the statistics of a step.
 
-    If the rows of a batch have different numbers of nodes, each row is assigned the
-    smallest tree of the menu with at least as many nodes.
+    Returns:
+      Indices into the menu: [] int32 if all rows used the policy's choice, else [B]
+      int32. If rows have different numbers of nodes, a row counts for the smallest tree
+      of the menu with at least as many nodes.
     """
     if not draft.has_padding or d.root.shape[0] == 1 or len(spec.policy.menu) == 1:
         return d.choice
@@ -177,8 +212,15 @@ def trees_of(spec: Spec, d: Decoding, draft: Draft) -> jax.Array:
 def update_of(
     accepted: Accepted, finish: jax.Array, hidden: jax.Array, taps: Tapped = ()
 ) -> Update:
-    """Returns the drafter's update: the accepted tokens and the target's hidden states
-    on the accepted path."""
+    """Returns the update that the drafter receives after a step.
+
+    Args:
+      accepted: the accepted tokens, cut at stops.
+      finish: [B] int32. `Decoding.finish` after the step; finished rows get no tokens.
+      hidden: [B, T, d] float32. The target's hidden states at the nodes. The update has
+        those on the accepted path.
+      taps: [B, T, d] float32 for each tapped layer. Its residual stream at the nodes.
+    """
     length = jnp.where(finish == RUNNING, accepted.length, 0)
     path = accepted.path[..., None]
     on_path, *tapped = (
@@ -188,15 +230,17 @@ def update_of(
 
 
 def pending_of(accepted: Accepted, records: Records, buffers: Pending) -> Pending:
-    """Returns the accepted path, which the next step replays, in the arrays of
-    `buffers`."""
+    """Returns the accepted path as the next pending path, in the arrays of the last one
+    (`buffers`)."""
     return in_buffers(Pending(records, accepted.path, accepted.length), buffers)
 
 
 def in_buffers(pending: Pending, buffers: Pending) -> Pending:
-    """Returns `pending` in the arrays of `buffers`, which may be larger.
+    """Writes `pending` into the arrays of `buffers`, and returns them.
 
-    Records that a pass has already written to these arrays are not copied again.
+    The buffers have space for the largest tree. Every step has to return arrays of this
+    size, because they are carried through a loop. Records that a pass has already
+    written to the buffers are not copied again.
     """
     records = jax.tree.map(written_over, buffers.records, pending.records)
     return Pending(records, written_over(buffers.path, pending.path), pending.length)

@@ -1,4 +1,5 @@
-"""Pools of candidate nodes with values, and the choice of the best nodes.
+"""Pools of candidate draft tokens with values, and the choice of the best nodes for a
+tree.
 
 A node's value is the estimated probability that the target accepts it: the product,
 along its path, of the conditional acceptance probabilities. The n nodes of largest
@@ -36,14 +37,16 @@ NO_KIND = KINDS  # the root, and nodes that fill up a row's tree
 
 @struct.dataclass
 class Pool:
-    """Candidate nodes, parents before children.
+    """Candidates for the nodes of a tree, parents before children.
 
     Attributes:
       tokens: [B, C] int32.
       parents: [B, C] int32. 0 for the root, c + 1 for candidate c.
-      value: [B, C] float32. At most the parent's value; 0 for padding.
-      kind: [B, C] int32. Less than `KINDS`.
-      path: [B, C] uint32. Hash of the path.
+      value: [B, C] float32. Estimated probability that the target accepts the path to
+        the candidate, at most the parent's value; 0 for padding.
+      kind: [B, C] int32. The class for which an acceptance rate is counted, less than
+        `KINDS`.
+      path: [B, C] uint32. Hash of the tokens on the path.
       guessed: [B, C] bool. True if n-grams guessed the draft model's node in advance.
     """
 

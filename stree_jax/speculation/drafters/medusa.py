@@ -143,8 +143,13 @@ class HeadsSource(Source):
 
 
 def sparse_tree(heads: Heads, nodes: int | str) -> Tree:
-    """Returns the tree with a number of nodes (an int or its digits) that has the
-    largest expected gain by the heads' accuracies; see `gain.greedy_tree`."""
+    """Returns the tree of `nodes` nodes with the largest expected acceptance length for
+    the heads' accuracies, computed by `gain.greedy_tree`.
+
+    Args:
+      heads: the Medusa heads.
+      nodes: number of nodes including the root, an int or its digits.
+    """
     size = decimal(str(nodes)) or 0
     if not 1 < size <= MAX_NODES:
         raise ValueError(
