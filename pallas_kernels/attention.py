@@ -1,8 +1,9 @@
-"""Attention from tree nodes to the KV cache and to their ancestors.
+"""Computes, in plain JAX, the attention from tree nodes to the KV cache and to their
+ancestors.
 
-`tree_attention` is the definition; gradients are computed from it. `in_blocks` is the
-form for CPUs: its time and memory depend on the length of the text, not on the capacity
-of the cache.
+`tree_attention` is the reference for the kernels, and gradients are computed from it.
+`in_blocks` is used on CPUs: its time and memory depend on the length of the text, not
+on the capacity of the cache.
 """
 
 from collections.abc import Callable
@@ -38,10 +39,12 @@ def tree_attention(
     """Computes softmax(scale * q . [committed keys; ancestors' keys]) . values.
 
     Args:
-      q: [B, Tq, Hq, hd], queries, rotated for position committed length + depth.
-      k, v: [B, T, Hk, hd], keys and values of the tree's nodes. Query head i reads KV
+      q: [B, Tq, Hq, hd], queries of Tq of the tree's nodes. Rotary embeddings are
+        already applied, for position `length` + depth of the node.
+      k, v: [B, T, Hk, hd], keys and values of the tree's T nodes. Query head i reads KV
         head i // (Hq/Hk).
-      k_cache, v_cache: [B, Hk, S, hd], committed keys and values.
+      k_cache, v_cache: [B, Hk, S, hd], keys and values of the text before the tree, in
+        a cache of S rows.
       length: [B] int32, number of valid rows in the cache. The other rows must be
         finite.
       mask: [B, Tq, T] bool. True if the node is the query itself or its ancestor.
@@ -86,7 +89,8 @@ def in_blocks(
     mask: jax.Array,
     scale: float,
 ) -> jax.Array:
-    """Computes `tree_attention` in blocks of the cache, up to the longest text.
+    """Computes `tree_attention` block by block of the cache, up to the longest text of
+    the batch.
 
     As in `triton_attention`, each query carries the running maximum m of its scores,
     the sum l of exp(score - m), and the sum a of the values weighted by exp(score - m).

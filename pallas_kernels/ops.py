@@ -1,10 +1,13 @@
-"""The operations as models call them: one public function each, which runs a kernel or
-plain JAX.
+"""The operations that models call. Each is one function, which runs a kernel or plain
+JAX.
 
-The argument `implementation` is "xla" (plain JAX), the name of a kernel (an error if it
-does not support the arguments), or None. None chooses a kernel for the platform that
-the program is compiled for, if one supports the arguments and is faster, and plain JAX
-otherwise. `scan` and `attention` define the operations and the axes of their arguments.
+The modules `scan` and `attention` have the plain JAX functions, and explain their
+arguments. The additional argument `implementation` is
+
+- None, for a kernel of the platform that the program is compiled for if one supports
+  the arguments and is faster, and plain JAX otherwise;
+- "xla", for plain JAX;
+- the name of a kernel. ValueError is raised if it does not support the arguments.
 """
 
 from collections.abc import Callable
@@ -30,9 +33,13 @@ from stree_jax.pallas_kernels.scan import Replayed, ScanInputs
 
 
 def _check_heads(op: str, heads: int, shared: int) -> None:
-    """Raises ValueError unless each group or KV head serves the same number of heads.
+    """Raises ValueError unless the heads can be divided evenly among the groups or KV
+    heads. A kernel would detect this only when it runs.
 
-    A kernel would detect this only when it runs.
+    Args:
+      op: name of the operation, for the message.
+      heads: number of heads.
+      shared: number of groups or KV heads that the heads share.
     """
     if shared < 1 or heads % shared:
         raise ValueError(f"{op}: {heads} heads cannot share {shared} evenly")
@@ -46,7 +53,8 @@ def tree_scan(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Computes `scan.tree_scan`: a linear recurrence along every path of a tree."""
+    """Computes a linear recurrence along every path of a tree: `scan.tree_scan` with
+    the fastest implementation."""
     _check_heads("tree_scan", inputs.x.shape[2], inputs.B.shape[2])
     reason = triton_scan.unsupported(inputs.x, inputs.B, mask)
     kernels = {"triton": Kernel(triton_scan.tree_scan, reason)}
@@ -62,7 +70,8 @@ def replay_tree_scan(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `scan.replay_tree_scan`: replays the last path, then scans this tree."""
+    """Replays the last accepted path into the state, then scans this tree:
+    `scan.replay_tree_scan` with the fastest implementation."""
     _check_heads("replay_tree_scan", inputs.x.shape[2], inputs.B.shape[2])
     shapes = (inputs.x, inputs.B, mask, past.path)
     triton, mosaic = triton_scan.unsupported(*shapes), mosaic_scan.unsupported(*shapes)
@@ -95,7 +104,8 @@ native_replay_tree_scan = cpu_kernel(
 def replay(
     h0: jax.Array, past: Replayed, *, implementation: Implementation | None = None
 ) -> jax.Array:
-    """Computes `scan.replay`: the state after an accepted path."""
+    """Computes the state after an accepted path: `scan.replay` with the fastest
+    implementation."""
     native = native_replay.unsupported(h0, past)
     kernels = {"native": Kernel(native_replay, native, "cpu")}
     return dispatch("replay", implementation, scan.replay, kernels, h0, past)
@@ -122,8 +132,8 @@ def tree_attention(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Computes `attention.tree_attention`: attention to the KV cache and to
-    ancestors."""
+    """Computes attention to the KV cache and to ancestors in the tree:
+    `attention.tree_attention` with the fastest implementation."""
     _check_heads("tree_attention", q.shape[2], k.shape[2])
     reason = triton_attention.unsupported(q, k_cache, v_cache, mask)
     arrays = q, k, v, k_cache, v_cache, length, mask

@@ -1,4 +1,8 @@
-"""Definitions of the masked scan of tree verification and of the replay of a path.
+"""Computes, in plain JAX, the SSM scan over a tree of draft tokens (`tree_scan`) and
+the replay of an accepted path into the SSM state (`replay`).
+
+These functions are the reference for the kernels: kernels must match them, and
+gradients are computed from them.
 
 Axes: B batch, T tokens (tree nodes), Tq queried tokens (a subset), H SSM heads, P head
 size, N state size, G groups (head h reads group h // (H / G)), M longest path.
@@ -28,8 +32,11 @@ FORGOTTEN = -128.0  # exp of this or less is 0 in float32: the state is forgotte
 
 
 class ScanInputs(NamedTuple):
-    """Inputs of a scan over T tokens, Tq of them queried; shapes as in the module's
-    docstring."""
+    """The inputs of a scan over T tokens, with shapes as in the module's docstring.
+
+    The scan computes outputs for Tq of the tokens, the queried ones; only C has the
+    axis Tq.
+    """
 
     x: jax.Array
     dt: jax.Array
@@ -40,11 +47,12 @@ class ScanInputs(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """Scan inputs of T tokens, and the accepted path among them.
+    """The scan inputs that were recorded for the T nodes of the last tree, and the
+    accepted path in that tree.
 
     Attributes:
       x, dt, a, B: as in the module's docstring.
-      path: [B, M] int32, rows of the accepted tokens in order.
+      path: [B, M] int32, indices of the accepted nodes among the T, in order.
       length: [B] int32, number of valid entries of `path`; 0 leaves the state
         unchanged.
     """
@@ -76,7 +84,8 @@ def exact_split(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _path_sum(mask: jax.Array, a: jax.Array) -> jax.Array:
-    """Sums a along paths: mask [B, T, T] and a [B, T, H] to [B, H, T]."""
+    """Sums a [B, T, H] over each token's ancestors and the token itself, with the mask
+    [B, T, T] of a tree. Returns [B, H, T] float32."""
     mask = mask.astype(jnp.float32)
     return jnp.einsum("bts,bsh->bht", mask, a, precision=_HIGHEST)
 
@@ -100,7 +109,7 @@ def tree_scan(
       inputs: inputs of all T tokens; C of the Tq queried ones.
       h0: [B, H, P, N] float32, state before the tree's root.
       mask: [B, T, T] bool, L. True at [b, t, s] if s is t or an ancestor of t.
-      rows: [Tq] int32, rows of the queried tokens. If None, all T are queried.
+      rows: [Tq] int32, indices of the queried tokens. If None, all T are queried.
 
     Returns:
       y [B, Tq, H, P] float32.
@@ -132,12 +141,12 @@ def tree_scan(
 
 
 def step_scan(inputs: ScanInputs, h0: jax.Array) -> jax.Array:
-    """Computes `tree_scan` with a causal mask as a recurrence, token by token.
+    """Computes `tree_scan` for a chain of tokens as a recurrence, token by token.
 
         h_t = exp(a_t) h_{t-1} + dt_t x_t (outer) B_t,    y_t = C_t . h_t + D x_t
 
-    A selective scan processes short sequences in this way. It is a baseline for
-    benchmarks, see `unrolled`.
+    Selective scans of other libraries process short sequences in this way. Here it is
+    only a baseline for the benchmark of unrolled trees (`speculation.unrolled`).
 
     Args:
       inputs, h0: as in `tree_scan`, with Tq = T.
@@ -161,8 +170,11 @@ def step_scan(inputs: ScanInputs, h0: jax.Array) -> jax.Array:
 
 
 def path_weights(past: Replayed) -> tuple[jax.Array, jax.Array]:
-    """Computes the weights with which a path's tokens and the old state enter the new
-    state.
+    """Computes the weights of the tokens of a path and of the old state in the new
+    state of `replay`.
+
+    Args:
+      past: the last tree's scan inputs and the accepted path.
 
     Returns:
       exp(sum_{i > j} a_i) dt_j [B, M, H] for the path's tokens, and exp(sum_j a_j)
@@ -178,7 +190,8 @@ def path_weights(past: Replayed) -> tuple[jax.Array, jax.Array]:
 
 
 def replay(h0: jax.Array, past: Replayed) -> jax.Array:
-    """Computes the state after an accepted path from the recorded inputs of its tokens.
+    """Computes the SSM state after an accepted path from the recorded inputs of its
+    tokens.
 
         h = exp(sum_j a_j) h0 + sum_j exp(sum_{i > j} a_i) dt_j x_j (outer) B_j
 

@@ -1,4 +1,4 @@
-"""`generate`, `stream` and `tune`: from prompts to text and statistics."""
+"""The public functions `generate`, `stream` and `tune`."""
 
 import inspect
 import time
@@ -107,11 +107,11 @@ def checked(
     take_past: bool = False,
     memory: str | int | None = None,
 ) -> tuple[Start, Spec, Plan]:
-    """Validates the arguments of `generate`, before any prompt is read.
+    """Validates the arguments of `generate`, before any prompt is processed.
 
     Returns:
-      the prompts and requests, the specification that reads the prompts, and what the
-      host needs after prefill.
+      The inputs of prefill; the decoder's configuration for prefill, which may lack
+      measured step times; and the arguments that the host needs after prefill.
 
     Raises:
       ValueError: an argument is wrong.
@@ -276,15 +276,16 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       model: the target model.
       prompts: a text, a list of texts, or a list of lists of token ids. Lengths may
         differ; each prompt has at least one token.
-      max_new_tokens: most new tokens per prompt; by row. The default is 128.
+      max_new_tokens: maximum number of new tokens per prompt; by row. The default is
+        128.
       drafter: what proposes draft tokens. "auto" (default) is "lookup": prompt lookup,
-        which copies from earlier in the text and needs no model. None decodes plainly
-        and compiles fastest. Others: a draft model with the same tokenizer; `Heads` of
-        the target (`load_heads`); "mtp" for the target's own layers
-        (`load(mtp=True)`); `Staged`, a draft model that drafts speculatively
-        itself; `NGrams`; or a custom `Drafter`.
+        which copies from earlier in the text and needs no model. None is plain
+        decoding, which compiles fastest. Others: a draft model with the same tokenizer;
+        `Heads` of the target (`load_heads`); "mtp" for the multi-token prediction
+        layers of the target (`load(mtp=True)`); `Staged`, a draft model that is itself
+        sped up by speculation; `NGrams`; or a custom `Drafter`.
       tree: the shape of the draft. "auto" (default) chooses the nodes and their number
-        at every step, and decodes plainly where that is faster. Others: a `Tree` or
+        at every step, and decodes plainly if that is faster. Others: a `Tree` or
         `Beam`; a list of parents; or a name: "A" .. "E" ("E" is the default for
         n-grams alone and "mtp"), "chain:4", "binary:4", "beam:3x4", and for heads
         "sparse:16" or "cartesian:4x2x2".
@@ -302,23 +303,24 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
         row. If None, they are the model's own. If (), only the limit ends a text.
       stop_strings: strings that end a text and are left out of `texts`, for all prompts
         or by row.
-      logprobs: number of the best log-probabilities to return beside that of each
-        chosen token (0: only that one). If None, there are no log-probabilities.
+      logprobs: number of top log-probabilities to return for each token, in addition to
+        its own. If 0, only its own is returned; if None, no log-probabilities.
       n: samples per prompt, which share its prefill. Rows come prompt by prompt.
       past: `Generation.past` of an earlier result. The prompts then continue its rows,
-        and may be empty. No space and no special token is put before them.
+        and may be empty. They are tokenized without a space or special token in front.
       keep_past: True to return a `past`, which keeps the caches on the device.
-      capacity: rows of the attention caches, if more than needed. Calls of different
-        lengths then share compiled programs.
-      take_past: True to reuse the memory of `past` instead of copying it. That past
-        cannot be continued again.
-      memory: most bytes on the device, weights included: "8GB", "500MiB" or a number.
-        If no tree is given, the fastest that fits is chosen. If none fits, an error is
-        raised before anything runs. With `keep_past`, later calls with `take_past` fit
-        as well, until `capacity` is used up.
+      capacity: number of tokens for which the KV caches have space, if more than
+        needed. Calls with texts of different lengths then share compiled programs.
+      take_past: True to reuse the memory of `past` instead of copying it. `past` cannot
+        be used in another call afterwards.
+      memory: limit on the bytes used on the device, weights included: "8GB", "500MiB"
+        or a number. Without `tree`, the tree that is expected to be fastest within the
+        limit is chosen. If nothing fits, an error is raised before anything runs. With
+        `keep_past`, later calls with `take_past` stay within the limit as well, until
+        `capacity` is used up.
 
     Returns:
-      the texts, tokens and statistics.
+      The texts, tokens and statistics.
 
     Raises:
       ValueError: an argument is wrong; raised before anything runs.
@@ -332,11 +334,11 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
 def stream(
     model: Model, prompts: Prompts, *, steps: int = 8, **options: Unpack[Options]
 ) -> Iterator[Generation]:
-    """Generates as `generate`, and returns an iterator over the growing result.
+    """Generates text like `generate`, and returns an iterator over the growing result.
 
-    Each item is a `Generation` with everything so far. The `new_texts` of a row, put
-    together, are its text: they contain whole characters only, and text that may turn
-    out to begin a stop string is held back. The last item is the result of `generate`.
+    Each item is a `Generation` with the output so far. The `new_texts` of a row,
+    concatenated, are its text. They contain whole characters only, and text that may be
+    the start of a stop string is held back. The last item is the result of `generate`.
 
     Arguments are checked by the call. Prompts are read when the first item is
     requested. The iterator may be closed at any time.
@@ -412,20 +414,22 @@ def tune(
     context: int = 2048,
     sampled: bool = False,
 ) -> Measured:
-    """Measures the step times of tree "auto" on this machine, and stores them.
+    """Measures how long decoding steps take on this machine, and stores the times.
 
-    `generate` does this by itself when it first needs them. Inside `jax.jit`, pass
-    `tune(...).on_device()` to `generate_tokens`. For a `Staged` drafter, steps with and
-    without its inner stage are measured, and the faster way is logged.
+    Tree "auto" chooses the size of each tree by these times. `generate` measures them
+    when it first needs them; `tune` does so in advance. For `generate_tokens` inside
+    `jax.jit`, pass `times=tune(...).on_device()`. For a `Staged` drafter, steps with
+    and without its inner stage are measured, and the faster setup is logged.
 
     Args:
       model, drafter, tree: as in `generate`.
-      batch: rows decoded together (prompts times samples).
-      context: capacity for text and output together, in tokens.
+      batch: number of rows decoded together (prompts times samples).
+      context: number of tokens, of prompt and output together, for which the KV caches
+        have space.
       sampled: True to measure for sampling instead of greedy decoding.
 
     Returns:
-      the measured times.
+      The measured times.
 
     Raises:
       ValueError: as `generate`; a tree other than "auto".
@@ -454,11 +458,11 @@ def tune(
 
 
 def _show_options(function: Any, *more: inspect.Parameter) -> None:
-    """Gives a function the signature of `checked`, for `help` and editors.
+    """Gives a function the signature of `checked`, which `help` and editors show.
 
     Args:
-      function: takes the options as keywords.
-      more: parameters that it has besides.
+      function: a function that takes the options of `checked` as keywords.
+      more: parameters that the function has in addition.
     """
     options = inspect.signature(checked)
     shown = [*options.parameters.values(), *more]

@@ -1,4 +1,4 @@
-"""What `generate` returns: text, statistics and cached state, on the host."""
+"""The result of `generate`: text, statistics and cached state, on the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,11 +36,11 @@ FINISH_REASONS = {
     OUT_OF_LENGTH: "length",
 }
 
-# What `repr` and a notebook show of a result; the attributes have everything.
+# Limits of what `repr` and a notebook show. The attributes are not cut.
 MOST_ROWS_SHOWN = 8
 MOST_TEXT_SHOWN = 64  # characters of each text in `repr`
 MOST_TOKENS_COLOURED = 2000  # tokens of each text in a notebook
-# What drafted the tokens of origin DRAFTER, by the stage of `Traffic` that it has.
+# Names for the legend: the kind of drafter, by its stage in `Generation.traffic`.
 DRAFTER_NAMES = {
     "heads": "draft heads",
     "mtp": "MTP layers",
@@ -57,12 +57,12 @@ ORIGIN_NAMES = {
 
 @dataclass(frozen=True)
 class Past:
-    """Cached state of a batch, from which a later call continues; lists are by row.
+    """Cached state of a batch, from which a later call of `generate` continues.
 
     Attributes:
       target: state of the target model, on the device.
       drafter: state of the drafter. It is None after plain decoding.
-      tokens: all tokens so far, prompts included.
+      tokens: for each row, all of its tokens so far, with the prompt.
     """
 
     target: State
@@ -81,46 +81,54 @@ class Past:
 
 @dataclass(frozen=True)
 class Generation:
-    """Generated text and its statistics; all lists and arrays are by row.
+    """Generated text and its statistics. All lists and arrays have one entry per row: a
+    row is a prompt, or one sample of it if `n` > 1.
 
     `repr` shows a few lines. A notebook shows each text with the tokens coloured by
-    what proposed them.
+    their origin.
 
     Attributes:
       tokens: generated ids, without the prompt. They include the stop token, or the
         tokens that complete a stop string.
       lengths: [B] ints, number of generated tokens.
-      texts: text that the tokens add to the prompt, without a stop string. Prompt and
-        text put together read as the tokenizer decodes the whole sequence. It is None
-        if the model has no tokenizer.
+      texts: the text that the tokens add to the prompt, cut before a stop string. The
+        prompt and this text, concatenated, are the tokenizer's decoding of the whole
+        sequence. None if the model has no tokenizer.
       new_texts: the part of `texts` that is new since the previous item of a `stream`.
-      finish_reasons: "stop" or "length" ("running" within a stream).
-      stop_reasons: id of the stop token, the stop string, or None.
+      finish_reasons: "stop" for a stop token or stop string, "length" for the limit on
+        new tokens, "running" for an unfinished row of a `stream`.
+      stop_reasons: the id of the stop token or the stop string that ended the row; None
+        if neither did.
       logprobs: log-probabilities of the tokens as NumPy arrays, if requested.
       target_calls: [B] ints, forward passes of the target while the row was running.
       acceptance_length: [B] floats, tau: mean tokens per target pass.
-      origins: [n] uint8 for each row, what proposed each token: 0 the target, 1 the
-        drafter (a model, heads or a custom one), 2 prompt lookup, 3 n-grams, 4 the
-        inner stage of a staged drafter. `draft.ORIGINS` has their names.
-      tree_sizes: K tree sizes in nodes that a pass could have; 1 is plain decoding.
-      calls_by_size: [B, K] ints, target passes by the size of their trees. Rows of a
-        batch may have smaller trees than the pass; they count as the next larger size.
-      expected_tokens: [B] floats, number of tokens that the passes were predicted to
-        yield. It is None for fixed trees, which make no prediction.
-      gained: [B, M + 2] ints, number of passes that yielded 0 .. M + 1 tokens.
-      min_margin: [B] floats, smallest change of the scores that would have changed a
-        token: the gap between the two best scores, or to the edge of top-k, top-p or
-        min-p. If it is within rounding (about 1e-4 in float32, 0.1 in bfloat16), plain
-        decoding may have chosen another token. It is infinite if p/q tests decided,
-        and NaN if the target's logits were NaN.
-      promise: what is identical to plain decoding: the "tokens" (greedy, or a naive
-        rule), their "distribution", or "nothing" (rule typical).
+      origins: [n] uint8 for each row, the source that proposed each of its n tokens: 0
+        the target, 1 the drafter (a model, heads or a custom one), 2 prompt lookup, 3
+        n-grams, 4 the inner stage of a staged drafter. `draft.ORIGINS` has their names.
+      tree_sizes: the K numbers of nodes that a tree could have; 1 is plain decoding.
+      calls_by_size: [B, K] ints, number of target passes with a tree of each size. In a
+        batch, a row whose tree has another number of nodes counts for the next larger
+        size.
+      expected_tokens: [B] floats, number of tokens that tree "auto" predicted for these
+        passes. None for fixed trees.
+      gained: [B, M + 2] ints. `gained[b, n]` target passes added n tokens to row b; M
+        is the depth of the deepest tree.
+      min_margin: [B] floats, smallest change of the target's scores that would have
+        changed a token: the gap between the two best scores, or to the edge of top-k,
+        top-p or min-p. If it is within rounding (about 1e-4 in float32, 0.1 in
+        bfloat16), plain decoding may have chosen another token. It is infinite if the
+        acceptance rule compared random numbers with p / q (target over draft
+        probability), and NaN if the target's logits were NaN.
+      promise: what is guaranteed to be identical to plain decoding: the "tokens" (if
+        greedy, or with a naive rule), their "distribution", or "nothing" (rule
+        "typical").
       traffic: bytes that the target and the drafter read and wrote for all rows
         together, without prompts; see `Traffic`.
       past: cached state to continue from, if requested by `keep_past`.
       prefill_s, decode_s: wall-clock seconds, including compilation.
-      decoders: decode the tokens of each row after its prompt, for the notebook's view.
-        They are not pickled or copied. None if the model has no tokenizer.
+      decoders: one decoder per row, which decodes its tokens after the prompt for the
+        notebook's view. They are not pickled or copied. None if the model has no
+        tokenizer.
     """
 
     tokens: list[list[int]]
@@ -196,7 +204,11 @@ class Generation:
         )
 
     def _runs(self, row: int) -> tuple[list[tuple[str, int]], int]:
-        """Returns a row's text by origin, and the number of tokens left out."""
+        """Splits a row's text into parts of the same origin, for the notebook.
+
+        Returns:
+          Each part and its origin, and the number of tokens that are not shown.
+        """
         tokens = self.tokens[row]
         size = None if self.texts is None else len(self.texts[row])
         if self.decoders is None:
@@ -212,7 +224,7 @@ class Generation:
 
 
 def drafter_name(traffic: Sequence[Traffic]) -> str:
-    """Returns what drafted the tokens of origin DRAFTER, in words."""
+    """Returns the kind of drafter in words, such as "draft model", for a legend."""
     stages = {one.stage for one in traffic}
     names = (name for stage, name in DRAFTER_NAMES.items() if stage in stages)
     return next(names, "drafter")
@@ -238,19 +250,19 @@ def _shortened(text: str) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """The validated arguments of a call, as needed on the host after prefill.
-
-    Lists are by row.
+    """The validated arguments of a call of `generate` that are needed on the host after
+    prefill. Lists have one entry per row.
 
     Attributes:
       model: the target model, with its tokenizer.
-      spec: target, drafter, rule and policy for the compiled programs.
-      text: token ids before the generated ones.
-      continuations: decode what follows each text; None if the model has no tokenizer.
+      spec: target, drafter, rule and policy, the argument of the compiled programs.
+      text: token ids of the prompts, with those of `past`.
+      continuations: decoders for the generated tokens after each prompt. None if the
+        model has no tokenizer.
       stop_strings, min_new_tokens: the options of the same names.
-      pieces: bytes of each token of the vocabulary; None if no row has stop strings.
-      keep_past: True if the result has a `Past`.
-      spare: bytes left of the memory limit; None if there is no limit.
+      pieces: bytes of each token of the vocabulary. None if no row has stop strings.
+      keep_past: True if the result includes a `Past`.
+      spare: bytes of the memory limit that are unused. None if there is no limit.
     """
 
     model: Model
@@ -325,9 +337,13 @@ def runs_by_origin(
 
 
 def promise_of(rule: Rule, sampled: bool) -> Promise:
-    """Returns what of the output is identical to plain decoding.
+    """Returns the `promise` of a generation: what is identical to plain decoding.
 
     Greedy output is identical under every rule.
+
+    Args:
+      rule: the acceptance rule.
+      sampled: True if tokens are sampled, False for greedy decoding.
     """
     return rule.promise if sampled else "tokens"
 
@@ -344,7 +360,8 @@ def summarise(
     Args:
       plan: the validated arguments of the call.
       decoding: the batch on the device.
-      shown: number of characters of each row in earlier items; updated in place.
+      shown: for each row, the number of characters that earlier items of a stream had
+        in `new_texts`; updated in place.
       seconds: wall-clock seconds of prefill and of decoding.
       running: True if more steps follow.
     """

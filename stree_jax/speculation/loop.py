@@ -1,7 +1,10 @@
-"""The decoding loop: one `lax.while_loop` over steps, from prompts to finished texts.
+"""The decoding loop, from prompts to finished texts: `init_decoding` prefills the
+prompts, and `advance` runs steps in a `lax.while_loop` on the device.
 
-Letters: B rows, Bp prompts, S width of the prompts, O size of the output buffer, V
-tokens of the vocabulary.
+`step` explains the terms row, root, pending path and menu.
+
+Letters: B rows, Bp prompts, S width of the prompts, M depth of the deepest tree, O size
+of the output buffer, V tokens of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -59,7 +62,7 @@ from stree_jax.speculation.specs import make_spec
 from stree_jax.speculation.step import Spec, Verify, in_buffers, packed, step
 from stree_jax.speculation.tree import Topology, compiled_steps, resolve_tree
 
-FOREVER = 2**31 - 1  # steps
+FOREVER = 2**31 - 1  # number of steps that stands for no limit
 # Maximum tokens of a text. No model supports longer ones, and indices into the buffers
 # fit in int32.
 MOST_TOKENS = 2**24
@@ -70,9 +73,10 @@ def cache_capacity(
 ) -> int:
     """Returns the number of KV cache rows that a generation needs.
 
-    Prefill writes whole chunks, and a commit writes a whole path (`depth` + 1 rows), of
-    which only the accepted part is valid. Caches consist of whole blocks, so that the
-    output does not depend on their capacity, not even in the last bit.
+    The cache needs more rows than the text has tokens. Prefill writes whole chunks of
+    tokens, padding included. A replay always writes `depth` + 1 rows, although only
+    those of accepted tokens are valid. The number is rounded up to whole blocks of the
+    attention kernel, so that the output is bitwise independent of the capacity.
 
     Args:
       text_tokens: tokens of the prompt.
@@ -108,9 +112,11 @@ def init_decoding(
     The last token of each prompt is not prefilled: it is the root of the first tree.
 
     Args:
-      token_ids: [Bp, S] int32, padded on the right.
-      lengths: [Bp] int32, at least 1.
-      requests: requests of B = Bp * `samples` rows, prompt by prompt.
+      spec: the configuration of the decoder.
+      token_ids: [Bp, S] int32. The prompts, padded on the right.
+      lengths: [Bp] int32. Their lengths, at least 1.
+      requests: options of the B = Bp * `samples` rows: the samples of the first prompt
+        come first.
       max_new_tokens: O, the size of the output buffer.
       capacity: number of rows of the KV caches, at least `cache_capacity` (the
         default).
@@ -138,10 +144,12 @@ def _begin(
     requests: Requests,
     past: tuple[State, DraftState] | None,
 ) -> Decoding:
-    """Runs `init_decoding` on one device.
+    """Runs `init_decoding` on one device, or on one device's share of a mesh.
 
     Args:
-      sizes: max_new_tokens, capacity, samples, top_logprobs.
+      sizes: the arguments max_new_tokens, capacity, samples and top_logprobs of
+        `init_decoding`, as one hashable value.
+      spec, token_ids, lengths, requests, past: as in `init_decoding`.
     """
     max_new_tokens, capacity, samples, top_logprobs = sizes
     target, menu, M = spec.target, spec.policy.menu, deepest(spec.policy)
@@ -187,8 +195,13 @@ def _begin(
 
 
 def _observer(drafter: DrafterBase, drafting: DraftState) -> Observer:
-    """Returns the observer that feeds the prompts to a drafter whose state is
-    `drafting`."""
+    """Returns an observer of the prefill that passes the target's hidden states on the
+    prompts to the drafter.
+
+    Args:
+      drafter: the drafter. If it does not observe prompts, its state is not changed.
+      drafting: the drafter's state after `init`.
+    """
 
     def observe(
         drafting: DraftState,
@@ -217,11 +230,20 @@ def tokens_of(token_ids: jax.Array, lengths: jax.Array, vocab_size: int) -> jax.
 def advance(
     spec: Spec, decoding: Decoding, max_steps: jax.Array, verify: Verify = packed
 ) -> Decoding:
-    """Runs steps until every row has finished, at most `max_steps` [] int32.
+    """Runs decoding steps until every row has finished.
 
-    Each compiled step has a loop, which runs as long as the policy chooses its trees.
-    Calling the policy is a loop, too, which runs at most once. Loops update the states
-    in place, where a conditional would copy them.
+    Each compiled step has a `lax.while_loop`, which runs as long as the policy chooses
+    a tree of this step. Calling the policy is also a loop, which runs at most once: XLA
+    updates the states in place in a loop, and would copy them in a conditional.
+
+    Args:
+      spec: the configuration of the decoder.
+      decoding: the batch.
+      max_steps: [] int32. Most steps to run.
+      verify: the function that runs the target on a tree, see `step`.
+
+    Returns:
+      The batch after the steps.
     """
     go, mesh = partial(_advance, verify), spec.target.mesh
     if mesh is None:
@@ -232,7 +254,7 @@ def advance(
 def _advance(
     verify: Verify, spec: Spec, decoding: Decoding, max_steps: jax.Array
 ) -> Decoding:
-    """Runs `advance` on one device."""
+    """Runs `advance` on one device, or on one device's share of a mesh."""
 
     def running(carry: tuple[jax.Array, Decoding]) -> jax.Array:
         steps, d = carry
@@ -281,11 +303,11 @@ def _advance(
 
 
 def with_short_path(d: Decoding) -> Decoding:
-    """Returns the batch with buffers for pending paths of one node, after it has
-    replayed longer pending paths.
+    """Shortens the buffers of the pending path to one node, for a run of plain steps.
 
-    It is called before a run of plain steps, each of which would otherwise replay as
-    many rows as the buffers have.
+    The time of a replay depends on the size of these buffers, and plain steps accept
+    one token each. If a row has a longer pending path, all paths are first replayed
+    into the state.
     """
     last = d.pending
 
@@ -435,7 +457,8 @@ def _check_sampling(sampling: Any, batch: int) -> None:
 
 _STATIC = ("max_new_tokens", "capacity", "samples", "top_logprobs")
 init_decoding_jit = partial(jax.jit, static_argnames=_STATIC)(init_decoding)
-# Updates the cached states `past` in place.
+# Like `init_decoding_jit`, but updates the cached states `past` in place; the caller
+# cannot use them afterwards.
 resume_decoding_jit = partial(
     jax.jit, static_argnames=_STATIC, donate_argnames=("past",)
 )(init_decoding)
@@ -452,8 +475,12 @@ def commit_jit(
     length: jax.Array,
     mesh: Mesh | None = None,
 ) -> State:
-    """Replays accepted paths into a state, see `models.commit`, on a mesh or on one
-    device."""
+    """Replays accepted paths into a state, on a mesh or on one device.
+
+    Args:
+      state, records, path, length: as in `models.commit`.
+      mesh: the target's mesh, or None.
+    """
     if mesh is None:
         return on_one_device(commit, state, records, path, length)
     return committed_on(mesh, commit, state, records, path, length)

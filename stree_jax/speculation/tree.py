@@ -1,8 +1,9 @@
-"""Shapes of draft trees: which draft token continues which.
+"""Shapes of draft trees: which draft token continues which, and the names of trees.
 
-A tree is `parents` [T]. Node 0 is the root (the last token of the text so far), and
-every other node has an earlier node as its parent. Everything else is derived from
-that. The parents of a `Beam` are chosen anew at every step; for `Auto`, so is the size.
+A `Tree` is an array `parents` [T]. Node 0 is the root, which holds the last token of
+the text so far, and every other node has an earlier node as its parent. For a `Beam`,
+the parents are chosen anew at every step. For `Auto`, the number of nodes is chosen,
+too: each step uses a `Budget` of nodes.
 """
 
 import difflib
@@ -27,15 +28,16 @@ DEEPEST = 15  # maximum depth of a `Budget`; every step replays a path of this l
 # Masks grow with the square of the nodes, and no measured tree with more than 64 nodes
 # was faster than a smaller one.
 MAX_NODES = 1024
-# Maximum nodes of a compiled step that smaller trees share: the kernels do not skip all
-# of the work on padding.
+# Maximum number of nodes of a compiled step that smaller trees share. In a shared step
+# the smaller trees are padded, and the kernels do not skip all of the work on padding.
 MAX_SHARED_NODES = 16
 STEEPNESS = 2.0  # slope per level of the logistic function in `pruned`
 
 
 @struct.dataclass
 class Tree:
-    """A static tree. Trees with equal static sizes share compiled programs.
+    """A tree that is the same at every step. Trees with equal sizes below share
+    compiled programs.
 
     Attributes:
       parents: [T] int32. Parent of each node; -1 for the root, node 0.
@@ -109,15 +111,16 @@ class Beam:
 
 @struct.dataclass
 class Budget:
-    """A tree of the best `size` candidates at every step, at most `depth` deep.
+    """A tree of at most `size` nodes, chosen at every step as the candidates that the
+    target is most likely to accept.
 
     Attributes:
       size: T, the number of nodes, including the root.
       depth: maximum number of edges on a path.
-      shared_size: number of nodes of a larger compiled step that this tree may use
-        instead of a separate one; 0 if it has a separate step.
-      has_padding: True if a draft may have fewer nodes; the rest is padding, whose
-        parent is `models.nodes.NO_NODE`.
+      shared_size: number of nodes of a compiled step that this tree shares with larger
+        trees. If 0, it has a step of its own.
+      has_padding: True if the tree of a step may have fewer than `size` nodes. The rest
+        is padding, whose parent is `models.nodes.NO_NODE`.
     """
 
     size: int = struct.field(pytree_node=False)
@@ -164,7 +167,7 @@ class Auto:
 
     @property
     def shared_menu(self) -> tuple[Budget, ...]:
-        """`menu`, with small trees that may use the compiled step of a larger one."""
+        """`menu`, in which small trees may share the compiled step of a larger one."""
         sizes = (n for n in self.sizes if n <= MAX_SHARED_NODES or n == self.sizes[1])
         shared = max(sizes)
         return tuple(
@@ -192,22 +195,25 @@ Topology = Tree | Beam | Budget | Auto
 
 
 def _budget(size: int, *, has_padding: bool = False) -> Budget:
-    """Returns the `Budget` of a number of nodes."""
+    """Returns the `Budget` of `size` nodes, as deep as allowed."""
     return Budget(size, min(size - 1, DEEPEST), has_padding=has_padding)
 
 
 def compiled_steps(
     menu: Sequence[Topology], rows: int
 ) -> list[tuple[Topology, tuple[int, ...]]]:
-    """Returns the steps to compile: for each, its tree and the menu's trees that use
-    it, as indices into the menu.
+    """Returns the steps to compile for the trees that a policy may choose (its menu).
 
-    Trees share a step if the kernels have capacity for all nodes of a batch of its
-    size.
+    Small trees share one step, in which they are padded to its size, if the kernels
+    support that many nodes for the whole batch (`MAX_PADDED_ROWS`).
 
     Args:
       menu: the trees that a policy may choose.
-      rows: B.
+      rows: B, the number of rows in the batch.
+
+    Returns:
+      For each step, the tree that it is compiled for, and the indices in the menu of
+      the trees that use it.
     """
     steps: list[tuple[Topology, tuple[int, ...]]] = []
     for shared in dict.fromkeys(_shared_size(tree, rows) for tree in menu):
