@@ -1,4 +1,8 @@
-"""Ways to decode ("arms"), measured side by side on prompts."""
+"""Measures decoding setups ("arms") on the same prompts, and compares them.
+
+An arm is a drafter, a tree and an acceptance rule; one arm is plain decoding. `method`
+explains turns, units and records.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,25 +42,31 @@ from stree_jax.speculation.drafters.staged import Staged
 from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree
 
-# Two tokens whose logits are this close may change places, by dtype of the records.
+# Two tokens whose logits differ by less may swap ranks, because other trees add numbers
+# in another order. By dtype of the KV caches and records.
 TIE = {"float32": 1e-4, "bfloat16": 0.2}
 PLAIN = "plain"
-MARGIN = 256  # rows of the caches beside the text: whole chunks, a path of a tree
+# Cache rows in addition to the text: prefill writes whole chunks, and a replay writes a
+# whole path of a tree.
+MARGIN = 256
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to decode.
+    """A decoding setup that is measured.
 
     Attributes:
-      name: as in tables.
-      tree: a name or parents, as `generate` takes them. If None, decoding is plain.
-      rule: a name. If None, the default.
+      name: the name in tables.
+      tree: the tree as `generate` takes it, a name or a list of parents. If None, the
+        arm is plain decoding.
+      rule: the name of the acceptance rule. If None, the default.
       drafting: the drafter: the draft model, "lookup", n-grams or heads alone, or
         n-grams that guess for the draft model ("staged").
-      ahead, width: levels that the n-grams guess, and tokens of each node.
-      heads: the number of heads, the first ones. If 0, all.
-      verify: how trees are verified, see `stree_jax.speculation.step`.
+      ahead, width: with "staged", the number of levels that the n-grams guess, and the
+        guesses per node.
+      heads: number of Medusa heads to use, the first ones. If 0, all.
+      verify: the function that runs the target on a tree, see
+        `stree_jax.speculation.step.Verify`.
     """
 
     name: str
@@ -70,7 +80,8 @@ class Arm:
 
     @property
     def samples_plain_tokens(self) -> bool:
-        """True if its sampled tokens are those of plain decoding, as by default."""
+        """True if sampling with this arm gives the same tokens as plain decoding, as it
+        does with the default rule."""
         return (
             self.rule is None or resolve_rule(self.rule, chain(0)).promise == "tokens"
         )
@@ -82,7 +93,8 @@ def tree_of(arm: str) -> str:
 
 
 def parse_arm(name: str) -> Arm:
-    """Returns the arm of "plain", "lookup", "A" (a tree) or "mss@A" (a rule and tree).
+    """Parses the name of an arm: "plain", "lookup", "A" (a tree) or "mss@A" (a rule and
+    a tree).
 
     Raises:
       ValueError: an unknown tree or rule, or a rule that does not fit the tree.
@@ -103,13 +115,15 @@ class Workload:
     """The prompts and models that the arms decode.
 
     Attributes:
-      target, drafter: models.
-      arms: plain decoding first.
-      max_new_tokens: of every row. No text ends before, so all arms do the same work.
-      batch: prompts decoded together.
-      capacity: of the caches, so that all prompts share a program.
-      ngrams, heads: for the arms that draft with them.
-      top_k: of sampling. If 0, off.
+      target, drafter: the target model and the draft model.
+      arms: the setups to measure, plain decoding first.
+      max_new_tokens: number of new tokens per row. Stop tokens are ignored, so that all
+        arms generate as many.
+      batch: number of prompts decoded together.
+      capacity: rows of the KV caches, the same for all prompts, which therefore share a
+        compiled program.
+      ngrams, heads: drafters of the arms that use them.
+      top_k: top-k filter of sampling. If 0, there is no filter.
     """
 
     target: Model
@@ -148,10 +162,11 @@ def workload(
     max_new_tokens: int,
     batch: int = 1,
 ) -> Workload:
-    """Returns a workload whose caches hold the longest prompt and its answer.
+    """Returns a workload whose KV caches have space for the longest prompt and its
+    output.
 
     Raises:
-      ValueError: a set with fewer prompts than a batch.
+      ValueError: a set has fewer prompts than a batch needs.
     """
     for name, texts in prompts.items():
         if len(texts) < batch:
@@ -167,7 +182,8 @@ def workload(
 def begin_arm(
     work: Workload, arm: Arm, texts: Sequence[Prompt], temperature: float
 ) -> tuple[Decoding, Plan]:
-    """Returns the decoding of texts after prefill. Row i has seed i in every arm."""
+    """Prefills a batch of prompts for an arm. Row i is sampled with seed i in every
+    arm."""
     sampling = [
         Sampling(temperature, top_k=work.top_k, seed=i) for i in range(len(texts))
     ]
@@ -187,7 +203,8 @@ def begin_arm(
 def decode_once(
     work: Workload, arm: Arm, texts: Sequence[Prompt], temperature: float
 ) -> Generation:
-    """Decodes once; the time is that of decoding, without prefill."""
+    """Decodes a batch of prompts once. `decode_s` of the result does not include
+    prefill."""
     decoding, plan = begin_arm(work, arm, texts, temperature)
     jax.block_until_ready(decoding)
     began = time.perf_counter()
@@ -211,10 +228,17 @@ def decode_unit(
     warm: set[str],
     others: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
-    """Decodes a batch of prompts with every arm in turns, and returns the record.
+    """Decodes a batch of prompts with every arm, the arms taking turns, and returns the
+    record.
 
     Args:
-      others: decoders of other programs by name; a call returns its seconds.
+      work: the models and arms.
+      texts: the prompts.
+      temperature: 0 for greedy decoding.
+      repeats: number of timed calls of each arm.
+      warm: names of arms that are already compiled; updated.
+      others: decoding functions of other programs, by name. A call returns the seconds
+        that it took.
 
     Raises:
       RuntimeError: greedy tokens differ from plain decoding's beyond a tie.
@@ -245,11 +269,13 @@ def decode_unit(
 def record_of(
     turns: Sequence[Generation], same: Generation | None, first_call_s: float | None
 ) -> dict[str, Any]:
-    """Returns the record of an arm's turns.
+    """Returns the record of one arm: its times, tokens, target passes and traffic.
 
     Args:
-      same: the generation whose tokens the arm should give, or None.
-      first_call_s: None if the arm had been called before.
+      turns: the results of its timed calls.
+      same: the generation with which the tokens are compared, or None.
+      first_call_s: seconds of the first call, which compiles. None if the arm had
+        already been called.
     """
     last = turns[-1]
     return {
@@ -292,12 +318,17 @@ def measure_arms(
 ) -> dict[str, Any]:
     """Measures every workload on every prompt set at every temperature.
 
-    Units are ordered so that a run that is cut short has some of everything. Greedy
-    decoding has one arm for each tree, as rules make no difference there.
+    The units are ordered such that a run that is cut short has measured some of every
+    combination. Acceptance rules make no difference to greedy decoding, so for it arms
+    that differ only in their rule are measured once.
 
     Args:
-      works: by label of the pair of models, "" if there is only one.
-      others: makes decoders of other programs for a text, greedy.
+      benchmark: name of the benchmark.
+      works: workloads by name of their pair of models; "" if there is only one.
+      prompts: prompts by name of their set.
+      temperatures: 0 is greedy decoding.
+      run: how often, how long, and where the report goes.
+      others: returns, for a prompt, greedy decoding functions of other programs.
 
     Returns:
       the report; "results" are rows of `summarise_arms`.
@@ -335,7 +366,8 @@ def measure_arms(
 
 
 def _greedy_arms(arms: Sequence[Arm]) -> tuple[Arm, ...]:
-    """Keeps one arm for each tree, drafter and way to verify."""
+    """Returns the arms without those that differ from an earlier one only in their
+    rule."""
     kept: dict[Any, Arm] = {}
     for arm in arms:
         way = arm.tree, arm.drafting, arm.ahead, arm.width, arm.verify
@@ -359,16 +391,19 @@ def summarise_arms(units: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def records_of(report: dict[str, Any], row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the records of the units that a row of `summarise_arms` is made of."""
+    """Returns the records that a row of `summarise_arms` summarises."""
     begin = f"{row['pair']}/{row['set']}/T={row['temperature']:g}/"
     return [r for name, r in report["units"].items() if name.startswith(begin)]
 
 
 def summarise_cells(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns statistics of an arm over its records, one a unit.
+    """Returns statistics of one arm.
 
-    tau counts tokens and calls of all units. Speeds are of the median turn; their
-    median and quartiles are over units.
+    tau is the tokens of all units divided by their target passes. The speed of a unit
+    is that of its median turn; the median and the quartiles are taken over units.
+
+    Args:
+      cells: the arm's record of each unit.
     """
     seconds = [median(c["seconds"]) for c in cells]
     per_call = [s / c["calls"] for s, c in zip(seconds, cells, strict=True)]
@@ -382,26 +417,38 @@ def summarise_cells(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rates(cells: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns tokens per second of the median turn, by unit."""
+    """Returns the tokens per second of each unit's median turn."""
     return [c["tokens"] / median(c["seconds"]) for c in cells]
 
 
 def bytes_a_token(cells: Sequence[dict[str, Any]], caches: bool = True) -> float:
-    """Returns the bytes that an arm reads for each token."""
+    """Returns the bytes that an arm reads from memory per generated token.
+
+    Args:
+      cells: the arm's record of each unit.
+      caches: if False, KV caches are not counted.
+    """
     parts = ("weights", "state", "caches") if caches else ("weights", "state")
     total = sum(t[part] for c in cells for t in c["traffic"] for part in parts)
     return total / sum(c["tokens"] for c in cells)
 
 
 def speedups(cells: Sequence[Any], others: Sequence[Any]) -> list[float]:
-    """Returns the ratios of two arms' speeds, by unit."""
+    """Returns, for each unit, the speed of an arm relative to another arm."""
     return [a / b for a, b in zip(rates(cells), rates(others), strict=True)]
 
 
 def summarise_arm(
     records: Sequence[dict[str, Any]], arm: str, chain: str | None
 ) -> dict[str, Any]:
-    """Returns statistics of an arm over the units of a set, ratios unit by unit."""
+    """Returns statistics of an arm over the units of a set. Speedups are computed for
+    each unit before they are summarised.
+
+    Args:
+      records: the records of the units, by arm.
+      arm: name of the arm.
+      chain: name of the arm whose tree is a chain, for comparison, or None.
+    """
     cells = [record[arm] for record in records]
 
     def over(other: str) -> list[float]:

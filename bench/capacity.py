@@ -54,16 +54,17 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    """Measures passes of `bench.passes`: a path is replayed, then T nodes, then argmax.
+    """Measures forward passes as in a decoding step: a replay, T nodes, and the argmax.
 
-    Units: "MODEL/DTYPE/T/capacity" and "MODEL/DTYPE/T/text". Within one, all
-    capacities, or all lengths, take turns. The model's name may have slashes.
+    The units are "MODEL/DTYPE/T/capacity" and "MODEL/DTYPE/T/text". In the first, all
+    capacities of the caches take turns, in the second all lengths of the text. The name
+    of a model may contain slashes.
 
     Returns:
-      the report; "results" are those of `capacity_rows`.
+      The report. Its "results" are the rows of `capacity_rows`.
 
     Raises:
-      ValueError: a missing model, or a text that is too long for the caches.
+      ValueError: a model does not exist, or a text is too long for the caches.
     """
     check_sizes(args)
 

@@ -1,8 +1,10 @@
-"""Conversations within a budget: SpecMemo's multi-turn figure, with the planner.
+"""Measures conversations within memory limits: SpecMemo's multi-turn figure.
 
-Run-time memory is everything but weights. A budget is a share of the run-time memory of
-the planner's choice without a limit, and its weights. The planner's choice for a budget
-decodes the same conversations, in caches of the size that the plan counts.
+The memory planner (`sizing.plan`) chooses a setup (drafter and tree) for each memory
+limit, called budget here. It also chooses one without a limit. Run-time memory is all
+memory except weights. Each budget is the weights and a share of the run-time memory of
+the setup without a limit. All setups decode the same conversations, with KV caches of
+the size that was planned.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,15 +34,16 @@ AMPLE = 2**50  # bytes: no limit
 
 @dataclass(frozen=True)
 class Talk:
-    """Conversations, and the ways to answer them.
+    """Conversations, and the setups that decode them.
 
     Attributes:
-      target, heads: the models; a choice with fewer heads takes the first ones.
-      turns: conversations: the user's messages.
-      request: what a conversation needs.
+      target, heads: the target and its Medusa heads. A setup with fewer heads uses the
+        first ones.
+      turns: the user's messages of each conversation.
+      request: the number of tokens and turns for which memory is planned.
       ample: the planner's choice without a limit.
-      budgets: by share of its run-time memory, the bytes and the planner's choice, or
-        its refusal.
+      budgets: for each share of the run-time memory of `ample`, the limit in bytes and
+        the planner's choice, or its error message if nothing fits.
     """
 
     target: Model
@@ -52,7 +55,7 @@ class Talk:
 
     @property
     def arms(self) -> dict[str, Choice | None]:
-        """The ways to answer by name; None is plain decoding."""
+        """The setups by name; None is plain decoding."""
         fitting = [c for _, c in self.budgets.values() if isinstance(c, Choice)]
         return {PLAIN: None} | {name_of(c): c for c in (self.ample, *fitting)}
 
@@ -69,15 +72,19 @@ def plans(
     max_new_tokens: int,
     timed: bool,
 ) -> Talk:
-    """Asks the planner for its choice at each budget.
+    """Plans a setup for each budget.
 
     Args:
-      shares: of the run-time memory of its choice without a limit.
+      target, heads: the target and its Medusa heads.
+      turns: the user's messages of each conversation.
+      shares: the budgets, as shares of the run-time memory of the setup without a
+        limit.
+      max_new_tokens: maximum tokens of each answer.
       timed: if True, first time the steps of tree "auto", as `stree_jax.tune` does, so
         that the planner uses them. Otherwise it uses known or assumed times.
 
     Raises:
-      ValueError: no conversations.
+      ValueError: there are no conversations.
     """
     if not turns:
         raise ValueError("--parts turns: want --prompts with conversations (turns)")
@@ -116,7 +123,8 @@ def plans(
 def converse(
     talk: Talk, turns: Sequence[str], choice: Choice | None
 ) -> list[tuple[Generation, int | None]]:
-    """Returns every turn's answer, and the process's resident bytes after it."""
+    """Decodes a conversation with one setup (plain decoding if `choice` is None).
+    Returns the answer to each turn, and the resident bytes of the process after it."""
     drafter: Heads | str | None = None
     depth = 0
     if choice is not None and choice.drafter != "none":
@@ -143,7 +151,7 @@ def converse(
 
 
 def units(talk: Talk, run: Run) -> dict[str, Callable[[], Any]]:
-    """Returns a unit for each conversation: all ways to answer it, in turns."""
+    """Returns a unit for each conversation, which decodes it with all setups."""
     warm: set[str] = set()
     return {
         f"turns/{i}": partial(_unit, talk, turns, run.repeats, warm)
@@ -154,7 +162,11 @@ def units(talk: Talk, run: Run) -> dict[str, Callable[[], Any]]:
 def _unit(
     talk: Talk, turns: Sequence[str], repeats: int, warm: set[str]
 ) -> dict[str, Any]:
-    """Raises RuntimeError where greedy text differs from plain decoding."""
+    """Measures all setups on one conversation and returns the record.
+
+    Raises:
+      RuntimeError: greedy output differs from plain decoding.
+    """
     calls: dict[str, Callable[[], Any]] = {
         name: partial(converse, talk, turns, choice)
         for name, choice in talk.arms.items()
@@ -175,12 +187,16 @@ def _unit(
 
 
 def check_turns(target: Model, results: dict[str, list[Generation]]) -> dict[str, bool]:
-    """Returns by arm whether all turns are those of plain decoding.
+    """Compares the answers of every setup with those of plain decoding.
 
-    After a difference at a tie the turns answer another text and are not compared.
+    After a difference at a tie, the later turns of a setup have another context and are
+    not compared.
+
+    Returns:
+      By setup, True if all answers are identical.
 
     Raises:
-      RuntimeError: a difference that is no tie.
+      RuntimeError: answers differ at a token where the logits are no tie.
     """
     same = dict.fromkeys(results, True)
     for turn, plain in enumerate(results[PLAIN]):
@@ -226,7 +242,8 @@ def rows(talk: Talk, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def summary(
     records: Sequence[dict[str, Any]], name: str, choice: Choice | None
 ) -> dict[str, Any]:
-    """Returns the measurements of a way to answer, and the plan of its choice."""
+    """Returns the measurements of one setup over all conversations, with the memory
+    that was planned for it."""
     cells = [record[name] for record in records]
     plain = [record[PLAIN] for record in records]
     row: dict[str, Any] = {
@@ -244,7 +261,8 @@ def summary(
 
 
 def turns_table(found: dict[str, Any]) -> str:
-    """Returns the choice for each budget, and measurements beside the plans."""
+    """Returns tables of the setup chosen for each budget, and of the measured and
+    planned memory and speed."""
     equal = "{equal}/{conversations}".format_map
     of_ample = tables.quartiles("", "of_ample", ".2f")[1]
     budgets = [

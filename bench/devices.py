@@ -57,9 +57,10 @@ class Exchange(NamedTuple):
     """Collectives of one kind and size in a step.
 
     Attributes:
-      times: how many.
-      nbytes: of the result of each on a device.
-      among: how many devices take part.
+      kind: the collective, such as "all-reduce".
+      times: number of such collectives in a step.
+      nbytes: bytes of the result of one, on one device.
+      among: number of devices that take part.
     """
 
     kind: str
@@ -85,13 +86,16 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    """Counts every shape on every mesh with every size of tree: "SHAPE/MESH/SIZE".
+    """Counts the bytes for every model shape, mesh and size of tree.
+
+    The units are named "SHAPE/MESH/SIZE".
 
     Returns:
-      the report; "results" are those of `count`.
+      The report. Its "results" are the rows of `count`.
 
     Raises:
-      ValueError: an unknown shape or mesh, or one that a model cannot be divided over.
+      ValueError: a shape or mesh is unknown, or the model cannot be divided over the
+        mesh.
     """
     meshes = {name: make_mesh(name) for name in args.meshes}
     for shape in args.shapes:

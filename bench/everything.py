@@ -38,7 +38,8 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def arguments(args: argparse.Namespace, benchmark: str) -> argparse.Namespace:
-    """Returns the options of one benchmark: those of `bench all`, else its defaults."""
+    """Returns the arguments of one benchmark: the options of `bench all`, and defaults
+    for its other options."""
     words = [benchmark, "--json", str(args.out / f"{benchmark}.json")]
     if benchmark == "forward":
         words += ["--shape", args.shape]
@@ -54,9 +55,10 @@ def arguments(args: argparse.Namespace, benchmark: str) -> argparse.Namespace:
 
 
 def write_all(args: argparse.Namespace) -> None:
-    """Measures what is missing, then writes REPORT.md and the figures.
+    """Runs the benchmarks whose reports are missing, then writes REPORT.md and the
+    figures.
 
-    A benchmark is not measured again if its complete report is in the folder and was
+    A benchmark is not run again if its complete report is in the folder and was
     made by this commit on this machine.
     """
     check_matplotlib()

@@ -1,9 +1,11 @@
-"""Medusa heads beside other drafters, and what typical acceptance does to a text.
+"""Compares Medusa heads with other drafters, and measures what typical acceptance
+changes.
 
-Accuracies are those of each head's guesses for the target's greedy text. Arms decode
-with chains and trees of heads, the draft model, and lookup. In sampling there is also
-the rule typical, whose text is not the target's; how far it is from it is measured
-apart.
+The accuracy of a head is the share of its guesses that are the next tokens of the
+target's greedy text. Decoding is measured with chains and trees of heads, with the
+draft model and with prompt lookup. In sampling, the rule "typical" is measured too. It
+does not keep the target's distribution, so the difference of its output is measured
+separately.
 """
 
 import argparse
@@ -208,7 +210,8 @@ def log_probs_of(
 
 
 def distinct(texts: Sequence[Sequence[int]]) -> float:
-    """Returns the share of runs of `GRAM` tokens without repeats, mean over texts."""
+    """Returns the number of distinct sequences of `GRAM` tokens in a text, divided by
+    the number of all such sequences; the mean over texts."""
     shares = []
     for text in texts:
         runs = [tuple(text[i : i + GRAM]) for i in range(len(text) - GRAM + 1)]
@@ -217,7 +220,8 @@ def distinct(texts: Sequence[Sequence[int]]) -> float:
 
 
 def with_traffic(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows with bytes a token over those of plain decoding."""
+    """Adds "traffic" to the report's results: the bytes read per token, relative to
+    plain decoding."""
     rows = []
     for row in report["results"]:
         units = records_of(report, row)

@@ -13,24 +13,26 @@ WORKER = Path(__file__).with_name("llama_worker.py")
 
 
 class Ask(Protocol):
-    """Sends an order and waits for its answer; see `llama_worker.Session`."""
+    """A function that calls a method of `llama_worker.Session` in the other process, by
+    its name, and waits for the result."""
 
     def __call__(self, order: str, **what: Any) -> dict[str, Any]: ...
 
 
 @contextmanager
 def llama_process(python: Path) -> Iterator[Ask]:
-    """Starts a process that runs orders one by one, and yields how to send them.
+    """Starts a process with llama.cpp, and yields the function that calls it.
 
     Args:
-      python: an interpreter whose environment has llama-cpp-python.
+      python: a Python interpreter whose environment has llama-cpp-python.
 
     Raises:
-      ValueError: there is no such interpreter.
-      RuntimeError: the process ended during an order; with its last error line.
+      ValueError: the interpreter does not exist.
+      RuntimeError: the process ended during a call. The message has its last line on
+        standard error.
     """
     with tempfile.TemporaryFile("w+") as errors:
-        # Isolated: it must not import from our paths, nor modules beside the worker.
+        # -I: the process must not import from our paths or the worker's folder.
         command = [str(python), "-I", str(WORKER)]
         pipe = subprocess.PIPE
         try:

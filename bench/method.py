@@ -1,9 +1,12 @@
-"""The method of all benchmarks: turns, repeats, resuming.
+"""The method of all benchmarks: alternating calls, repeats, and resuming.
 
-The arms of a comparison take turns in one process, so that a busy machine disturbs all
-of them alike, after a first call of each that compiles and is reported apart. A unit (a
-prompt, a shape) with all its arms and turns is measured at once and written down, so
-that a run that is killed goes on with the next unit.
+The setups that are compared are called arms. They take turns in one process, so that
+other work on the machine disturbs all of them alike. The first call of each arm
+compiles; its time is reported separately.
+
+A unit is what is measured without interruption, such as one prompt with all arms and
+turns. Its result, the record, is written to a file at once, so that a run that is
+killed continues with the next unit.
 """
 
 import argparse
@@ -57,7 +60,8 @@ def processor() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Returns what the figures are measured on."""
+    """Returns a description of the machine, the versions and the commit, for the
+    report."""
     device = jax.devices()[0]
     return {
         "device": processor() if device.platform == "cpu" else device.device_kind,
@@ -72,7 +76,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_line(report: dict[str, Any]) -> str:
-    """Returns the line under a table or a figure."""
+    """Returns the line under a table or figure that says what it was measured on."""
     m, sizes = report["machine"], report.get("parameters", {}).get("")
     line = f"{m['device']}, {m['cores']} cores, jax {m['jax']}, "
     if "cpu_kernels" in m and m["backend"] == "cpu":
@@ -85,7 +89,8 @@ def machine_line(report: dict[str, Any]) -> str:
 
 
 class Clock:
-    """A clock that is over after `minutes`."""
+    """A clock that tells when a time limit is over. If `minutes` is None, there is no
+    limit."""
 
     def __init__(self, minutes: float | None):
         self.limit = math.inf if minutes is None else 60 * minutes
@@ -103,13 +108,14 @@ class Clock:
 
 @dataclass(frozen=True)
 class Run:
-    """How a measurement is run.
+    """Options of a measurement.
 
     Attributes:
-      repeats: turns of every arm, after the first call.
-      json: where the report goes; units are kept beside it in `<json>.part` until all
-        are done, and a run with the same settings goes on from there.
-      minutes: no unit is begun after so long.
+      repeats: number of timed calls of every arm, after the first call.
+      json: file of the report. The records of finished units are written to
+        `<json>.part` next to it until all are done. A run with the same settings reads
+        that file and continues. If None, nothing is written.
+      minutes: time after which no further unit is started. If None, there is no limit.
     """
 
     repeats: int
@@ -123,13 +129,18 @@ def take_turns(
     warm: set[str],
     skip_too_large: bool = False,
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Calls the arms in turns; returns the results, and seconds of the first calls.
+    """Calls all arms once to compile, and then `repeats` times in alternating order.
 
     Args:
-      arms: to be called; each returns when its work is done.
-      warm: arms that have been called before in this process; updated.
-      skip_too_large: an arm whose first call runs out of memory takes no turns, instead
-        of ending the run.
+      arms: functions by name. Each returns when its work is done.
+      repeats: number of further calls of each.
+      warm: names of arms that have been called before in this process; updated.
+      skip_too_large: if True, an arm whose first call runs out of memory is skipped.
+        Otherwise the error is raised.
+
+    Returns:
+      For each arm the results of its further calls, and the seconds of the first call
+      (absent for arms in `warm`).
     """
     first: dict[str, float] = {}
     for name, call in arms.items():
@@ -156,14 +167,18 @@ def measure(
     units: Mapping[str, Callable[[], Any]],
     run: Run,
 ) -> dict[str, Any]:
-    """Returns a report with the record of every unit, from `<json>.part` or measured.
+    """Measures all units that `<json>.part` does not contain yet, and returns the
+    report.
 
     Args:
-      settings: the options; records depend on them and on the machine.
-      units: calls by name; each measures a unit and returns its record as JSON.
+      settings: the options on which the records depend.
+      units: functions by name. Each measures a unit and returns its record, in types
+        that JSON can represent.
+      run: options of the measurement.
 
     Returns:
-      settings, "machine", "complete" and "units": {name: record}.
+      The report: the settings, "machine", "complete" (True if all units were measured)
+      and "units", the records by name.
 
     Raises:
       ValueError: `<json>.part` was made with other settings or on another machine.
@@ -198,15 +213,18 @@ def measure_grid(
     run: Run,
     before: Mapping[str, Callable[[], Any]] | None = None,
 ) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
-    """Measures every combination of the axes; a unit's name is their values.
+    """Measures every combination of options. Each is a unit, named by its values.
 
     Args:
-      axes: values by name.
-      work: measures the values of a combination.
+      settings: see `measure`.
+      axes: the values of each option, by its name.
+      work: a function of one value per option, which measures this combination.
+      run: options of the measurement.
       before: other units, which are measured first.
 
     Returns:
-      the report of `measure`; the combinations that were measured, with their records.
+      The report of `measure`, and the combinations that were measured with their
+      records.
     """
     cases = {
         "/".join(map(str, values)): dict(zip(axes, values, strict=True))
@@ -220,9 +238,13 @@ def measure_grid(
 
 
 def settings_of(args: argparse.Namespace, names: str) -> dict[str, Any]:
-    """Returns the kind of a report and the options it depends on, by name.
+    """Returns the settings of a report: the name of the benchmark and the options on
+    which its records depend.
 
-    The option "dtypes" becomes the "dtype" of the report's last line.
+    Args:
+      args: the command's arguments.
+      names: names of the options, separated by spaces. "dtypes" is stored as "dtype",
+        as one string.
     """
     settings = {"kind": args.benchmark}
     settings |= {name: getattr(args, name) for name in names.split()}

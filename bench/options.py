@@ -41,9 +41,10 @@ def add_prompts(
     """Adds the options of a pair of models and of the prompts that it decodes.
 
     Args:
-      count: default number of prompts in a file.
-      needed: if True, --prompts must be given.
-      without: what the help says happens without --prompts.
+      b: the parser.
+      count: default number of prompts per file.
+      needed: if True, --prompts is required.
+      without: for the help, the prompts that are used without --prompts.
     """
     add_model_options(b, drafter_help=DRAFT_MODEL_HELP)
     wide = "pad the target with zeros to 4 or 16 times its width: same text, more work"

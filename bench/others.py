@@ -44,14 +44,17 @@ def with_transformers(
     is nothing else to compare with.
 
     Args:
-      dtype: of the weights, "float32" or "bfloat16".
+      target: the target model.
+      max_new_tokens: number of tokens to decode.
+      dtype: dtype of the weights, "float32" or "bfloat16".
 
     Returns:
-      a function from a text to a call that returns seconds of decoding: those of all
-      tokens less those of the first, because we time prefill apart.
+      A function that takes a prompt and returns decoding functions by name. Each
+      decodes and returns the seconds that all tokens took, minus those of the first
+      token, because our times do not include prefill either.
 
     Raises:
-      ValueError: a package is missing, or there is only one token to time.
+      ValueError: a package is missing, or `max_new_tokens` is less than 2.
     """
     if max_new_tokens < 2:
         raise ValueError("--transformers: want --max-new-tokens of at least 2")

@@ -184,10 +184,17 @@ class Turns:
 def time_cases(
     programs: Sequence[Program], repeats: int, skip_too_large: bool = False
 ) -> list[dict[str, Any]]:
-    """Times the cases in turns and returns a record of each.
+    """Times forward passes of compiled programs, which run alternately.
 
-    If all cases have the same tree, the results of their last passes are compared.
-    With `skip_too_large` a case that runs out of memory has no "seconds".
+    Args:
+      programs: the programs, one per case.
+      repeats: number of timed calls of each.
+      skip_too_large: if True, the record of a case that runs out of memory has no
+        "seconds". Otherwise the error is raised.
+
+    Returns:
+      A record per case. If all cases have the same number of nodes, it includes the
+      share of the last pass's results that are those of the first case.
     """
     turns = {f"{p.case.scan} {p.case.nodes}": Turns(p) for p in programs}
     seconds, _ = take_turns(dict(turns), repeats, set(), skip_too_large)

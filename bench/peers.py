@@ -154,20 +154,23 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
 def measure_peers(
     subjects: Mapping[str, Subject], args: argparse.Namespace, run: Run
 ) -> dict[str, Any]:
-    """Measures every subject in every dtype on every prompt, all arms in turns.
+    """Measures every subject in every dtype on every prompt. All setups take turns.
 
-    Units: "logits", compared for all subjects and dtypes; then "SUBJECT/DTYPE/SET/I",
-    with the bandwidth of memory, measured first.
+    The unit "logits" compares the logits of all subjects and dtypes. Then there is one
+    unit "SUBJECT/DTYPE/SET/I" per prompt, which first measures the memory bandwidth.
 
     Args:
-      subjects: by name in tables, without a slash.
+      subjects: the models by their names in tables, which contain no slash.
+      args: the command's arguments.
+      run: options of the measurement.
 
     Returns:
-      the report; "results" are `peer_rows`.
+      The report. Its "results" are the rows of `peer_rows`.
 
     Raises:
-      ValueError: a package is missing, or llama.cpp has no such architecture.
-      RuntimeError: logits are too far apart, or greedy texts of ours differ.
+      ValueError: a package is missing, or llama.cpp does not support the architecture.
+      RuntimeError: logits differ by more than rounding, or greedy output of ours
+        differs from plain decoding.
     """
     pairs = [(label, dtype) for label in subjects for dtype in args.dtypes]
     settings = method.settings_of(args, "dtypes max_new_tokens") | {
@@ -207,7 +210,8 @@ def measure_peers(
 
 
 def in_dtype(model: Model, dtype: str) -> Model:
-    """Returns a float32 model as `load` reads it in another dtype."""
+    """Converts a float32 model to another dtype, by saving it and loading it with
+    `load(dtype=...)`."""
     if dtype == "float32":
         return model
     with tempfile.TemporaryDirectory() as folder:
@@ -252,7 +256,8 @@ def ready(subject: Subject, dtype: str, args: argparse.Namespace) -> Iterator[Re
 
 
 def _hand_over(ask: Ask, model: Model, dtype: str, threads: int, context: int) -> int:
-    """Loads a model in llama.cpp; returns the bytes of it that a pass reads."""
+    """Loads a model in llama.cpp, by way of a GGUF file. Returns the bytes of weights
+    that a pass reads."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.gguf"
         read_bytes = write_gguf(model.config, model.params, dtype, file)
@@ -316,15 +321,19 @@ def time_unit(here: Ready, text: Prompt, repeats: int) -> dict[str, Any]:
 
 
 def peer_rows(units: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a row per subject, dtype, set and arm that was measured.
+    """Summarises the measurements per subject, dtype, set of prompts and setup ("arm").
 
     Returns:
-      "subject", "dtype", "set", "arm"; the statistics of `summarise_cells`;
-      "ms_per_token" and "over_floor" (over the time in which the weights are read once,
-      at the bandwidth measured for the prompt) with their quartiles; "over_llama",
-      "over_transformers", ratios of speeds to their plain decoding, {"median", "low",
-      "high"}, None if they are left out; "equal", texts that are those of plain
-      decoding, None for other programs; "floor_ms" and "bytes_per_s", medians.
+      Rows with "subject", "dtype", "set" and "arm", the statistics of
+      `summarise_cells`, and
+
+      - "floor_ms": the time in which the weights are read once at the measured memory
+        bandwidth ("bytes_per_s"), a lower bound of plain decoding; medians;
+      - "ms_per_token", and "over_floor", its ratio to that bound, with quartiles;
+      - "over_llama", "over_transformers": speed relative to plain decoding in these
+        programs, as {"median", "low", "high"}; None if they are not measured;
+      - "equal": number of texts that are identical to our plain decoding; None for
+        other programs.
     """
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for unit, record in units.items():

@@ -1,7 +1,9 @@
-"""Prefill: tokens a second against the length of the prompt, beside transformers.
+"""Measures the throughput of prefill by prompt length, and compares it with
+transformers.
 
-Both have the same random weights and return the logits after the last token and the
-state to go on with. They take turns, and their logits are compared.
+Both programs have the same random weights, and return the logits after the last token
+and the state from which decoding continues. They run alternately, and their logits are
+compared.
 """
 
 import argparse
@@ -60,16 +62,17 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    """Measures every shape in every dtype at every length; batch 1, random token ids.
+    """Measures every shape in every dtype at every prompt length, with batch size 1 and
+    random token ids.
 
-    Units: "SHAPE/DTYPE/LENGTH".
+    The units are named "SHAPE/DTYPE/LENGTH".
 
     Returns:
-      the report; "results" are those of `reading_row`.
+      The report. Its "results" are the rows of `reading_row`.
 
     Raises:
-      ValueError: an unknown shape, or a prompt of one token.
-      RuntimeError: logits are too far apart.
+      ValueError: a shape is unknown, or a prompt has one token.
+      RuntimeError: the logits differ by more than rounding.
     """
     configs = {shape: config_of(shape) for shape in args.shapes}
     if min(args.lengths) < 2:
@@ -146,11 +149,12 @@ def time_reading(
 
 
 def our_reader(model: Model, ids: Sequence[int]) -> tuple[Read, dict[str, Any]]:
-    """Returns a call that processes a prompt, and facts about its program.
+    """Returns a function that processes a prompt as `generate` does, and properties of
+    its compiled program.
 
-    It works as a generation does: all tokens but the last in chunks, padded to a
-    bucket's length, then a pass over the last token. The facts are "compile_s" and
-    those of `compiled_bytes`.
+    All tokens except the last are prefilled in chunks, padded to the length of a
+    bucket. A pass over the last token follows. The properties are "compile_s" and the
+    memory counted by `compiled_bytes`.
     """
     padded = np.zeros((1, bucket(len(ids) - 1) + 1), np.int32)
     padded[0, : len(ids)] = ids

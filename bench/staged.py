@@ -1,8 +1,10 @@
-"""Staged speculation (Spector and Re 2023): traffic, speed, and a text by its origins.
+"""Measures staged speculation (Spector and Re 2023): memory traffic, speed, and the
+origin of each token.
 
-Arms decode with a fixed tree: the drafter alone, n-grams that guess 1, 2, .. levels for
-it, one or more tokens of each node, and n-grams alone. The first two draft the same
-tokens. With `--auto`, tree "auto" decodes too, with n-grams and without.
+The setups ("arms") decode with a fixed tree. They draft with the draft model alone;
+with n-grams that guess 1, 2, .. levels for it, with one or more guesses per node; and
+with n-grams alone. With and without guesses, the draft model drafts the same tokens.
+With `--auto`, tree "auto" is measured too, with n-grams and without.
 """
 
 import argparse
@@ -110,7 +112,8 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
 
 
 def arms_of(args: argparse.Namespace) -> list[Arm]:
-    """Returns plain decoding, the drafter alone, with n-grams, and n-grams alone."""
+    """Returns the setups: plain decoding, the draft model alone, the draft model with
+    n-grams, and n-grams alone."""
     arms = [Arm(PLAIN, None), Arm(SPECULATIVE, args.tree)]
     for ahead, width in product(args.ngram_levels, args.ngram_width):
         name = f"staged, {ahead} ahead" + (f" x {width}" if width > 1 else "")

@@ -1,7 +1,8 @@
-"""Beam-search trees decoded packed and unrolled: STree's Table 1.
+"""Compares packed and unrolled verification of beam-search trees: STree's Table 1.
 
-Both draft the same trees and accept the same tokens. Only the verification differs: one
-packed pass with one state, or a sequence and a state per leaf.
+Packed verification runs all nodes of a tree in one pass with one state. Unrolled
+verification, the baseline, makes a separate sequence with its own state for the path to
+each leaf. Both draft the same trees and accept the same tokens.
 """
 
 import argparse
@@ -153,7 +154,8 @@ def count_leaves(work: Workload, arm: Arm, text: Prompt) -> list[int]:
 
 
 def program_bytes(work: Workload, arm: Arm, text: Prompt) -> dict[str, int | None]:
-    """Returns `compiled_bytes` of the loop that decodes a text."""
+    """Returns the memory that the compiled decoding loop needs, as counted by
+    `compiled_bytes`."""
     decoding, plan = begin_arm(work, arm, [text], 0)
     steps = jnp.int32(loop.FOREVER)
     lowered = loop.advance_jit.lower(plan.spec, decoding, steps, verify=arm.verify)
@@ -162,12 +164,12 @@ def program_bytes(work: Workload, arm: Arm, text: Prompt) -> dict[str, int | Non
 
 @dataclass(frozen=True)
 class Prepared:
-    """A beam's arms.
+    """The setups that are compared for one beam.
 
     Attributes:
-      arms: by way to verify, packed first.
-      leaves: of every draft of every prompt.
-      memory: of the arms' programs.
+      arms: the setups by name of their verification, packed first.
+      leaves: the number of leaves of every draft of every prompt.
+      memory: the memory of the setups' compiled programs, see `program_bytes`.
     """
 
     arms: dict[str, Arm]
@@ -204,12 +206,12 @@ def decode_text(
     repeats: int,
     warm: set[str],
 ) -> dict[str, Any]:
-    """Decodes a prompt with every arm of a beam in turns, and returns the record.
+    """Decodes a prompt with every setup of a beam alternately, and returns the record.
 
-    An arm that runs out of memory has no "seconds".
+    The record of a setup that runs out of memory has no "seconds".
 
     Raises:
-      RuntimeError: tokens differ from plain decoding's beyond a tie.
+      RuntimeError: tokens differ from plain decoding at a place that is no tie.
     """
     calls: dict[str, Callable[[], Generation]] = {
         name: partial(decode_once, work, arm, [text], 0)

@@ -45,13 +45,15 @@ def sizes_of(*models: Any) -> list[int]:
 def widened(model: Model, factor: int) -> Model:
     """Returns a model `factor` times as wide with the same logits, up to rounding.
 
-    The residual stream is `factor` times as wide, and there are as many times the heads
-    and hidden units; those added are zeros. head_dim and d_state stay. A root mean
-    square over the wider stream is sqrt(factor) times smaller. Epsilon and the weights
-    of the norms make up for that exactly, as sqrt(factor) is a power of two.
+    The residual stream is `factor` times as wide, and the model has `factor` times as
+    many heads and hidden units. What is added is zero. head_dim and d_state stay the
+    same. The root mean square of the wider stream is sqrt(factor) times smaller. The
+    norms' epsilon and weights are scaled to compensate for that exactly, because
+    sqrt(factor) is a power of two.
 
     Args:
-      model: of Mamba2 mixers with one group, attention and MLPs, with RMSNorms.
+      model: a model of attention, MLPs and Mamba2 mixers with one group, whose norms
+        are RMSNorms.
       factor: a power of four. In int8, groups of columns stay the same if the model's
         widths are whole groups.
 
