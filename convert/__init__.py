@@ -73,7 +73,7 @@ def source_dtype(source: Source) -> np.dtype:
 
 @dataclass(frozen=True)
 class Opened:
-    """A local checkpoint of which the config and the headers have been read, but no
+    """A local checkpoint whose config and tensor headers have been read, but not its
     weights.
 
     Attributes:
@@ -206,9 +206,9 @@ class Checkpoint:
         weight format.
 
         Args:
-          row: the row.
+          row: the row of the name table that maps tensors to the parameter.
           shape: shape of the whole parameter.
-          param, parts: from `parts.cut_at`.
+          param, parts: results of `parts.cut_at`: how devices divide the parameter.
           odd: list to which the name of a tensor with NaN or infinity is appended. If
             None, tensors are not checked.
         """

@@ -106,7 +106,7 @@ class CpuKernel(Generic[P, R]):
 
     Attributes:
       definition: the original function in JAX.
-      spec: how the kernel is called.
+      spec: the arguments of the decorator, from which the kernel's call is built.
     """
 
     def __init__(self, definition: Callable[P, R], spec: KernelSpec):

@@ -1,4 +1,5 @@
-"""Prefill: computing the state of a text, as chains of tokens in chunks."""
+"""Prefill: computes the state of a text, in chunks of tokens. Each chunk is run like a
+tree that is a chain."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -53,16 +54,17 @@ def reading_chunk(config: ModelConfig, width: int) -> int:
 
 
 class Observer(NamedTuple):
-    """A fold over the text of a `prefill`, updated after each chunk of T tokens.
+    """A function that sees the target's hidden states during prefill, chunk by chunk,
+    and folds them into a value, such as a drafter's state.
 
     Attributes:
       observe: function (value, tokens [B, T] int32, hidden [B, T, d] float32, tapped,
-        length [B] int32) -> value. `tokens` are shifted by one: the tokens that follow
-        those of the chunk. `hidden` and `tapped` are the target's states from which
-        each of them is predicted. The first `length` of each row are text; the rest is
-        padding.
+        length [B] int32) -> value, called after each chunk of T tokens. `tokens` are
+        shifted by one: `tokens[b, j]` follows token j of the chunk, and is predicted
+        from `hidden[b, j]` and the residual streams in `tapped`. The first `length` of
+        each row are text; the rest is padding.
       value: the initial value, a pytree.
-      taps: layers whose residual streams are in `tapped`, see `forward_tapped`.
+      taps: indices of the layers whose residual streams are in `tapped`.
     """
 
     observe: Callable[[Any, jax.Array, jax.Array, Tapped, jax.Array], Any]

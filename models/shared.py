@@ -121,13 +121,15 @@ class SharedBlock(nn.Module):
         state: Any,
         record: Any,
     ) -> tuple[jax.Array, Any, Any]:
-        """Runs the block; see `Pass` for the contract.
+        """Runs the block on the queried nodes. Returns its output, record and state, as
+        described at `Pass`.
 
         Args:
           both: [B, Tq, 2 d], the residual stream and the embedding, concatenated.
           adapters: the calling layer's adapters.
           pass_: the forward pass.
-          state, record: those of the block's attention in the calling layer.
+          state, record: the state and record that the block's attention has in the
+            calling layer.
         """
         u = self.norm(both)
         adapter = adapters.of_attention(u)

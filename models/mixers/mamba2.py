@@ -125,7 +125,7 @@ class MambaState:
     """The state of a Mamba2 mixer.
 
     Attributes:
-      ssm: [B, H, P, N] float32.
+      ssm: [B, H, P, N] float32, the SSM state.
       conv: [B, K-1, C], the last K-1 inputs of the convolution.
     """
 
@@ -135,20 +135,21 @@ class MambaState:
     def commit(
         self, pending: "MixerPending[MambaRecord]", start: jax.Array
     ) -> "MambaState":
-        """Returns the state after an accepted path; see `mixer.MixerState`."""
+        """Replays an accepted path and returns the state after it."""
         return commit_mamba(self, pending)
 
 
 @struct.dataclass
 class MambaRecord:
-    """The inputs of the scan for T tokens, from which a path can be replayed; see
-    `pallas_kernels.scan`.
+    """The record of a Mamba2 mixer (see `models.mixer`): the inputs of the convolution
+    and of the SSM scan at the T nodes of a tree, from which any path can be replayed.
 
     Attributes:
-      x: [B, T, H, P].
+      x: [B, T, H, P]. Inputs of the scan, as are dt, a and B; `pallas_kernels.scan`
+        defines them.
       dt, a: [B, T, H] float32.
       B: [B, T, G, N].
-      xBC: [B, T, C], inputs of the convolution.
+      xBC: [B, T, C]. Inputs of the convolution.
     """
 
     x: jax.Array = leaf("record", part_axis=2)
@@ -159,7 +160,7 @@ class MambaRecord:
 
 
 def replayed(pending: MixerPending[MambaRecord]) -> Replayed:
-    """Returns a pending path in the form that the scan kernels replay."""
+    """Returns a pending path as an argument of `pallas_kernels.replay`."""
     r = pending.record
     return Replayed(r.x, r.dt, r.a, r.B, pending.path, pending.length)
 
@@ -172,7 +173,7 @@ def commit_mamba(state: MambaState, pending: MixerPending[MambaRecord]) -> Mamba
 
 
 def empty_record(c: MambaConfig, batch: int, nodes: int, dtype: Any) -> MambaRecord:
-    """Returns a record of `nodes` tokens, all zeros."""
+    """Returns a record of `nodes` nodes, all zeros."""
 
     def zeros(*shape: int, dtype: Any = dtype) -> jax.Array:
         return jnp.zeros((batch, nodes, *shape), dtype)
@@ -267,7 +268,16 @@ class Mamba2Module(nn.Module):
         state: MambaState,
         record: MambaRecord | None,
     ) -> tuple[jax.Array, MambaRecord, MambaState]:
-        """Runs the mixer on u [B, Tq, d]; see `Pass` for the contract."""
+        """Runs the mixer on the queried nodes.
+
+        Args:
+          u: [B, Tq, d] float32. Input of the queried nodes.
+          pass_, state, record: as described at `Pass`.
+
+        Returns:
+          The output [B, Tq, d] float32, the record of all nodes, and the state after
+          the pending path.
+        """
         c = self.config
         p = declare(self, mamba_params(c, u.shape[-1]), self.dtype)
         with jax.named_scope("in_proj"):

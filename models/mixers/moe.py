@@ -32,7 +32,7 @@ class MoEConfig:
     Attributes:
       num_experts, top_k: E experts, of which each token uses k.
       d_hidden: hidden width of an expert.
-      shared: config of the shared MLP. If None, there is none.
+      shared: config of the shared MLP. If None, there is no shared MLP.
       router: "softmax" over the k largest logits (Granite), or "sigmoid" of each logit,
         with a correction bias that affects only which experts are chosen (Nemotron-H).
       groups, top_groups: experts are chosen from the best `top_groups` of `groups`.
@@ -40,7 +40,7 @@ class MoEConfig:
       scale: factor of a sigmoid router's weights.
       d_latent: width of the experts' input and output, between two extra projections.
         If 0, it is d_model and there are no such projections.
-      gated, activation: of the experts, as in `MLPConfig`.
+      gated, activation: options of the experts, as in `MLPConfig`.
     """
 
     num_experts: int

@@ -182,8 +182,8 @@ def next_turn(
       fed: every token that the model has read or produced in the conversation.
 
     Returns:
-      whether the cached state stays valid, and the ids to read: the new ones if it
-      does, else those of the whole conversation.
+      True if the cached state stays valid, and the ids to process: only the new ones if
+      it does, else the ids of the whole conversation.
     """
     tokenizer = for_whole_texts(tokenizer)
     if template is None:

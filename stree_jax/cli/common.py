@@ -1,4 +1,5 @@
-"""What all commands share: messages on standard error, and examples in the help."""
+"""Functions that all commands use: messages on standard error, and examples in the
+help."""
 
 import contextlib
 import sys

@@ -97,8 +97,8 @@ class Conversation:
       past: the cached state after `fed`. If None, the tokens have to be read again.
         The next answer takes it over.
       spoken: the last reply as it was printed; its message may lack the first space.
-      answers: number of answers of this chat, earlier conversations included.
-      speed: of all these answers together.
+      answers: number of answers in this chat, including earlier conversations.
+      speed: the decoding speed of all these answers together.
     """
 
     messages: tuple[Message, ...] = ()

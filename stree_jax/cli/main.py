@@ -326,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command within this process, whose settings it leaves unchanged.
 
     Args:
-      argv: the words after `stree-jax`. If None, those of the process.
+      argv: the arguments after `stree-jax`. If None, the arguments of this process.
     """
     with printable():
         return execute(build_parser().parse_args(argv))

@@ -1,4 +1,5 @@
-"""Text in a terminal: `stree-jax generate`, and what `stree-jax chat` has of it."""
+"""The command `stree-jax generate`, and its functions that `stree-jax chat` also
+uses."""
 
 import argparse
 import json
@@ -44,18 +45,23 @@ from stree_jax.speculation.drafters.table import WITHOUT_MODEL, source_of
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PATIENCE_S = 1.0  # of silence, before a terminal is told what takes the time
+PATIENCE_S = 1.0  # seconds without output, after which a status line is printed
 
 
 def load_models(
     args: argparse.Namespace, request: Request | None = None
 ) -> tuple[Model, "Tokenizer", Options]:
-    """The target, its tokenizer, and what `generate` is told of the drafter.
+    """Loads the target and the drafter of a command.
 
     Args:
-      request: what is to be served in `args.memory`: only what decodes it is loaded.
-        If a tree, n-grams for the draft model or a custom drafter are named, nothing is
-        planned: all is loaded, and `generate` checks whether it fits.
+      args: the command's arguments.
+      request: the workload that must fit in `args.memory`. If given, the memory planner
+        chooses the drafter and tree, and only what they need is loaded. It does not
+        plan if the arguments name a tree, n-grams for the draft model or a custom
+        drafter: everything is then loaded, and `generate` checks whether it fits.
+
+    Returns:
+      The target, its tokenizer, and the options of `generate` for the drafter.
     """
     name, tree, heads = args.drafter, args.tree, None
     can_plan = args.ngrams is None and not is_custom(args.drafter or "")
@@ -82,7 +88,8 @@ def load_models(
 
 
 def planned(args: argparse.Namespace, request: Request) -> Planned:
-    """Plans what decodes the request fastest in `args.memory`, from shapes alone."""
+    """Finds the setup that decodes the request fastest within `args.memory`, without
+    loading the models."""
     found = pair_configs(args.model, args.drafter)
     dtypes = [args.dtype or found.dtype]
     return plan(
@@ -95,8 +102,7 @@ def planned(args: argparse.Namespace, request: Request) -> Planned:
 
 
 def request_of(args: argparse.Namespace, prompt: str) -> Request | None:
-    """Returns the request that `generate` plans for within --memory; None without
-    it."""
+    """Returns the workload for which memory is planned. None without --memory."""
     if args.memory is None:
         return None
     tokenizer = read_tokenizer(CheckpointFiles(resolve(args.model)))
@@ -109,7 +115,11 @@ def request_of(args: argparse.Namespace, prompt: str) -> Request | None:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling | None:
-    """The settings asked for; None is greedy."""
+    """Returns the sampling settings of the arguments. None for greedy decoding.
+
+    Raises:
+      ValueError: an option of sampling is given without --temperature.
+    """
     names = ("top_k", "top_p", "min_p", "seed")
     given = {name: v for name in names if (v := getattr(args, name)) is not None}
     if args.temperature == 0 and (given or args.rule):
@@ -127,7 +137,8 @@ def sampling_of(args: argparse.Namespace) -> Sampling | None:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """Returns the options of plain decoding; a drafter and a tree replace its own."""
+    """Returns the options of `generate` for plain decoding. Callers add a drafter and a
+    tree."""
     return Options(
         drafter=None,
         max_new_tokens=args.max_new_tokens,
@@ -139,7 +150,11 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def check_text(source: str, text: str) -> str:
-    """Refuse what was not UTF-8; Python reads such bytes as lone surrogates."""
+    """Returns the text if it was UTF-8.
+
+    Raises:
+      ValueError: it was not. Python represents such bytes as lone surrogates.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -159,10 +174,10 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def read_stdin(line: bool = False) -> str:
-    """Reads standard input to its end, or one line of it; "" where it has ended.
+    """Reads standard input to its end, or one line of it. Returns "" at its end.
 
     Raises:
-      ValueError: it is closed, not UTF-8, or more than a prompt can have.
+      ValueError: standard input is closed, not UTF-8, or longer than `MOST_TEXT`.
     """
     if sys.stdin is None:
         raise ValueError("standard input: it is closed; nothing can be read from it")
@@ -182,8 +197,8 @@ def read_stdin(line: bool = False) -> str:
 
 @contextmanager
 def waiting_for_input(what: str) -> Iterator[None]:
-    """Prints a line on standard error if input is awaited: at once if it is typed in a
-    terminal, else after a second without the end of the input."""
+    """Prints a line on standard error while the program waits for input: at once if the
+    input is typed in a terminal, else after `PATIENCE_S` seconds."""
     line = f"stree-jax: {what}"
     if sys.stdin is None or sys.stdin.isatty():
         if sys.stdin is not None:
@@ -201,7 +216,8 @@ def waiting_for_input(what: str) -> Iterator[None]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """If it takes long, say so on stderr, until it is over; only to a terminal."""
+    """Shows a status line on standard error if the block takes longer than `PATIENCE_S`
+    seconds, and removes it at the end. Does so only in a terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield
         return
@@ -369,7 +385,7 @@ def figures(
     Args:
       target: the target model.
       result: the generation.
-      before: as of `tokens_per_s`.
+      before: an earlier item, as in `tokens_per_s`.
     """
     samples = [
         {
@@ -447,7 +463,7 @@ BRACKETS = {
 
 
 def coloured(stream: Any) -> bool:
-    """True for a terminal that shows colours, unless NO_COLOR is set."""
+    """True if a stream is a terminal that shows colours, and NO_COLOR is not set."""
     dumb = os.environ.get("TERM") == "dumb"
     return stream.isatty() and not dumb and not os.environ.get("NO_COLOR")
 

@@ -392,8 +392,10 @@ def choice_margin(
     one, or a filter could keep a dropped token with a larger score.
 
     Args:
-      scores: [B, V] float32, with noise. Only their differences matter.
-      edges: of [B, 1, V], before the noise [B, V] was added.
+      scores: [B, V] float32. Scores of the tokens, including the sampling noise. Only
+        their differences matter.
+      edges: the edges of the filters, computed from scores [B, 1, V] without noise.
+      noise: [B, V] float32. The sampling noise.
       token: [B] int32. The argmax of the scores.
 
     Returns:

@@ -369,7 +369,7 @@ class Batch:
         """Prefills a prompt and returns a batch of one row with the sizes of this one.
 
         Args:
-          request: has the prompt.
+          request: the request with the prompt.
           past: cached states after a prefix of the prompt, or None.
         """
         width = next(w for w in self._layout.widths if len(request.ids) <= w)

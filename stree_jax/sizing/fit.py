@@ -97,8 +97,9 @@ def fastest(
     """Finds the first request that fits, and its fastest candidates that fit.
 
     Args:
-      requests: at least one, in order of preference.
-      limit: bytes.
+      task: knows the candidates of a request, and the memory that each needs.
+      requests: one or more requests, in order of preference.
+      limit: the memory limit in bytes.
       count: the maximum number of candidates to return.
 
     Returns:

@@ -116,12 +116,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planned:
-    """The choices that fit.
+    """The result of `plan`: the setups that fit in a memory limit.
 
     Attributes:
       request: the workload.
       limit: the memory limit in bytes.
-      choices: at least one, in order of expected speed.
+      choices: one or more setups, the one that is expected to be fastest first.
     """
 
     request: Request
@@ -133,7 +133,8 @@ class Planned:
         return self.choices[0]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns everything as values that JSON can hold."""
+        """Returns the limit, the workload and all setups, in types that JSON can
+        represent."""
 
         def one(choice: Choice) -> dict[str, Any]:
             names = ["drafter", "heads", "tree", "dtype", "tau", "step_s", "measured"]

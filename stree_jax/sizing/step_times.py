@@ -316,7 +316,7 @@ def _ways(spec: Spec) -> list[Way]:
 
 
 def measured(spec: Spec, decoding: Decoding) -> Measured:
-    """Measures each kind of step in turns, on copies of `decoding`."""
+    """Measures the time of each kind of step, alternately, on copies of a batch."""
     log.info("measuring steps of this model on this machine (once)")
     ways, began = _ways(spec), time.perf_counter()
     seconds: dict[Way, list[float]] = {way: [] for way in ways}

@@ -1,10 +1,10 @@
-"""What the passes of a step hold besides their arguments, predicted from shapes.
+"""Predicts, from shapes, the temporary memory of the forward passes of a step.
 
-The terms are what XLA:CPU of jax 0.10.2 was seen to do (`--xla_dump_to`, the buffer
-assignment of `loop.advance`); docs/explanation/memory.md says how far off they are. The
-parts of a step use the same memory one after another: the largest counts. Other
-platforms fuse otherwise: there the terms are a guess, and `memory.compiled_bytes` is
-what counts.
+The formulas describe what XLA:CPU of jax 0.10.2 allocates, as observed with
+`--xla_dump_to` in the buffer assignment of `loop.advance`. docs/explanation/memory.md
+has their errors. The parts of a step reuse the same memory one after another, so only
+the largest counts. Other platforms fuse operations differently; there the formulas are
+a guess, and `memory.compiled_bytes` gives the true number.
 
 Letters: B rows, T nodes, M depth of the tree, V tokens of the vocabulary, H, P, N as in
 `pallas_kernels.scan`, Hq, Hk, hd as in `models`.

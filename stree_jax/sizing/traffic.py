@@ -66,9 +66,10 @@ def traffic_of(
     """Returns the traffic of each stage of a generation; the target comes first.
 
     Args:
+      spec: the configuration of the decoder.
       state: the target's state; only its size matters.
-      reads: reads of the drafter, with numbers of passes on the host.
-      calls: target passes.
+      reads: the result of `Drafter.reads`, copied to the host.
+      calls: number of target passes.
     """
     stages = [of_passes("target", spec.target, state, calls, calls)]
     for one in reads:

@@ -60,10 +60,11 @@ class Acceptance:
     Attributes:
       unbiased: drafting methods under which the method keeps its `promise`, the default
         first.
-      promise: what sampled output has in common with plain decoding: the same "tokens"
-        (with equal seeds), the same "distribution", or "nothing".
-      needs_q: True if it needs the probabilities with which draft tokens were drawn.
-      uses_up: True if a rejected token is removed from q (draws without replacement).
+      promise: the property that sampled output shares with plain decoding: the same
+        "tokens" (with equal seeds), the same "distribution", or "nothing".
+      needs_q: True if it needs q, the probabilities with which draft tokens were drawn.
+      uses_up: True if a rejected token is removed from q before the next sibling is
+        tested, because siblings were drawn without replacement.
       chains_only: True if it supports only one draft token per position.
     """
 

@@ -52,11 +52,12 @@ def _count_before(same: jax.Array) -> jax.Array:
 
 
 def tree_layout(tree: Topology, parents: jax.Array) -> Layout:
-    """Returns the layout of trees.
+    """Computes depths, paths and children of trees from the parents of their nodes.
 
     Args:
-      tree: has the depth and the maximum number of children of the trees.
-      parents: [B, T] int32.
+      tree: the shape of the trees; its depth and maximum number of children set the
+        sizes of the arrays.
+      parents: [B, T] int32. Parent of each node, see `models.nodes`.
     """
     tables = _layout_tables(parents, M=tree.depth, C=max(tree.children, 1))
     return Layout(parents, *tables)

@@ -1,8 +1,11 @@
-"""The drafter of tree "auto": one pool of candidates from prompt lookup and a drafter.
+"""The drafter of tree "auto": one pool of candidates from prompt lookup and another
+drafter, the searcher.
 
-It drafts before the tree's size is known. `AdaptivePolicy.choose` calls it to look up
-continuations and, if that is faster, to search levels with another drafter. `propose`
-returns the best candidates, as many as the policy chose.
+Candidates are collected before the size of the tree is chosen. `AdaptivePolicy.choose`
+first calls `look`, which finds continuations by prompt lookup. If that is expected to
+be faster, it also calls `add_levels`, in which the searcher (such as a draft model)
+adds candidates level by level. It then chooses the size of the tree, and `propose`
+returns the best candidates for it.
 
 Letters: B rows, W nodes of a level, M maximum number of levels.
 """
@@ -49,11 +52,11 @@ class Looking:
     """The state of an `AdaptiveDrafter`.
 
     Attributes:
-      history: the text.
+      history: the text so far, in which prompt lookup searches.
       searching: the searcher's state. None if only prompt lookup drafts.
-      passes: [B] int32. The searcher's forward passes since the prompts were read.
-      guessing: [B] int32. Those of the passes that also read guesses of n-grams.
-      draft: the largest tree, whose first nodes are the next tree.
+      passes: [B] int32. Number of the searcher's forward passes since prefill.
+      guessing: [B] int32. Number of these passes that also read guesses of n-grams.
+      draft: the best candidates as the largest tree. The next tree is its first nodes.
     """
 
     history: History
@@ -63,7 +66,8 @@ class Looking:
     draft: Draft
 
     def kept(self) -> DraftState:
-        """Returns the searcher's state; a continuation is given the text anyway."""
+        """Returns the part of the state that a continuation needs: only the searcher's
+        state, because the call passes the text again."""
         return self.searching
 
 
@@ -74,7 +78,8 @@ class AdaptiveDrafter(DrafterBase):
     Attributes:
       searcher: the other drafter, or None.
       width, depth: W and M, the sizes of the searcher's levels.
-      largest: the largest tree. Continuations from prompt lookup have its depth.
+      largest: the largest tree. Continuations from prompt lookup are as long as it is
+        deep.
     """
 
     searcher: Searcher | None
@@ -132,8 +137,8 @@ class AdaptiveDrafter(DrafterBase):
         return self.searcher.unread(state.searching, length)
 
     def look(self, state: Looking, probability: jax.Array) -> Pool:
-        """Returns candidates from prompt lookup, followed by space for the searcher's
-        candidates.
+        """Returns a pool with candidates from prompt lookup, and space for the
+        searcher's candidates at its end.
 
         Args:
           state: the drafter's state.
@@ -161,11 +166,12 @@ class AdaptiveDrafter(DrafterBase):
           root, dist, rule: see `Drafter.propose`.
           probability: [Z] float32. Acceptance probability of nodes by kind.
           worth: decides whether another level is worth its time.
-          least: see `best_first`.
+          least: [] float32. Nodes of at most this value get no children, except the
+            best node of each level.
 
         Returns:
-          The state; the pool; the number of passes [] int32 for the levels, including
-          the pass that read the root; and the values of the levels' nodes [B, M, W].
+          The state; the pool; the number of forward passes [] int32, including the one
+          that read the root; and the values [B, M, W] float32 of all nodes, by level.
         """
         assert self.searcher is not None
         size, spare = (self.width, self.depth), self.largest.depth + 1

@@ -130,11 +130,11 @@ class Learnt:
     marked "decayed" are multiplied by `FADE` before each addition.
 
     Attributes:
-      counts: how often nodes of each kind were accepted.
+      counts: for each kind of node (see `pool`), how often such nodes were accepted.
       gain, seconds: [] float32. Predicted tokens and seconds of steps that used the
         draft model, without candidates from prompt lookup; decayed.
-      observed_gain, observed_seconds: [] float32. The same as observed: the target's
-        tokens and the accepted tokens of the draft model; decayed.
+      observed_gain, observed_seconds: [] float32. Observed tokens (those of the target,
+        and accepted ones of the draft model) and seconds of the same steps; decayed.
       step_seconds: [] float32. Seconds of the chosen step if it uses the draft model,
         else 0.
       growth: [] float32. Value of a level of the draft model, relative to the level

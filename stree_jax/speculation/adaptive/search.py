@@ -45,15 +45,16 @@ class Query(NamedTuple):
 
 
 class Search(NamedTuple):
-    """A search below the roots, before its first level; see `best_first`.
+    """A search for candidates that has read the root, but has no level yet.
+    `best_first` runs it.
 
     Attributes:
       at_root: [B, 1, >= V] float32. Logits after the root.
       guesser: computes the logits after the nodes of a level.
       start: result of `nothing_grown`, with the guesser's `records`.
       go_on: (grown) -> [] bool, whether another level is worth its time.
-      passes: [] int32. Forward passes that gave `at_root`.
-      passes_by_level: True if every further level takes a pass.
+      passes: [] int32. Number of forward passes that it took to compute `at_root`.
+      passes_by_level: True if every level after the first takes a forward pass.
     """
 
     at_root: jax.Array
@@ -105,14 +106,15 @@ class Searcher(DrafterBase):
         Args:
           state: the drafter's state.
           passes: [B] int32. Passes of all searches and updates.
-          guessing: [B] int32. Those of the passes that also read guesses of n-grams.
+          guessing: [B] int32. Number of these passes that also read guesses of n-grams.
           size: W and M.
         """
         return []
 
 
 def any_level(query: Query) -> Callable[[Grown], jax.Array]:
-    """Returns the `go_on` of a search in which each level takes a pass."""
+    """Returns the function `Search.go_on` for searches in which each level takes a
+    forward pass."""
 
     def go_on(grown: Grown) -> jax.Array:
         return query.worth(grown.levels, grown.frontier.value)

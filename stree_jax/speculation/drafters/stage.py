@@ -111,7 +111,7 @@ class Stage(Drafter, Protocol):
     def begin(
         self, state: DraftState, draft: Draft, task: Task, ahead: int
     ) -> tuple[Draft, Opened]:
-        """Fills the levels 1 .. `ahead` of a draft of which only the root is known.
+        """Fills the levels 1 .. `ahead` of a draft that has only a root so far.
 
         Args:
           state: the stage's state after the text.
@@ -154,8 +154,18 @@ class Several(Stage, Protocol):
     def others(
         self, opened: Opened, draft: Draft, nodes: jax.Array, task: Task, count: int
     ) -> jax.Array:
-        """Returns the likeliest other tokens [B, Q, count] int32 for nodes [Q] (T for
-        padding), except those of the draft."""
+        """Returns further guesses for nodes that already have one.
+
+        Args:
+          opened: the stage's state.
+          draft: the tree, with the first guesses.
+          nodes: [Q] int32. The nodes; T for padding.
+          task: the task of filling the tree.
+          count: number of further guesses per node.
+
+        Returns:
+          The likeliest tokens [B, Q, count] int32, without the token in `draft`.
+        """
         ...
 
 

@@ -85,7 +85,7 @@ class StagedState:
     """The state of a `Staged` drafter.
 
     Attributes:
-      reading: how much of the text the draft model has read.
+      reading: the draft model's state, and the part of the text that it has not read.
       inner: the guesser's state, or None without a guesser.
     """
 
@@ -98,7 +98,7 @@ class Open:
     """The state of a `Staged` drafter while it fills a tree.
 
     Attributes:
-      before: the `Reading` before the tree.
+      before: what the draft model had read before this tree.
       state: the draft model's state after the root.
       records: the draft model's records of the N slots; valid for slots that were read.
       read: [B, N] int32. The token that was read in each slot, or `NOT_READ`.
@@ -219,7 +219,8 @@ class Staged(DrafterBase):
         its last token.
 
         Args:
-          reading: how much of the text was read.
+          reading: the draft model's state, and the part of the text that it has not
+            read.
           inner: the guesser's state.
           draft: the tree, with guesses.
           task: the task of filling the tree.
@@ -369,11 +370,13 @@ class Staged(DrafterBase):
 
 
 def _text_and_tree(reading: Reading, parents: jax.Array, conv_taps: int) -> Nodes:
-    """Returns the nodes of the unread text [U] (a chain), followed by the slots of a
-    tree, without its root, below the last token.
+    """Returns the topology of a pass over the unread text and a tree.
+
+    The first U nodes are the unread text, a chain whose last token is the tree's root.
+    The slots of the tree without its root follow.
 
     Args:
-      reading: has the unread text.
+      reading: the draft model's state, and the unread text.
       parents: [B, N] int32. Parents of the slots; -1 for the root.
       conv_taps: number of taps of the model's convolutions.
     """
