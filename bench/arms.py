@@ -211,7 +211,8 @@ def decode_once(
     spec = plan.spec
     if isinstance(spec.policy, AdaptivePolicy):
         spec = step_times.timed(spec, decoding)
-        plan = replace(plan, spec=spec)  # it says whether n-grams guess
+        # `summarise` reads from the spec whether n-grams guess for the draft model.
+        plan = replace(plan, spec=spec)
     decoding = loop.advance_jit(
         spec, decoding, jnp.int32(loop.FOREVER), verify=arm.verify
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Rows = list[dict[str, Any]]
 
-DTYPE = "bfloat16"  # of published shapes
+DTYPE = "bfloat16"  # dtype of the published models' weights
 DRAFTERS = {"mamba2-2.7b": "mamba2-130m"}  # other shapes have Medusa heads
 HEADS = 4
 NEW_TOKENS = 128

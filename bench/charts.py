@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which most colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
-DARK = ("#0072B2", "#000000")  # of those, the ones on which black letters are lost
+DARK = ("#0072B2", "#000000")  # colours on which black letters cannot be read
 MARKERS = "osD^vPX"
 GUIDE: dict[str, Any] = {"color": "0.25", "linewidth": 1, "linestyle": "--"}
 LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False}

@@ -115,7 +115,7 @@ def plans(
         limit = weights + int(share * (ample.memory.promised - weights))
         try:
             budgets[share] = limit, ask(limit)
-        except ValueError as error:  # of the planner: nothing fits
+        except ValueError as error:  # the planner found nothing that fits
             budgets[share] = limit, str(error)
     return Talk(target, heads, turns, request, ample, budgets)
 

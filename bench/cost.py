@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 NAME, REPEATS = "cost", 5
 ARMS = ["chain:1", "chain:2", "chain:3", "chain:4", "A", "E"]
 OPTIMAL = (3, 4, 6, 8, 12, 16)  # nodes of the trees that are best for the acceptance
-DEPTH, WIDTH = 6, 4  # of the acceptance table
+DEPTH, WIDTH = 6, 4  # depths and ranks in the table of acceptance rates
 PASSES = 16  # in a call: a pass of a small model takes less than its dispatch
 
 

@@ -219,7 +219,7 @@ def _among(line: str) -> int:
     if counted:
         return int(counted[1])
     named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line)
-    if named:  # from jax 0.11 on
+    if named:  # the format of jax 0.11 and later
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
     return jax.device_count()

@@ -42,7 +42,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.param_table import param_at
 
-KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # by dtype of ours
+KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # our dtype -> GGUF's
 BLOCK = 32  # numbers that share a scale in Q8_0
 CONTEXT = 1 << 20  # context length in the file's metadata; the benchmarks stay below it
 

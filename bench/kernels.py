@@ -252,8 +252,8 @@ def _looped(function: Callable[..., Any], loops: int) -> Callable[..., jax.Array
     def run(first: jax.Array, *rest: jax.Array) -> jax.Array:
         def again(_: jax.Array, carry: tuple) -> tuple:
             first, total = carry
-            # Behind the barrier all arguments are new, so that nothing is computed
-            # before the loop instead of in every call, as in a model.
+            # Without the barrier XLA would compute what depends only on `rest` once,
+            # before the loop. In a model it is computed in every call.
             first, y = function(*lax.optimization_barrier((first, *rest)))
             return first, total + y.sum()  # or XLA would not compute y
 

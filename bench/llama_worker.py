@@ -17,7 +17,7 @@ import llama_cpp
 import numpy as np
 
 F32 = 0  # ggml's number of a dtype
-OFF = 0  # of its flash attention
+OFF = 0  # llama.cpp's value for flash attention that is switched off
 BATCH = 512  # tokens of a prompt that are read at a time
 
 
@@ -124,7 +124,7 @@ class Session:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what llama.cpp prints goes elsewhere
+    os.dup2(2, 1)  # llama.cpp prints to stdout, which is reserved for our answers
     session = Session()
     for line in sys.stdin:
         order = json.loads(line)

@@ -82,7 +82,7 @@ def machine_line(report: dict[str, Any]) -> str:
     if "cpu_kernels" in m and m["backend"] == "cpu":
         line += f"CPU kernels: {m['cpu_kernels']}, "
     line += f"{report['dtype']}, "
-    if sizes is not None:  # of one pair
+    if sizes is not None:  # the report is about a single pair of models
         line += f"{' + '.join(f'{n / 1e6:.1f}' for n in sizes)} M parameters, "
     line += f"commit {m['commit']}"
     return line if report["complete"] else line + "; stopped before the end"
@@ -184,7 +184,7 @@ def measure(
       ValueError: `<json>.part` was made with other settings or on another machine.
     """
     head = {**settings, "repeats": run.repeats, "machine": machine()}
-    head = json.loads(json.dumps(head))  # as it is read back
+    head = json.loads(json.dumps(head))  # the same types as when it is read from a file
     clock, records = Clock(run.minutes), dict[str, Any]()
     part = None if run.json is None else run.json.with_name(run.json.name + ".part")
     if part is not None:
@@ -266,7 +266,7 @@ def _read_part(part: Path, head: dict[str, Any]) -> dict[str, Any]:
                 "to another place"
             )
     records = {}
-    for line in lines[1:-1]:  # what follows the last newline was cut off
+    for line in lines[1:-1]:  # after the last newline there may be an incomplete record
         name, record = json.loads(line)
         records[name] = record
     part.write_text("\n".join(lines[:-1]) + "\n")

@@ -138,7 +138,7 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
         subjects[shape] = Subject(model, model, (plain,), {"random": ids})
     if args.prompts:
         target, drafter = load_pair(args.model, args.drafter, args.dtype)
-        if not isinstance(drafter, Model):  # then no tree has a drafter
+        if not isinstance(drafter, Model):  # measure only prompt lookup
             drafter = target
             arms = [arm for arm in arms if arm.drafting == LOOKUP]
         ours = (plain, *(arm for arm in arms if arm != plain))

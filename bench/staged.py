@@ -231,7 +231,9 @@ def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
         if row["arm"].startswith("staged"):
             ahead, width = report["guesses"][row["arm"]]
             expected = passes / calls
-            if tree.inner == 1:  # by the n-grams' rates, and not by this run
+            # For chains, predict the passes from the n-grams' hit rates instead of
+            # using the number that was measured.
+            if tree.inner == 1:
                 expected = staged_passes(tree.depth, report["rates"], ahead, width)
                 more["passes_predicted"] = expected
             more["predicted"] = staged_gain(

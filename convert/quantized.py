@@ -298,6 +298,10 @@ def _modules(fields: ConfigFields, *names: str) -> Modules:
 
     Names with the wildcards *, ? or [] become patterns, which are matched when
     `Modules` looks up a module; they are not expanded here.
+
+    Args:
+      fields: the quantization config.
+      *names: names of the field in different versions of the format.
     """
     values = _strings(fields, *names)
     wild = {value for value in values if any(c in value for c in "*?[")}

@@ -48,8 +48,8 @@ FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that tensorstore does not interpret
 WRITE_BYTES = 2**27  # bytes that orbax writes at the same time, at least
 CHUNK_BYTES = 2**26  # chunk size of parameters; a part of one is read in whole chunks
-# A save needs free disk space of OVERHEAD times the bytes of the weights, and
-# SPACE_MARGIN bytes for the config and the tokenizer.
+# A save needs free disk space of OVERHEAD times the bytes of the weights (1 % for the
+# index of the array store) and SPACE_MARGIN bytes (for the config and the tokenizer).
 OVERHEAD, SPACE_MARGIN = 1.01, 2**26
 SOURCE_CONFIG = "source_config.json"  # config of the converted checkpoint, for exports
 HASHED = "tokenizer.json"  # file with a checksum besides params/; others may be edited
@@ -450,7 +450,7 @@ def _check_files(checkpoint: CheckpointFiles, hashed: bool = True) -> None:
 def _size(config: Path, file: Path, entry: Any) -> int:
     """Returns the size in an entry of config.json, as made by `_entries`."""
     known = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
-    if not known or type(entry["bytes"]) is not int:  # nor a bool
+    if not known or type(entry["bytes"]) is not int:  # True and False are not allowed
         raise CheckpointError(f"{config}: entry of {file.name}: want bytes and sha256")
     return entry["bytes"]
 

@@ -51,7 +51,7 @@ class Param(NamedTuple):
     quantizable: bool = False
 
 
-Table = dict[str, Any]  # by name: a `Param`, or the `Table` of a submodule
+Table = dict[str, Any]  # name -> a `Param`, or the `Table` of a submodule
 
 
 def conv_init(count: int) -> Init:

@@ -169,7 +169,7 @@ def _native_attention(*args: Any) -> jax.Array:
 def _attention_arrays(q: jax.Array, *rest: jax.Array, scale: float) -> tuple[Any, ...]:
     """Converts the arrays to the kernel's dtypes; 16-bit floats become uint16."""
     *numbers, length, mask = rest
-    dtype = numbers[2].dtype  # of the caches
+    dtype = numbers[2].dtype  # dtype of the KV caches
     bits = (attention.as_bits(z.astype(dtype)) for z in numbers)
     return q.astype(jnp.float32), *bits, length, mask
 

@@ -158,7 +158,7 @@ def step_scan(inputs: ScanInputs, h0: jax.Array) -> jax.Array:
     heads = x.shape[2] // B.shape[2]
 
     def step(h: jax.Array, inputs: tuple) -> tuple[jax.Array, jax.Array]:
-        x, dt, a, B, C = (z.astype(jnp.float32) for z in inputs)  # of one token
+        x, dt, a, B, C = (z.astype(jnp.float32) for z in inputs)  # inputs of one token
         B, C = (jnp.repeat(z, heads, axis=1)[:, :, None] for z in (B, C))
         h = jnp.exp(a)[..., None, None] * h + (dt[..., None] * x)[..., None] * B
         return h, (h * C).sum(axis=-1)

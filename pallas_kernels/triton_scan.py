@@ -264,7 +264,7 @@ def _specs(past: Replayed | None, tree: _Tree, head: int) -> tuple[Any, _Tree]:
     inputs: ScanInputs = tree.inputs
     heads_per_group = inputs.x.shape[2] // inputs.B.shape[2]
 
-    def sequence(z: jax.Array) -> Any:  # all of one sequence
+    def sequence(z: jax.Array) -> Any:  # a block that holds a whole sequence
         rest = (0,) * (z.ndim - 1)
         return pl.BlockSpec((None, *z.shape[1:]), lambda b, h, p: (b, *rest))
 

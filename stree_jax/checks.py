@@ -20,7 +20,7 @@ R = TypeVar("R")
 DEFAULT_NEW_TOKENS = 128  # tokens of a result if `max_new_tokens` is not given
 MOST_SHOWN = 80  # characters of a wrong value that a message repeats
 MOST_SUGGESTED = 40  # characters of a value that a suggested argument repeats
-MIN_SIMILARITY = 0.6  # of a misspelt name to the one that is suggested (difflib)
+MIN_SIMILARITY = 0.6  # difflib ratio of a misspelt name and the one that is suggested
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ MODEL, DRAFTING, SAMPLING, STOPPING = "Model", "Drafting", "Sampling", "Stopping
 OUTPUT, DEVICES = "Output", "Memory and devices"
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
-MIN_SIMILARITY = 0.6  # of two names, before one is suggested for the other
+MIN_SIMILARITY = 0.6  # difflib ratio of a misspelt name and the one that is suggested
 # Earlier names of options.
 RENAMED = {
     "--ahead": "--ngram-levels",

@@ -27,7 +27,7 @@ from stree_jax.speculation.specs import AUTO
 from stree_jax.speculation.tree import DEEPEST
 
 DEMO, NO_DRAFTER = "demo", "none"
-MAX_NGRAM_WIDTH = 16  # of `Staged`
+MAX_NGRAM_WIDTH = 16  # maximum guesses per node of a `Staged` drafter
 
 
 def drafter_name(

@@ -70,7 +70,7 @@ KINDS: dict[str, str] = {
     "hybrid": HYBRID,
 }
 IDS = "hybrid_layer_ids"
-NORM_EPS = 1e-5  # of the Mamba2 mixers, independent of rms_norm_eps
+NORM_EPS = 1e-5  # epsilon of the Mamba2 mixers' norms; rms_norm_eps is for all others
 ACTIVATIONS = ("gelu", "silu")
 
 

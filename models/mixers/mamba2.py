@@ -412,8 +412,7 @@ def mixer_kernel(
         `memory` then has the records of its earlier nodes, and `tree.rows` are the
         nodes of this pass.
       replays: True if there is a pending path. If False, the state stays the same and
-      is
-        not returned.
+        is not returned.
       has_padding: True if nodes that are not their own ancestors in `tree.mask` are
         padding.
 

@@ -43,7 +43,7 @@ TASK = (
 )
 CODE = "from functools import wraps\n\n\ndef cached(function):\n"
 SAMPLING = Sampling(temperature=0.8, seed=1)
-MAX_LINES = 10  # of an output that are printed, so that the demo fits on a screen
+MAX_LINES = 10  # printed lines of an output, so that the demo fits on a screen
 WIDTH = 80  # characters of a line of a prompt
 
 

@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_SECONDS = 5.0
-MAX_CHARACTERS = 1 << 24  # of a conversation, and of the result of an operator
+MAX_CHARACTERS = 1 << 24  # length limit of a conversation, and of an operator's result
 BITS_WEIGHT = 1 << 8  # characters that one bit of a power counts as
 TICK, CONCAT = "_stree_tick", "_stree_concat"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-UNFINISHED = "\ufffd"  # what the bytes of an incomplete character decode to
+UNFINISHED = "\ufffd"  # decoders give this character for an incomplete one
 
 # Tokens of the prompt that are decoded again with every piece of the text. Decoders
 # need the previous token (CTC) or the bytes of a character (4 byte tokens); the rest

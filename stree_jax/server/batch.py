@@ -246,7 +246,7 @@ class Batch:
         self.prefixes = Prefixes(sizes.prefixes)
         self._layout = Layout.of(model.config, spec, sizes)
         spec = refilled(spec)
-        self._specs = {False: spec, True: spec}  # by whether any row is sampled
+        self._specs = {False: spec, True: spec}  # key: True if any row is sampled
         self._stops = jnp.asarray(stop_token_table(model, None, 1))
         self._key = key_of(0)  # the default key of `sampling_rows`
         self._decoding: Decoding | None = None

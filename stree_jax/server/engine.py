@@ -123,7 +123,8 @@ class Engine:
         self.counts = Counts()
         self.dead: str | None = None
         self._waiting: deque[Job] = deque()
-        self._held: dict[int, Job] = {}  # by row; used by the engine's thread only
+        # The running jobs by batch row; only the engine's thread uses it.
+        self._held: dict[int, Job] = {}
         self._wake = threading.Condition()
         self.closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -27,7 +27,9 @@ from stree_jax.speculation.tree import Auto, Tree, chain, resolve_tree
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of nodes of the fixed trees
 AUTOS = ("auto", "auto:1,4,8", "auto:1,4")
-EXTRA_NODE = 0.03  # of a pass, for each further node; assumed, as in tree "auto"
+# Time of each further node, relative to a pass over one node. Assumed, not measured;
+# tree "auto" assumes the same.
+EXTRA_NODE = 0.03
 BANDWIDTH = 25e9  # bytes per second; assumed. It does not affect the order.
 
 

@@ -375,7 +375,7 @@ def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
         min_new_tokens=None if asked.min_new_tokens is None else jnp.asarray(endless),
         stop_tokens=jnp.asarray(np.full(asked.stop_tokens.shape, -1, np.int32)),
     )
-    if way == PLAINLY:  # as the policy does it, in runs of plain steps
+    if way == PLAINLY:  # like the policy, take many plain steps without choosing again
         policy = replace(copy.policy, rest=jnp.int32(ENDLESS))
         return replace(copy, requests=requests, policy=policy, choice=jnp.int32(0))
     policy = replace(copy.policy, force=forced(*way))

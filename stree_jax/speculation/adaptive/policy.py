@@ -44,7 +44,7 @@ FADE = 0.9  # decay per step of the statistics of steps with the draft model
 START_MODEL_MARGIN = 1.03  # start to use the draft model
 KEEP_MODEL_MARGIN = 1.0  # continue to use it
 DRAFT_MARGIN = 1.05  # draft instead of a plain step
-BATCH_DRAFT_MARGIN = 1.15  # the same, if rows have different trees
+BATCH_DRAFT_MARGIN = 1.15  # like DRAFT_MARGIN, if rows have different trees
 
 # Trials of the draft model, in steps.
 TRIALS = 12  # at the beginning
@@ -52,14 +52,16 @@ MIN_TRIALS = 6  # enough if the rate is below `HOPELESS_RATIO` of the rate witho
 HOPELESS_RATIO = 0.9
 FIRST_WAIT, LONGEST_WAIT = 48, 256  # between later trials
 
-# For greedy and sampled decoding.
+# In the following pairs, the first value is for greedy decoding and the second one for
+# sampling.
 USUAL_ACCEPTANCE = 0.8, 0.7  # acceptance rate of a good draft model
 # Minimum speedup with that acceptance rate for a draft model to be tried at first.
 MIN_USUAL_SPEEDUP = 1.1
 # A draft model is tried again only if at least this number of tokens remains for each
 # token that it must read first. Sampled text seldom begins to repeat itself.
 MIN_TOKENS_PER_UNREAD = 1, 2
-MAX_REST = 3, 15  # plain steps without a search for candidates, if there were none
+# After a search that found no candidates, at most so many plain steps without a search.
+MAX_REST = 3, 15
 BATCH_MAX_REST = 7  # at least this number if rows of a batch have different trees
 
 # Weights of rows. A row that finishes a number of steps before the last row has the
