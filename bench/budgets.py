@@ -237,12 +237,15 @@ def draw_longest(found: Mapping[str, Rows], report: dict[str, Any]) -> "Figure":
 
 
 def ratios(subject: Subject, sizes: Sequence[int]) -> Rows:
-    """Compares caches with a fixed share of the memory with the planner.
+    """Compares KV caches with a fixed share of the memory, as in SpecMemo, with our
+    planner.
 
     Returns:
-      a row a ratio: the queries of `QUERY` tokens that the caches hold; "fixed", the
-      tree that fits beside them with the model; "planned", the planner's choice for the
-      same queries in the same memory; and the most queries that it can serve.
+      A row for each ratio of caches to the rest. "queries": the number of queries of
+      `QUERY` tokens for which these caches have space. "fixed": the largest tree that
+      fits in the rest of the memory together with the model. "planned": the planner's
+      choice for the same queries in the same memory. "most_queries": the maximum number
+      of queries for which the planner finds a choice.
     """
     each = QUERY * cache_row_bytes(subject.target)
     if not each:

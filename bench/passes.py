@@ -1,4 +1,8 @@
-"""Compiled passes of a model over a binary tree, packed and unrolled."""
+"""Compiles and times forward passes of a model over a binary tree, packed and unrolled.
+
+A packed pass runs all nodes with one state. An unrolled pass runs a separate sequence
+with its own state for the path to each leaf.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -40,10 +44,11 @@ class Case:
     """A binary tree of `nodes` nodes, filled level by level, and how it is verified.
 
     Attributes:
-      nodes: T; 2^L - 1 is the full tree of L levels, the root's included.
-      scan: "packed", or unrolled with that scan.
-      context: committed tokens, which attention layers read in every pass.
-      capacity: rows of the attention caches, if more than the passes need.
+      nodes: T. With 2^L - 1 nodes the tree is full and has L levels, with the root's.
+      scan: "packed", or the scan of an unrolled pass.
+      context: number of tokens before the tree, which attention layers read in every
+        pass.
+      capacity: rows of the KV caches, if more than the passes need.
     """
 
     nodes: int
@@ -53,7 +58,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Rows of the caches: for the context and a path behind it."""
+        """Rows of the KV caches, with space for the context and a path of the tree."""
         return max(self.capacity, self.context + self.tree.depth + 2)
 
     @property

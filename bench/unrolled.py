@@ -144,7 +144,8 @@ def _draft_leaves(spec: Spec, d: Decoding) -> jax.Array:
 
 
 def count_leaves(work: Workload, arm: Arm, text: Prompt) -> list[int]:
-    """Counts the leaves of every draft of a text, decoded packed step by step."""
+    """Decodes a text with packed verification and returns the number of leaves of the
+    draft at each step."""
     decoding, plan = begin_arm(work, arm, [text], 0)
     counts = []
     while (np.asarray(decoding.finish) == RUNNING).any():
@@ -183,11 +184,13 @@ def prepare(
     scans: Sequence[Literal["step", "chunk"]],
     texts: Sequence[Prompt],
 ) -> Prepared:
-    """Compiles the arms of a beam, unrolled to the most leaves that any draft has.
+    """Compiles packed and unrolled verification for a beam.
 
-    A beam may have depth (width - 1) + 1 leaves but usually has fewer. Sequences beyond
-    a draft's leaves are padding that an engine would not compute, so the baseline gets
-    as little of it as one compiled program for all drafts can have.
+    The unrolled program has as many sequences as the draft with the most leaves. A beam
+    may have depth (width - 1) + 1 leaves but usually has fewer. For drafts with fewer
+    leaves the remaining sequences are padding, which a real engine would not compute.
+    This choice gives the baseline as little padding as a single program for all drafts
+    allows.
     """
     packed = Arm(PACKED, f"beam:{beam}")
     leaves = [n for text in texts for n in count_leaves(work, packed, text)]

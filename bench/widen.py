@@ -143,7 +143,8 @@ def wide_config(config: ModelConfig, factor: int) -> ModelConfig:
 
 
 def _sizes(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> list[list[int]]:
-    """Returns, for each axis of a parameter, the sizes of the parts side by side."""
+    """Returns, for each axis of a parameter, the sizes of the parts that are
+    concatenated along it, such as queries, keys and values."""
     param, sizes = param_at(config, path), [[size] for size in shape]
     if param is not None and param.runs:
         sizes[param.axis] = [run.width for run in param.runs]
@@ -151,8 +152,8 @@ def _sizes(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> list[list
 
 
 def _blocks(small: list[int], large: list[int]) -> list[tuple[slice, slice]]:
-    """Returns the places of each part before and after: at the beginning of the larger
-    part."""
+    """Returns, for each part, its indices in the model and in the wider model. There it
+    is at the beginning of the larger part, before the zeros."""
     begins = np.cumsum([0, *small]), np.cumsum([0, *large])
     return [
         (slice(a, a + size), slice(b, b + size))

@@ -108,7 +108,7 @@ def first_heads(heads: Heads, count: int) -> Heads:
 
 
 def head_table(c: HeadsConfig) -> dict[Path, Param]:
-    """Returns the entry of every parameter, by path."""
+    """Returns the shape and initialiser of every parameter, by path."""
     # With zeros a new head predicts the same token as the model's own head.
     block = {"weight": Param((c.d_model, c.d_model), ZEROS, quantizable=True)}
     if c.bias:

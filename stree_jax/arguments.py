@@ -45,7 +45,7 @@ def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> An
       ndim: wanted number of axes.
 
     Raises:
-      ValueError: another shape or dtype, or an id outside the vocabulary.
+      ValueError: the shape or dtype is wrong, or an id is outside the vocabulary.
     """
     known = not isinstance(tokens, jax.core.Tracer)
     try:
@@ -106,7 +106,7 @@ def check_mesh(model: Model, source: Source, limit: int | None) -> None:
       limit: the memory limit, which a mesh does not support.
 
     Raises:
-      ValueError: another mesh, or a memory limit on a mesh.
+      ValueError: the drafter is on another mesh, or there is a memory limit on a mesh.
     """
     if any(x.mesh is not None and x.mesh != model.mesh for x in source.models):
         raise ValueError(
@@ -237,7 +237,8 @@ def continued(
       new: new token ids of each row.
 
     Raises:
-      ValueError: not a past, a past of another model, or another number of rows.
+      ValueError: `past` is not a `Past`, belongs to another model, or has another
+        number of rows.
     """
     if not isinstance(past, Past):
         hint = "; pass its .past" if isinstance(past, Generation) else ""
@@ -287,7 +288,7 @@ def by_row(name: str, value: Any, rows: int, one: Any) -> list:
       one: type of a value; `int` accepts what `as_integer` accepts.
 
     Raises:
-      ValueError: values of another type, or another number of them.
+      ValueError: values have the wrong type, or their number is wrong.
     """
     if (only := _as(one, value)) is not None:
         return [only] * rows
@@ -309,7 +310,7 @@ def lists_by_row(name: str, value: Any, rows: int, one: Any) -> list[list]:
       name, value, rows, one: as in `by_row`.
 
     Raises:
-      ValueError: as `by_row`.
+      ValueError: a value is invalid for `by_row`.
     """
     if (only := _as(one, value)) is not None:
         return [[only]] * rows
@@ -366,7 +367,7 @@ def counts_by_row(name: str, value: Any, rows: int, least: int) -> list[int]:
       least: smallest allowed number.
 
     Raises:
-      ValueError: as `by_row`, or a number out of range.
+      ValueError: a value is invalid for `by_row`, or a number is out of range.
     """
     counts = by_row(name, value, rows, int)
     for n in counts:
@@ -385,7 +386,7 @@ def stop_token_table(model: Model, stop_tokens: Any, rows: int) -> np.ndarray:
       rows: number of prompts.
 
     Raises:
-      ValueError: not token ids, or ids outside the vocabulary.
+      ValueError: values are not token ids, or ids are outside the vocabulary.
     """
     if stop_tokens is None:
         stop_tokens = model.config.stop_tokens

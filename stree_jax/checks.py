@@ -410,7 +410,8 @@ def as_path(name: str, value: Any) -> Path:
       value: the argument's value.
 
     Raises:
-      ValueError: another type, an empty name, or a name that the system rejects.
+      ValueError: the value has another type, or the name is empty or is rejected by the
+        operating system.
     """
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
         raise ValueError(f"{name}: want a path, got {type(value).__name__}")

@@ -73,7 +73,7 @@ def connect(coordinator: str, processes: int, process_id: int) -> None:
       coordinator: HOST:PORT of process 0, the same in all processes.
 
     Raises:
-      ValueError: invalid numbers or an invalid address.
+      ValueError: a number or the address is invalid.
     """
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:

@@ -348,7 +348,7 @@ def stream(
       steps: target passes between two items.
 
     Raises:
-      ValueError, TypeError: as `generate`.
+      ValueError, TypeError: for the same reasons as `generate`.
     """
     steps = integer("steps", steps, 1, FOREVER, f"1..{FOREVER} passes")
     began = time.perf_counter()
@@ -432,7 +432,7 @@ def tune(
       The measured times.
 
     Raises:
-      ValueError: as `generate`; a tree other than "auto".
+      ValueError: for the same reasons as `generate`, or if `tree` is not "auto".
     """
     batch = integer("batch", batch, 1, 2**16, f"1..{2**16} rows")
     sampled = flag("sampled", sampled)

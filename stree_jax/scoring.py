@@ -60,7 +60,7 @@ def score(model: Model, tokens: Any) -> jax.Array:
       [B, T, V] float32. Row t predicts token t + 1.
 
     Raises:
-      ValueError: tokens of another shape, or ids outside the vocabulary.
+      ValueError: the shape of the tokens is wrong, or ids are outside the vocabulary.
     """
     check_not_forked()
     check_model("model", model)
@@ -92,7 +92,8 @@ def first_difference(
       infinite if one continuation begins with the whole other one.
 
     Raises:
-      ValueError: an empty prompt, ids outside the vocabulary, or ids with more axes.
+      ValueError: the prompt is empty, or ids are outside the vocabulary or have more
+        axes.
     """
     check_model("model", model)
     read, ours, theirs = (
@@ -154,7 +155,8 @@ def score_tree(
       the path from the root to node t.
 
     Raises:
-      ValueError: an invalid tree, shapes that disagree, ids outside the vocabulary.
+      ValueError: the tree is invalid, shapes disagree, or ids are outside the
+        vocabulary.
     """
     check_not_forked()
     check_model("model", model)
@@ -191,7 +193,7 @@ def drafter_ranks(
       has read prompt + text[:i].
 
     Raises:
-      ValueError: an empty prompt, ids outside the vocabulary.
+      ValueError: the prompt is empty, or ids are outside the vocabulary.
     """
     read = np.asarray(checked_tokens("prompt", prompt, drafter.config, 1))
     tokens = np.asarray(checked_tokens("text", text, drafter.config, 1))

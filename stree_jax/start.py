@@ -107,7 +107,8 @@ class Start:
         return whole_blocks(max(least, self.capacity))
 
     def text_room(self, spec: Spec) -> int:
-        """Returns the capacity of the token history; see `lookup.begin_history`."""
+        """Returns the number of tokens for which prompt lookup keeps space, for prompt
+        and output together (`lookup.begin_history`)."""
         depth = deepest(spec.policy)
         return max(self.width(depth), self.caches(depth))
 

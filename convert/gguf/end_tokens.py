@@ -66,7 +66,8 @@ def fill_in_ids(tokens: Sequence[str], named: Mapping[str, int]) -> dict[str, in
 
     Args:
       tokens: text of every token.
-      named: ids of those in the metadata.
+      named: ids of the fill-in-the-middle tokens that the file's metadata names. They
+        take precedence over tokens found by their text.
     """
     ids = _first_ids(tokens)
     found = {

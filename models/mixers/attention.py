@@ -352,7 +352,7 @@ def cut_heads(
 
 
 class AttentionMixer(Mixer[AttentionConfig]):
-    """See `mixer.Mixer`."""
+    """The implementation of `mixer.Mixer` for attention."""
 
     kind = "attention"
     Config = AttentionConfig

@@ -545,7 +545,7 @@ def scan_nodes(
 
 
 class Mamba2(Mixer[MambaConfig]):
-    """See `mixer.Mixer`."""
+    """The implementation of `mixer.Mixer` for Mamba2."""
 
     kind = "mamba2"
     Config = MambaConfig

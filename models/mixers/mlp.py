@@ -158,7 +158,7 @@ class MLP(nn.Module):
 
 
 class MLPMixer(Mixer[MLPConfig]):
-    """See `mixer.Mixer`."""
+    """The implementation of `mixer.Mixer` for MLPs."""
 
     kind = "mlp"
     Config = MLPConfig

@@ -219,7 +219,7 @@ class MoE(nn.Module):
 
 
 class MoEMixer(Mixer[MoEConfig]):
-    """See `mixer.Mixer`."""
+    """The implementation of `mixer.Mixer` for mixtures of experts."""
 
     kind = "moe"
     Config = MoEConfig

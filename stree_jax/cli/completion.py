@@ -122,7 +122,7 @@ def _quoted(words: Sequence[str]) -> str:
 
 
 def bash(commands: Sequence[Command]) -> Iterator[str]:
-    """Yields the lines of the script for bash."""
+    """Yields the lines of the completion script for bash."""
     yield "# Completion of stree-jax for bash; written by `stree-jax completion bash`."
     yield "_stree_jax() {"
     yield "    local current=${COMP_WORDS[COMP_CWORD]} command= words= i"

@@ -26,7 +26,8 @@ def render_checked(
     continues: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns a conversation as text that contains all of its messages.
+    """Renders a conversation as text with a chat template, and checks that the text
+    contains all of its messages.
 
     Args:
       begins: if True, the text ends with the beginning of the model's turn.

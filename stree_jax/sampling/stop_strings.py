@@ -87,7 +87,14 @@ def _kept_automaton(stops: tuple[bytes, ...]) -> np.ndarray:
 
 
 def follow(steps: np.ndarray, state: int, data: bytes) -> int:
-    """Returns the state of a `byte_automaton` after more bytes; `HIT` is final."""
+    """Runs a `byte_automaton` over bytes and returns its state after them.
+
+    Args:
+      steps: the automaton's table.
+      state: the state before the bytes. In state `HIT`, a stop string is complete, and
+        further bytes are ignored.
+      data: the bytes.
+    """
     for byte in data:
         if state == HIT:
             break

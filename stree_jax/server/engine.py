@@ -112,7 +112,7 @@ class Engine:
         queue: int = 64,
         on_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Does not start the thread; see `start`.
+        """Makes an engine whose thread is not started yet; `start` does that.
 
         Args:
           batch: the batch, after `Batch.warm`.

@@ -1,7 +1,7 @@
-"""The fastest setup of loaded models that fits in a number of bytes.
+"""Finds the fastest setup (drafter and tree) of loaded models within a memory limit.
 
-`generate(memory=)` is a `GenerateTask` of the search in `fit`; a server's task is in
-`server/fitting.py`, with the same setups.
+`fit.fastest` searches. The `GenerateTask` here describes to it what a call of
+`generate(memory=)` needs. `server/fitting.py` does the same for a server.
 """
 
 import logging

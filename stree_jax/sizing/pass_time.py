@@ -36,7 +36,8 @@ class MeasuredTime:
       sizes, seconds: the measured passes; sizes increase.
 
     Raises:
-      ValueError: a malformed table, or a call with a size outside of it.
+      ValueError: the table is malformed, or the function is called with a size outside
+        of it.
     """
 
     sizes: Sequence[float]
@@ -80,7 +81,8 @@ def fit_pass_time(
       degree: 1 for an SSM, 2 for a hybrid.
 
     Raises:
-      ValueError: another degree, or fewer than degree + 1 different sizes.
+      ValueError: the degree is not supported, or there are fewer than degree + 1
+        different sizes.
     """
     if degree not in (1, 2):
         raise ValueError(f"degree: want 1 (SSM) or 2 (hybrid), got {degree}")

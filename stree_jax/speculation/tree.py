@@ -400,7 +400,8 @@ def pruned(
         their children.
 
     Raises:
-      ValueError: fewer than 1 child or level, or impossible numbers of nodes or leaves.
+      ValueError: `children` or `levels` is less than 1, or no such tree has that number
+        of nodes or leaves.
     """
     children, levels = _integers("pruned", children=children, levels=levels)
     if nodes is not None:

@@ -1,4 +1,5 @@
-"""Recipes: prepares text, trains small hybrid targets, and sizes their draft models."""
+"""Training recipes: prepares text, trains small hybrid target models, and chooses the
+sizes of their draft models."""
 
 import re
 import sys
@@ -269,7 +270,7 @@ def prepare_for(job: Job, target: Model, name: str) -> TrainingData:
     """Encodes the text of a job with the tokenizer of a target.
 
     Args:
-      job: has the text.
+      job: the training job, whose text is encoded.
       target: the target.
       name: the target's name, for messages.
 

@@ -36,11 +36,12 @@ PRIOR_SAMPLED = np.asarray([*_BELIEVED, *_DRAWN], np.float32)
 
 @struct.dataclass
 class Counts:
-    """Numbers of nodes of each kind, decayed.
+    """Statistics of the nodes of each kind (see `pool`). Old counts decay, so they are
+    not whole numbers.
 
     Attributes:
-      right: [Z] float32. Nodes that were accepted.
-      tried: [Z] float32. Nodes whose parents were accepted.
+      right: [Z] float32. Number of nodes that were accepted.
+      tried: [Z] float32. Number of nodes whose parents were accepted.
     """
 
     right: jax.Array
@@ -87,7 +88,7 @@ def count(
       counts: the counts before the step.
       draft: the tree of the step.
       accepted: the accepted path.
-      rows: see `Spec.rows`.
+      rows: the mesh axis over which the rows are sharded, or None.
     """
     assert draft.kind is not None  # set by `best_tree`
     above = jnp.maximum(draft.layout.depth - 1, 0)

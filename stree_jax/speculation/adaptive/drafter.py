@@ -163,7 +163,9 @@ class AdaptiveDrafter(DrafterBase):
         Args:
           state: the drafter's state.
           pool: the result of `look`.
-          root, dist, rule: see `Drafter.propose`.
+          root: [B] int32. Tokens of the roots.
+          dist: the distribution of the tokens below the root.
+          rule: the acceptance rule.
           probability: [Z] float32. Acceptance probability of nodes by kind.
           worth: decides whether another level is worth its time.
           least: [] float32. Nodes of at most this value get no children, except the

@@ -151,7 +151,8 @@ def by_stage(
       state: the model's state after the root.
       stage: the n-grams.
       text: [B, S] int32 and lengths [B]. The last valid token is the root.
-      dist, rule: see `Drafter.propose`.
+      dist: the distribution of the tokens below the root.
+      rule: the acceptance rule.
       worth: decides whether a pass is worth its time.
     """
     tail = stage.ngrams.tail(*text).tokens
@@ -252,7 +253,8 @@ def _guesses(
       grown: the levels so far.
       stage: the n-grams.
       tail: [B, n - 1] int32. The last tokens of the text.
-      dist, rule: see `Drafter.propose`.
+      dist: the distribution of the tokens below the root.
+      rule: the acceptance rule.
     """
     front, pool = grown.frontier, grown.pool
     C = pool.tokens.shape[1]
@@ -288,7 +290,8 @@ def _guessed_level(
       rows: [Wg] int32. Indices of the children among candidates and guesses.
       depth: [] int32. Depth of the level.
       ngrams: the n-gram table.
-      dist, rule: see `Drafter.propose`.
+      dist: the distribution of the tokens below the root.
+      rule: the acceptance rule.
     """
     batch, width = above.tokens.shape[0], rows.shape[0]
     noise = None

@@ -141,11 +141,11 @@ class Learnt:
         else 0.
       growth: [] float32. Value of a level of the draft model, relative to the level
         above; decayed.
-      use_model: [] bool. Whether the draft model is used at every step.
+      use_model: [] bool. True if every step uses the draft model.
       wait: [] int32. Steps until the draft model is tried again.
       next_wait: [] int32. Value of `wait` after the next trial.
-      rest: [] int32. Remaining plain steps without a search for candidates.
-      next_rest: [] int32. Value of `rest` the next time.
+      rest: [] int32. Number of plain steps that follow without a search for candidates.
+      next_rest: [] int32. Value of `rest` after the next search without candidates.
       expected: [B] float32. Tokens that all steps so far were expected to gain.
       weights: [B] float32. Weight of each row in the chosen step.
       force: overrides the policy's choice, for measurements.
@@ -173,9 +173,9 @@ class AdaptivePolicy:
     """The policy of tree "auto", used with an `AdaptiveDrafter`.
 
     Attributes:
-      times: step times on this machine.
-      tree: the sizes of the menu.
-      rows: see `Spec.rows`.
+      times: step times measured on this machine.
+      tree: the tree "auto", which has the sizes of the trees in the menu.
+      rows: the mesh axis over which the rows are sharded, or None.
       shares: True if trees share a compiled step, whose time depends on their nodes.
       refilled: True for continuous batching, where new requests replace finished rows
         and the batch does not wait for the last row.
@@ -214,10 +214,10 @@ class AdaptivePolicy:
         )
 
     def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array:
-        """Returns [] bool: whether a draft model with the usual acceptance rate a makes
-        steps faster.
+        """Returns [] bool, True if steps with a draft model of the usual acceptance
+        rate a would be faster than plain steps by the factor `MIN_USUAL_SPEEDUP`.
 
-        A path of L levels gains 1 + a + ... + a^L tokens.
+        A path of L levels is assumed to gain 1 + a + ... + a^L tokens.
         """
         assert isinstance(drafter, AdaptiveDrafter)
         searcher = drafter.searcher
@@ -345,10 +345,10 @@ class AdaptivePolicy:
         and later at intervals of `next_wait` steps.
 
         Args:
-          learnt: the policy's state.
-          rate: [] float32. A row's tokens per second without the draft model.
-          worth_reading: [] bool. Whether enough tokens remain to make it worth reading
-            the text that the draft model has not read.
+          learnt: the policy's state. rate: [] float32. A row's tokens per second
+          without the draft model. worth_reading: [] bool. True if enough tokens remain
+          to be generated that it is
+            worth the time to prefill what the draft model has not read.
           promising: [] bool. Result of `reads_prompts`.
 
         Returns:

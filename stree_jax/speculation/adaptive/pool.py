@@ -239,7 +239,15 @@ def gains(value: jax.Array, last: np.ndarray) -> jax.Array:
     shared=("last",),
 )
 def _gains(value: jax.Array, last: jax.Array) -> jax.Array:
-    """Returns 1 + the sums [B, K] of the largest `last` [K] values [B, C]."""
+    """Returns 1 + the sum of the n largest values of each row, for each of K numbers n.
+
+    Args:
+      value: [B, C] float32.
+      last: [K] int32. The numbers n.
+
+    Returns:
+      [B, K] float32.
+    """
     best, _ = lax.top_k(value, value.shape[1])
     sums = jnp.cumsum(jnp.pad(best, ((0, 0), (1, 0)), constant_values=1.0), axis=1)
     return jnp.take(sums, jnp.minimum(last, value.shape[1]), axis=1)

@@ -29,7 +29,8 @@ class Query(NamedTuple):
 
     Attributes:
       text: the text of each row; its last token is the root.
-      dist, rule: see `Drafter.propose`.
+      dist: the distribution of the tokens below the root.
+      rule: the acceptance rule.
       width, depth: W and M.
       spare: number of tokens after the text for which caches have space.
       worth: decides whether another level is worth its time.

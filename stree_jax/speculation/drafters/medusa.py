@@ -287,7 +287,8 @@ def fill_by_depth(
       root: [B] int32. Tokens of the roots.
       logits: [B, M, >= V] float32. Logits of the tokens at depths 1 .. M.
       tree: the tree.
-      dist, rule: see `Drafter.propose`.
+      dist: the distribution of the tokens below the root.
+      rule: the acceptance rule.
     """
     levels = tree_levels(tree)
 

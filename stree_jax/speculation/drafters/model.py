@@ -78,7 +78,8 @@ class Fill(Protocol):
           root: [B] int32. Tokens of the roots.
           at_root: [B, 1, d] float32. The model's hidden states after the root.
           tree: the tree to fill.
-          dist, rule: see `Drafter.propose`.
+          dist: the distribution of the tokens below the root.
+          rule: the acceptance rule.
         """
         ...
 
@@ -239,7 +240,8 @@ def draw_level(
       depth: [] int32.
       tree: the tree.
       levels: its levels.
-      dist, rule: see `Drafter.propose`.
+      dist: the distribution of the tokens below the root.
+      rule: the acceptance rule.
     """
     above = levels.inner[depth, : logits.shape[1]]
     # All rows have the same static tree.

@@ -44,8 +44,14 @@ def model_state(past: Any) -> State | None:
 
 
 def begin_reading(model: Model, prompts: Prompts, past: Any) -> Reading:
-    """Reads all tokens of each prompt except the last: `Drafter.init` of a draft
-    model."""
+    """Prefills the prompts, except the last token of each. It implements `Drafter.init`
+    for draft models.
+
+    Args:
+      model: the draft model.
+      prompts: the prompts.
+      past: the drafter's state that has already read a prefix, or None.
+    """
     token_ids, lengths, size = prompts.token_ids, prompts.lengths, prompts.update_width
     read = model_state(past)
     state = read_text(model, token_ids, lengths, prompts.capacity, read)
@@ -58,8 +64,8 @@ def read_all(model: Model, reading: Reading) -> tuple[jax.Array, Reading]:
     """Feeds the unread tokens to the model.
 
     Returns:
-      Hidden states [B, 1, d] after the last of them, and a `Reading` without unread
-      tokens.
+      The hidden states [B, 1, d] at the last unread token of each row, and a `Reading`
+      without unread tokens.
     """
     last = jnp.maximum(reading.unread_length - 1, 0)[:, None]
     hidden, state = extend(model, reading.state, reading.unread, reading.unread_length)
@@ -80,8 +86,8 @@ def all_read(reading: Reading, state: State, passes: jax.Array | int) -> Reading
 
 
 def add_update(model: Model, reading: Reading, update: Update) -> Reading:
-    """Adds the tokens of an update to the unread ones: `Drafter.commit` of a draft
-    model.
+    """Appends the tokens of an update to those that the draft model has not read. It
+    implements `Drafter.commit` for draft models.
 
     Tokens stay unread until the model drafts or the buffer is full.
     """

@@ -37,7 +37,7 @@ def source_of(drafter: Any) -> Source:
       drafter: the `drafter` argument of `generate`, or a source.
 
     Raises:
-      ValueError: it is not a drafter.
+      ValueError: the value is not a drafter.
     """
     if isinstance(drafter, Source):
         return drafter
