@@ -203,7 +203,7 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
         return f"{row['dtype']}, {row['nodes']} node{'s' * (row['nodes'] > 1)}"
 
     def hidden(row: Mapping[str, Any]) -> str:
-        return f"_{label(row)}"  # not in the legend
+        return f"_{label(row)}"  # matplotlib's legends skip labels with an underscore
 
     for ax, ((name, against), rows) in zip(axes, groups.items(), strict=True):
         lines(ax, rows, against, "read_over_first", hidden, style=dotted, legend=None)

@@ -42,7 +42,8 @@ NAME, REPEATS = "cost", 5
 ARMS = ["chain:1", "chain:2", "chain:3", "chain:4", "A", "E"]
 OPTIMAL = (3, 4, 6, 8, 12, 16)  # nodes of the trees that are best for the acceptance
 DEPTH, WIDTH = 6, 4  # depths and ranks in the table of acceptance rates
-PASSES = 16  # in a call: a pass of a small model takes less than its dispatch
+# Passes per timed call: a pass of a small model takes less time than dispatching it.
+PASSES = 16
 
 
 def add_options(b: argparse.ArgumentParser) -> None:

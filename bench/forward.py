@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     def program(case: Case) -> Program:
         return compile_case(model(), case, passes)
 
-    def use(program: Program) -> Any:  # makes and drops a carry
+    def use(program: Program) -> Any:  # the state exists only during the call
         return jax.block_until_ready(program.run(program.begin()))
 
     def peaks() -> dict[str, int | None]:

@@ -128,8 +128,8 @@ def compile_case(model: Model, case: Case, passes: int) -> Program:
 
     def run(params: Any, carry: Carry, draft: Draft) -> Carry:
         def once(_: jax.Array, carry: Carry) -> Carry:
-            # Or the first layers' products with the draft, which no pass changes,
-            # would be done once, before the loop.
+            # Without the barrier XLA would compute the first layers' products with the
+            # draft once, before the loop, because no pass changes the draft.
             (state, pending, _), drafted = lax.optimization_barrier((carry, draft))
             here = replace(model, params=params)
             seen = case.verify(here, state, drafted, pending)

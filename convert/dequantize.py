@@ -193,5 +193,5 @@ def rounded(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return near
     bits = near.view(np.uint32)
     bits -= np.abs(near) > np.abs(numbers)  # toward zero
-    bits |= near != numbers  # to odd: the last bit records that bits were cut off
+    bits |= near != numbers  # round to odd: the last bit is set if bits were cut off
     return near.astype(ml_dtypes.bfloat16).astype(dtype, copy=False)

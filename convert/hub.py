@@ -55,7 +55,7 @@ NUMBERS = re.compile(r"[^/]*/data/\d+")  # records of a torch file that are not 
 SAMPLED = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens|embeddings?)\.weight")
 SAMPLE = 2**13  # numbers of a tensor that are fetched at each of two places
 
-Wanted = Sequence[Sequence[str]]  # groups of files; the first existing one of each
+Wanted = Sequence[Sequence[str]]  # groups of names; of each, the first file is fetched
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # and with it, NumPy and safetensors know bfloat16
+import ml_dtypes  # the import also makes NumPy and safetensors support bfloat16
 import numpy as np
 
 from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem

@@ -463,7 +463,7 @@ def _halves(fields: Mapping[str, Any]) -> Record | None:
         question = "\n".join(texts[name] for name in read)
         return _record([*read, after], question, texts[after], fields)
     text = first(TEXTS)
-    # As in Cosmopedia. The text may also begin with the prompt.
+    # Cosmopedia's records have a prompt and a text, which may begin with the prompt.
     if text is not None and before == "prompt":
         read = [] if texts[text].startswith(texts["prompt"]) else ["prompt"]
         question = "".join(texts[name] for name in read)

@@ -1,6 +1,6 @@
 // XLA handlers for greedy acceptance of a path in a tree, and for argmax.
 //
-// The definitions are `accept_greedy` in stree_jax/speculation/accept.py and
+// The reference implementations in JAX are `accept_greedy` in stree_jax/speculation/accept.py and
 // models/argmax.py. Results are bitwise equal to theirs.
 //
 // Letters: B rows, T nodes, M depth, V tokens.

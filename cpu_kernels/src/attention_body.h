@@ -1,11 +1,11 @@
 // Attention from tree nodes to the KV cache and to each other. Include after lanes.h.
 //
-// The definition is `tree_attention` in pallas_kernels/attention.py. For each query and a
-// range of keys the kernel computes the largest score m, the sum l of exp(score - m), and the
-// sum of the values weighted by exp(score - m); such results of two ranges can be merged. The
-// ranges of the cache depend only on its length and are merged in order. A query's result
-// therefore does not depend on other queries, rows of the batch, threads, or the capacity of
-// the cache, bit for bit, with one exception:
+// The reference implementation in JAX is `tree_attention` in pallas_kernels/attention.py. For each
+// query and a range of keys the kernel computes the largest score m, the sum l of exp(score - m),
+// and the sum of the values weighted by exp(score - m); such results of two ranges can be merged.
+// The ranges of the cache depend only on its length and are merged in order. A query's result
+// therefore does not depend on other queries, rows of the batch, threads, or the capacity of the
+// cache, bit for bit, with one exception:
 //
 // For up to FEW queries per KV head, scores are dot products with the keys as stored. For
 // more it is faster to transpose a block of keys first. The two sum in different orders.

@@ -1,8 +1,8 @@
 // XLA handlers that write an accepted path into a layer's convolution window or KV cache, in
 // place. They copy rows of any dtype.
 //
-// The definitions are `commit_window` in pallas_kernels/conv.py and `append_rows` in
-// models/mixers/attention.py.
+// The reference implementations in JAX are `commit_window` in pallas_kernels/conv.py and
+// `append_rows` in models/mixers/attention.py.
 //
 // Letters: B rows of the batch, T nodes, M entries of a path, K1 inputs in a window, Hk
 // heads, S rows of a cache.

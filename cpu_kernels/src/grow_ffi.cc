@@ -1,7 +1,8 @@
 // XLA handlers that add a level to a growing tree of candidates.
 //
-// The definition is `_next_level` in stree_jax/speculation/adaptive/best_first.py. All integers
-// are equal to its results. Of equal values the first is chosen, as in `lax.top_k`.
+// The reference implementation in JAX is `_next_level` in
+// stree_jax/speculation/adaptive/best_first.py. All integers are equal to its results. Of equal
+// values the first is chosen, as in `lax.top_k`.
 //
 // Letters: B rows, K taps, C candidates, W nodes of a level.
 #include <algorithm>

@@ -1,10 +1,10 @@
 // A Mamba2 mixer between its projections. Include after scan_body.h.
 //
-// The definition is `equations` in models/mixers/mamba2.py. Channels do not mix before the
-// scan, so one thread does all work of a head, or of a group's B and C: it advances the
-// convolution's window, writes the inputs to the record, convolves and scans them. The arrays
-// of the last tree may be those of this one: a thread reads the path's values of a channel
-// before it overwrites the channel.
+// The reference implementation in JAX is `equations` in models/mixers/mamba2.py. Channels do not
+// mix before the scan, so one thread does all work of a head, or of a group's B and C: it advances
+// the convolution's window, writes the inputs to the record, convolves and scans them. The arrays
+// of the last tree may be those of this one: a thread reads the path's values of a channel before
+// it overwrites the channel.
 
 // Computes dt and the log decays of the queried nodes.
 TARGET inline void write_steps(const Mixer& m, int64_t b) {

@@ -90,7 +90,7 @@ TARGET inline __attribute__((always_inline)) void add_steps(
   }
 }
 
-// Computes out[r * stride + c] of R rows and `count` of 4 columns; adds to it if `more` is true.
+// Computes out[r * stride + c] for R rows and `count` <= 4 columns; adds to it if `more` is true.
 // The loops over rows are unrolled explicitly: otherwise GCC also keeps the sums in memory.
 template <class L, int R>
 TARGET void product_block(const typename L::Row* rows, int64_t row_stride,

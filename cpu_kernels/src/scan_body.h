@@ -1,9 +1,9 @@
 // The replay of the last path and the scan of this tree. Include after lanes.h.
 //
-// The definition is `replay_tree_scan` in pallas_kernels/scan.py. A head's state [P, N] is read
-// and written once: it is replayed, then multiplied by C as the weight of a product. A node's
-// output sums over its ancestors in order, so it does not depend on other nodes, rows of the
-// batch or threads, bit for bit.
+// The reference implementation in JAX is `replay_tree_scan` in pallas_kernels/scan.py. A head's
+// state [P, N] is read and written once: it is replayed, then multiplied by C as the weight of a
+// product. A node's output sums over its ancestors in order, so it does not depend on other nodes,
+// rows of the batch or threads, bit for bit.
 
 constexpr double FORGOTTEN = -128.0;  // exp of this or less is 0: log decays are clamped to it
 

@@ -1,8 +1,8 @@
 // XLA handlers for the bookkeeping of trees. Each replaces dozens of small XLA operations.
 //
-// The definitions in JAX are in models/nodes.py, and in layout.py, lookup.py and pool.py of
-// stree_jax/speculation. All integers are equal to theirs. Of equal values the first is chosen,
-// as in `lax.top_k` and `argmax`.
+// The reference implementations in JAX are in models/nodes.py, and in layout.py, lookup.py and
+// pool.py of stree_jax/speculation. All integers are equal to theirs. Of equal values the first is
+// chosen, as in `lax.top_k` and `argmax`.
 //
 // Letters: B rows, T nodes, K taps, M depth, C candidates, W nodes of a level.
 #include <algorithm>

@@ -50,7 +50,7 @@ SEGMENT_S = 0.02  # approximate seconds of one measurement
 LEAST_STEPS, MOST_STEPS = 4, 32
 SLOW_S = 0.05  # steps longer than this are measured one at a time
 ENOUGH_S = 2.0  # seconds in all, once every kind of step has been measured
-ENDLESS = 2**30  # tokens
+ENDLESS = 2**30  # a limit on new tokens that no measurement reaches
 # Other work on the machine can only make a measured time too long. If steps take less
 # than measured by the factor TOO_SLOW, they are measured again, at most AGAIN times.
 TOO_SLOW, AGAIN = 1.1, 3

@@ -91,7 +91,7 @@ def _generate(target: Model, prompts: jax.Array, lengths: jax.Array, new: int) -
         prompts,
         lengths,
         max_new_tokens=new,
-        stop_tokens=(),  # finished rows would be padded
+        stop_tokens=(),  # because finished rows would be padded
     )
     return decoding.tokens
 

@@ -46,11 +46,14 @@ KEEP_MODEL_MARGIN = 1.0  # continue to use it
 DRAFT_MARGIN = 1.05  # draft instead of a plain step
 BATCH_DRAFT_MARGIN = 1.15  # like DRAFT_MARGIN, if rows have different trees
 
-# Trials of the draft model, in steps.
-TRIALS = 12  # at the beginning
-MIN_TRIALS = 6  # enough if the rate is below `HOPELESS_RATIO` of the rate without it
+# The draft model is used for the first `TRIALS` steps, to measure whether it makes them
+# faster. `MIN_TRIALS` steps are enough if the tokens per second are below
+# `HOPELESS_RATIO` of those without it. It is tried again after `FIRST_WAIT` steps, and
+# then after longer waits, up to `LONGEST_WAIT` steps.
+TRIALS = 12
+MIN_TRIALS = 6
 HOPELESS_RATIO = 0.9
-FIRST_WAIT, LONGEST_WAIT = 48, 256  # between later trials
+FIRST_WAIT, LONGEST_WAIT = 48, 256
 
 # In the following pairs, the first value is for greedy decoding and the second one for
 # sampling.
