@@ -1,4 +1,4 @@
-"""Pairs of models with more and less attention (STree, Table 4)."""
+"""Measures decoding with models that have more or less attention (STree, Table 4)."""
 
 import argparse
 from collections.abc import Sequence

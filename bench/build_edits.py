@@ -1,4 +1,4 @@
-"""Build the edit prompts: text to be copied, or copied with a small change.
+"""Builds the edit prompts, which ask for a copy of a text, some with a small change.
 
     python -m stree_jax.bench.build_edits --corpus DIR --out edits.jsonl.gz
 

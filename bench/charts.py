@@ -1,4 +1,5 @@
-"""Figures: their style and files, and the three kinds of charts that they consist of.
+"""Draws the figures of the benchmarks: their style, their files, and three kinds of
+charts.
 
 The kinds are `lines` (points among them), `bars` and `stacked`.
 """

@@ -1,4 +1,5 @@
-"""Which way of decoding is fastest here: predicted by `stree_jax.cost`, then measured.
+"""Predicts with the cost model (`stree_jax.cost`) which trees decode fastest on this
+machine, and compares the predictions with measurements.
 
 The prediction runs no speculation. It is made from times of single passes of target and
 drafter, the loop's overhead in plain decoding, and the ranks that the tokens of plain
@@ -123,7 +124,13 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
 
 
 def candidates(arms: Sequence[str], ranks: cost.Ranks) -> dict[str, Tree]:
-    """Returns the arms' trees, and the best trees of OPTIMAL sizes for these ranks."""
+    """Returns the trees to compare, by name.
+
+    Args:
+      arms: names of trees; those without a fixed shape are left out.
+      ranks: the ranks of the prompts' tokens in the draft model's predictions. The best
+        trees for them, with the numbers of nodes in `OPTIMAL`, are added.
+    """
     acceptance = cost.acceptance_from_ranks(ranks, DEPTH, WIDTH)
     named = {name: resolve_tree(name) for name in arms}
     trees = {name: tree for name, tree in named.items() if isinstance(tree, Tree)}

@@ -1,4 +1,4 @@
-"""Plain decoding, chains and trees on prompts (STree, Table 2)."""
+"""Compares plain decoding, chains and trees on prompts (STree, Table 2)."""
 
 import argparse
 from typing import TYPE_CHECKING, Any

@@ -94,10 +94,10 @@ def allocator_peaks(
 
 
 def read_bandwidth(size_bytes: int, repeats: int) -> float:
-    """Returns the bytes per second at which memory is read, the best of `repeats`.
+    """Measures the memory bandwidth in bytes per second, as the best of `repeats`.
 
-    A CPU reads by one product with a vector, as it reads weights; other devices by
-    several sums in a dispatch.
+    A CPU reads the memory in a product of a matrix and a vector, as it reads weights.
+    Other devices compute several sums in one call.
     """
     size = min(size_bytes, READ_AT_MOST.get(jax.default_backend(), 4 << 30))
     weight = jnp.ones((max(size // (4 * 4096), 1), 4096), jnp.float32)

@@ -1,7 +1,8 @@
-"""One pass of a model against the nodes of its tree, packed and unrolled.
+"""Measures one forward pass of a model by the number of nodes in its tree.
 
-STree's Fig. 2 (time against N) and Fig. 3 (full binary trees, packed against a sequence
-per leaf). Weights are random, as time does not depend on their values.
+These are STree's Fig. 2 (time by number of nodes N) and Fig. 3 (full binary trees: all
+nodes packed in one pass, compared with a separate sequence per leaf). Weights are
+random, because the time does not depend on their values.
 """
 
 import argparse
@@ -201,7 +202,8 @@ def fit_of(rows: Sequence[dict[str, Any]], degree: int) -> dict[str, Any] | None
 
 
 def table(report: dict[str, Any]) -> str:
-    """Returns Fig. 2 and Fig. 3 as tables, the floor and the fit above them."""
+    """Returns the tables of Fig. 2 and Fig. 3. Lines above them give the time of
+    reading all weights once, and the fit of time by number of nodes."""
     about = (
         f"{report['shape']}, {report['dtype']}, "
         f"{report['weight_bytes'] / 1e6:.0f} MB of weights"

@@ -1,4 +1,4 @@
-"""The models and prompts that the options of a benchmark name."""
+"""Loads the models and prompts that the options of a benchmark name."""
 
 import argparse
 from collections.abc import Mapping, Sequence

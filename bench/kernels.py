@@ -1,4 +1,5 @@
-"""Time of the ops and of products by implementation, on the shapes of real models."""
+"""Measures operations and matrix products in each implementation, on the shapes of real
+models."""
 
 import argparse
 import time

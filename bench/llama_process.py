@@ -1,4 +1,5 @@
-"""llama.cpp in a process of its own, by the Python that has it: `llama_worker.py`."""
+"""Runs llama.cpp in a separate process, in the Python environment that has it. That
+process runs `llama_worker.py`."""
 
 import json
 import signal

@@ -1,4 +1,5 @@
-"""SpecMemo's figures (Yildirim and Chen 2025): where the bytes go and what fits.
+"""Reproduces the figures of SpecMemo (Yildirim and Chen 2025): the memory of a
+generation by part, and what fits in a limit.
 
 `budgets` counts bytes of models that need not be run. Measured here, with Medusa heads:
 speed and bytes by caches, tree and number of heads (Fig. 10), by pruned trees beside

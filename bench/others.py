@@ -1,4 +1,4 @@
-"""Other decoders on the same model, for comparison."""
+"""Runs the decoders of other libraries on the same model, for comparison."""
 
 import tempfile
 import time

@@ -1,8 +1,8 @@
-"""This library beside llama.cpp and transformers: the same weights, greedy decoding.
+"""Compares this library with llama.cpp and transformers: same weights, greedy decoding.
 
-llama.cpp runs in another process, from a GGUF file made of our parameters. All arms
-take turns, so that nothing else runs meanwhile. Before anything is timed the logits of
-llama.cpp are compared with ours.
+llama.cpp runs in another process and loads a GGUF file with our parameters. The
+programs take turns, so that only one of them runs at a time. Before anything is timed,
+the logits of llama.cpp are compared with ours.
 """
 
 import argparse

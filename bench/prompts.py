@@ -1,4 +1,4 @@
-"""Prompts from the files of common benchmarks."""
+"""Reads prompts from the files of common benchmarks."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice

@@ -202,10 +202,11 @@ def their_reader(other: Any, ids: Sequence[int], num_tokens: int) -> Read:
 def _compared(
     turns: Mapping[str, Sequence[tuple[float, np.ndarray]]], dtype: str
 ) -> float | None:
-    """Returns the largest difference of logits over the largest logit, or None.
+    """Returns the largest difference of two logits, divided by our largest logit. None
+    if transformers is not measured.
 
     Raises:
-      RuntimeError: the difference is more than rounding.
+      RuntimeError: the difference is larger than rounding explains.
     """
     if THEIRS not in turns:
         return None

@@ -1,4 +1,4 @@
-"""Tables as Markdown, from columns that say which value of a row they show."""
+"""Writes Markdown tables of rows of values; each column says which value it shows."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Acceptance rules against temperature (STree, Fig. 4)."""
+"""Measures the acceptance rules at several temperatures (STree, Fig. 4)."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The static trees A to E (STree, Table 3)."""
+"""Compares the static trees A to E (STree, Table 3)."""
 
 import argparse
 

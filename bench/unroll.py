@@ -1,4 +1,5 @@
-"""The baseline that packed verification replaces: a sequence and a state per leaf.
+"""Verifies a tree unrolled, as a baseline for packed verification: the path to each
+leaf is a separate sequence with its own state.
 
 A tree of T nodes is unrolled into its root-to-leaf paths. Tokens that paths share are
 computed once for each path, and each path starts from a copy of the committed state.

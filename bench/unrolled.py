@@ -325,7 +325,8 @@ def _over_packed(row: dict[str, Any]) -> str | None:
 
 
 def _paper_table(rows: Sequence[dict[str, Any]], scan: str) -> str:
-    """Returns a row per depth N, a column per width M."""
+    """Returns the table in the form of the paper's Table 1, with a row for each depth N
+    and a column for each width M of the beam."""
     found = {(row["width"], row["depth"], row["scan"]): row for row in rows}
     speed = tables.Column("", "tokens_per_s", ".1f", tables.OUT_OF_MEMORY)
     size = tables.Column("", "memory_bytes", "MB")

@@ -127,7 +127,8 @@ def _path_weights(past: Replayed) -> Array:
 
 
 def _path_sum(mask: Array, a: Array) -> Array:
-    """Sums a along paths: mask [B, T, T] and a [B, T, H] to [B, H, T]."""
+    """Sums a [B, T, H] over each token's ancestors and the token itself, with the mask
+    [B, T, T] of a tree. Returns [B, H, T] float32."""
     return jnp.where(mask[..., None], a[:, None], 0.0).sum(2).swapaxes(1, 2)
 
 

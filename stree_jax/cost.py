@@ -1,4 +1,5 @@
-"""The cost model: times of passes, expected acceptance lengths of trees, and ranks."""
+"""The public functions of the cost model: times of passes, expected acceptance lengths
+of trees, and the ranks that a drafter gives to tokens."""
 
 from stree_jax.sampling.ranks import rank_of as rank_of
 from stree_jax.scoring import drafter_ranks as drafter_ranks

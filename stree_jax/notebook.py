@@ -1,4 +1,5 @@
-"""HTML for notebooks: generated text in which every token is coloured by its origin."""
+"""Writes HTML for notebooks: generated text, with every token coloured by its
+origin."""
 
 import html
 from collections.abc import Mapping, Sequence

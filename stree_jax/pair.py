@@ -1,4 +1,4 @@
-"""A target and its drafter, loaded by the names that commands take."""
+"""Loads a target and its drafter by the names that commands take."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Logits for known tokens: along a sequence, or over a tree that follows a prefix."""
+"""Computes logits for known tokens: along a sequence, or over a tree after a prefix."""
 
 from collections.abc import Sequence
 from typing import Any

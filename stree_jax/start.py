@@ -1,4 +1,5 @@
-"""The start of a generation: prompts and requests, for `loop.init_decoding`."""
+"""The inputs with which a generation starts: prompts and requests for
+`loop.init_decoding`, and the sizes of its arrays."""
 
 import gc
 import warnings

@@ -1,4 +1,5 @@
-"""BambaForCausalLM, with rotary embeddings of a part of each attention head."""
+"""Converts checkpoints of BambaForCausalLM. Rotary embeddings apply to a part of each
+attention head."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""LlamaForCausalLM."""
+"""Converts checkpoints of LlamaForCausalLM."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace

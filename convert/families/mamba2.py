@@ -1,4 +1,4 @@
-"""Mamba2ForCausalLM."""
+"""Converts checkpoints of Mamba2ForCausalLM."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,5 @@
-"""MambaInLlama with Mamba2: a Llama with some attention layers replaced. Read only.
+"""Reads MambaInLlama checkpoints: a Llama with some attention layers replaced by
+Mamba2. Models cannot be exported to this format.
 
 The projections q, k and v became C, B and x. x and B have the teacher's KV heads, which
 are repeated after the convolution. Every head has its own group of C and of the norm.

@@ -60,7 +60,8 @@ class Prefixes:
         del self._kept[: max(len(self._kept) - self.limit + 1, 0)]
 
     def add(self, kept: Kept) -> None:
-        """Adds a text; call `evict_for` before."""
+        """Adds a text to the cache. `evict_for` must have been called before, to make
+        space for it."""
         self._kept.append(kept)
 
     def clear(self) -> None:

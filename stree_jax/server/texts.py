@@ -15,7 +15,7 @@ from stree_jax.speculation.decoding import RUNNING, STOP_STRING
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MIN_LOGPROB = -9999.0  # in place of -inf, which JSON cannot represent
+MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
 
 
 @dataclass(frozen=True)

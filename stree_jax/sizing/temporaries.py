@@ -35,7 +35,7 @@ from stree_jax.speculation.tree import Topology
 
 @dataclass(frozen=True)
 class Temporaries:
-    """Bytes of temporaries.
+    """The predicted bytes of a step's temporary arrays.
 
     Attributes:
       phases: peak bytes of each phase of a step, by name.

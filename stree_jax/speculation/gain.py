@@ -111,7 +111,8 @@ class Acceptance:
     Attributes:
       p: [D, R] float64. p[d - 1, r] is the probability that the target's token at depth
         d is the drafter's guess of rank r, given that the path above was accepted.
-      reached: [D] ints. Number of observations behind each row of `p`; None if unknown.
+      reached: [D] ints. Number of observations from which each row of `p` was
+        estimated. None if unknown.
     """
 
     p: np.ndarray

@@ -125,7 +125,8 @@ class Source:
 
     @property
     def models(self) -> tuple[Model, ...]:
-        """The draft models, the outermost first."""
+        """The draft models; in a staged drafter, the one that drafts for the target
+        comes first."""
         return ()
 
     def fixed_tree(self) -> Topology:

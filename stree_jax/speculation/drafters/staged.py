@@ -389,7 +389,7 @@ def _text_and_tree(reading: Reading, parents: jax.Array, conv_taps: int) -> Node
 
 
 def _inside(task: Task) -> Task:
-    """Returns the task for a guesser."""
+    """Returns the task as a guesser gets it, whose draft is not for the target."""
     return replace(task, outermost=False)
 
 
