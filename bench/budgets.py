@@ -116,7 +116,8 @@ def flat(found: Mapping[str, Rows]) -> Rows:
 
 
 def breakdown(subject: Subject, sizes: Sequence[int]) -> Rows:
-    """Counts bytes by part against batch, context and nodes of the tree."""
+    """Returns the bytes of each part of memory for several batch sizes, contexts and
+    numbers of nodes."""
     usual = subject.tree(NODES)
     cases: list[tuple[str, int, Tree, Request]] = [
         ("batch", n, usual, request_of(CONTEXT, n)) for n in BATCHES
@@ -189,10 +190,10 @@ def longest(subject: Subject, sizes: Sequence[int]) -> Rows:
 
 
 def last_fit(bytes_of: Callable[[int], int], limit: int, count: int) -> int:
-    """Returns the last i of 0..count - 1 with bytes_of(i) <= limit, or -1.
+    """Returns the largest i in 0..count - 1 with bytes_of(i) <= limit, or -1.
 
     Args:
-      bytes_of: a function that never falls.
+      bytes_of: a function that does not decrease.
     """
     if bytes_of(count - 1) <= limit:
         return count - 1

@@ -53,21 +53,25 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    """Predicts and measures greedy speeds of chains, named trees and optimal trees.
+    """Predicts and measures the speed of greedy decoding with chains, named trees and
+    the trees that are optimal by the cost model.
 
-    Units: "ranks" (of all texts), "target" and "drafter" (times of passes), and one for
-    each prompt, decoded by all arms.
+    The units are "ranks" (the ranks of all texts), "target" and "drafter" (the times of
+    their passes), and one unit per prompt, which all trees decode.
 
     Returns:
-      the report:
-      "acceptance": the table p [depth][rank] of `cost.Acceptance`.
-      "results": a row per arm, the fastest prediction first: "arm", "nodes", "depth",
-        "parents", "expected_tau" (by the table), "simulated_tau" (by the ranks), "tau"
-        (measured), "predicted_ms" and "ms" a step, "predicted" and "speedup" over plain
-        decoding, "error", predicted / speedup - 1.
+      The report, with
+
+      - "acceptance": the table p [depth][rank] of `cost.Acceptance`;
+      - "results": a row per tree, the one with the largest predicted speedup first.
+        "expected_tau" is computed from that table, "simulated_tau" from the ranks, and
+        "tau" is measured. "predicted_ms" and "ms" are milliseconds per step.
+        "predicted" and "speedup" are relative to plain decoding, and "error" is
+        predicted / speedup - 1. "arm" is the tree's name; "nodes", "depth" and
+        "parents" describe it.
 
     Raises:
-      ValueError: an unknown tree, or one without a fixed shape.
+      ValueError: a tree is unknown or has no fixed shape.
     """
     for name in args.arms:
         if not isinstance(resolve_tree(name), Tree):
@@ -257,7 +261,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def figures(report: dict[str, Any]) -> "dict[str, Figure]":
-    """Draws predicted against measured speed, and tau, of the arms."""
+    """Draws measured speedups by predicted ones, and measured tau by predicted tau."""
     figure, axes = panels(2, report, "The cost model against measurements")
     kinds = ("plain", "chain", "tree", "optimal")
     pairs = (("predicted", "speedup"), ("simulated_tau", "tau"))

@@ -163,7 +163,8 @@ def _colour_of(arm: str, temperature: float, arms: list[str]) -> int:
 
 
 def _label(arm: str, temperature: float) -> str:
-    """Returns an arm's name in the legend; a greedy arm's has no rule."""
+    """Returns the name of an arm for the legend. For greedy decoding it is the tree
+    without the acceptance rule."""
     rule, _, tree = arm.rpartition("@")
     kind, _, size = tree.partition(":")
     name = {

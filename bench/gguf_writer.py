@@ -60,8 +60,8 @@ def write_gguf(config: ModelConfig, params: Any, dtype: str, path: Path) -> int:
       not also the head.
 
     Raises:
-      ValueError: llama.cpp has no such architecture, rows of Q8_0 are no whole blocks,
-        or the package is missing.
+      ValueError: llama.cpp does not support the architecture, the rows of a matrix
+        cannot be divided into blocks of Q8_0, or the package gguf is missing.
     """
     if find_spec("gguf") is None:
         raise ValueError("writing GGUF files needs gguf; pip install gguf")

@@ -122,16 +122,16 @@ def time_reading(
     """Times the prefill of a prompt and returns the record.
 
     Args:
-      other: the model of transformers, or None.
-      once: if True, each arm has one turn, without a call before it.
+      other: the model loaded in transformers, or None.
+      once: if True, each program is called only once, without a call to warm up.
 
     Returns:
-      "seconds" by arm and turn; "compile_s", "temp_bytes", "memory_bytes" of our
-      program; "logits_apart", the largest difference of all turns over the largest
-      logit, None without `other`; "parameters".
+      "seconds": the times by program. "compile_s", "temp_bytes", "memory_bytes": those
+      of our program. "logits_apart": the largest difference of two logits, divided by
+      our largest logit; None without `other`. "parameters": their number.
 
     Raises:
-      RuntimeError: logits are too far apart.
+      RuntimeError: the logits differ by more than rounding.
     """
     read, about = our_reader(model, ids)
     arms: dict[str, Read] = {OURS: read}

@@ -81,8 +81,8 @@ def kv_heads(of: Field) -> Read:
 
 
 def divisor(of: Field) -> Read:
-    """Returns a reader of a size that divides the field `of`. By default it is
-    equal."""
+    """Returns a function that reads a size and checks that it divides the field `of`.
+    If the field has no default, an absent size is equal to `of`."""
 
     def read(source: ConfigFields, name: str, default: Any) -> int:
         whole = of.value(source)

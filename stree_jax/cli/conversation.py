@@ -203,7 +203,8 @@ def speed_of(ends: Sequence[Generation], first: bool) -> Speed:
 def next_messages(
     chat: ChatModel, conversation: Conversation, text: str
 ) -> tuple[tuple[Message, ...], bool, list[int]]:
-    """Returns the messages with a new one of the user, and `next_turn` of them.
+    """Appends a message of the user to a conversation. Returns its messages and the
+    result of `next_turn` for them.
 
     A reply often starts with a space, which belongs to its first token. Some templates
     put a space before the reply themselves. So the last reply is tried with and without

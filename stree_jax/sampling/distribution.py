@@ -27,14 +27,16 @@ NOISE, DRAFT, ACCEPT = 0, 1, 2
 
 @struct.dataclass
 class Edges:
-    """Distance of tokens from the edges of top-k, top-p and min-p.
+    """How close tokens are to being kept or dropped by the filters top-k, top-p and
+    min-p.
 
     Attributes:
-      distance: [B, Q, V] float32. How much a logit (or, where the mass of top-p
-        decides, a probability) would have to change for the token to be dropped
-        (positive) or kept (negative); infinite without filters.
-      unfiltered: [B, Q, V] float32. Scores without the filters. If they are normalised,
-        it is over the kept tokens.
+      distance: [B, Q, V] float32. The change of a token's logit (or of its probability,
+        if top-p decides) that would change what the filters do. Positive for kept
+        tokens, negative for dropped ones, and infinite without filters.
+      unfiltered: [B, Q, V] float32. Scores of all tokens, including dropped ones. If
+      the
+        scores are log-probabilities, those of the kept tokens sum to 1.
     """
 
     distance: jax.Array

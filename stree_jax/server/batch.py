@@ -63,7 +63,8 @@ class Sizes:
     Attributes:
       rows: maximum number of texts that are decoded together.
       context: maximum number of tokens of a prompt and its answer together.
-      steps: target passes per segment; rows are assigned between segments.
+      steps: decoding steps per segment, which is one call of the decoding loop. Rows
+        are assigned to texts between segments.
       top_logprobs: maximum number of alternatives with log-probabilities per token.
       prefixes: maximum number of texts whose states are cached, see `prefixes`.
     """
@@ -105,9 +106,9 @@ class RowUpdate:
 
     Attributes:
       tokens: the new tokens.
-      origins: [n] uint8. Sources of the tokens, see `draft.ORIGINS`.
+      origins: [n] uint8. What proposed each token, an index into `draft.ORIGINS`.
       calls: number of target passes.
-      finish: see `Decoding.finish`.
+      finish: why the row has finished, or that it is running, as in `Decoding.finish`.
       raw: [n] float32. Log-probabilities of the tokens, or None if not requested.
       top, top_tokens: [n, k] float32 and int32. Log-probabilities of the likeliest
         tokens, and these tokens.
@@ -315,8 +316,8 @@ class Batch:
             self.rows[row] = None
 
     def advance(self) -> dict[int, RowUpdate]:
-        """Runs a segment (`Sizes.steps` steps of all rows). Returns the new tokens by
-        row, and frees finished rows."""
+        """Runs a segment: `Sizes.steps` decoding steps of all rows. Frees finished
+        rows. Returns the new tokens by row."""
         spec, d = self._parts()
         d = advance_jit(spec, d, jnp.int32(self.sizes.steps))
         wanted = {

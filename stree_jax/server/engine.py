@@ -1,7 +1,9 @@
-"""The engine: the thread that uses the device, and its queue of requests.
+"""The engine of the server: the thread that uses the device, and its queue of requests.
 
-Between two segments of the decoding loop it frees the rows of finished and cancelled
-texts, and assigns free rows to waiting texts in the order of their arrival.
+It calls the compiled decoding loop again and again. One call is a segment: a fixed
+number of decoding steps of all rows (`batch.Sizes.steps`). Between two segments the
+engine frees the rows of finished and cancelled texts, and assigns free rows to waiting
+texts in the order of their arrival.
 """
 
 import logging
@@ -71,10 +73,10 @@ class Counts:
     Attributes:
       tokens: generated tokens.
       calls: target passes, summed over rows.
-      segments: segments of the decoding loop.
-      failures: failed segments.
-      by_origin: generated tokens by source, see `draft.ORIGINS`.
-      recent: times of recent segments and their numbers of tokens.
+      segments: number of segments (calls of the decoding loop).
+      failures: number of failed segments.
+      by_origin: number of generated tokens by source, see `draft.ORIGINS`.
+      recent: the time at which each recent segment ended, and its number of tokens.
     """
 
     tokens: int = 0
@@ -87,7 +89,7 @@ class Counts:
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
 
     def add(self, updates: Sequence[RowUpdate]) -> None:
-        """Counts a segment."""
+        """Adds the results of a segment to the counters."""
         tokens = sum(len(update.tokens) for update in updates)
         self.tokens += tokens
         self.calls += sum(update.calls for update in updates)
@@ -159,7 +161,7 @@ class Engine:
             self._wake.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Cancels jobs. Their rows become free after the present segment."""
+        """Cancels jobs. Their rows become free after the segment that is running."""
         with self._wake:
             for job in jobs:
                 job.cancelled = True
@@ -204,7 +206,8 @@ class Engine:
             return not self.closing
 
     def _turn(self) -> None:
-        """Frees and assigns rows, and runs a segment."""
+        """Frees the rows of finished texts, assigns waiting texts to them, and runs a
+        segment of decoding steps."""
         cancelled = [row for row, job in self._held.items() if job.cancelled]
         if cancelled:
             self.batch.cancel(cancelled)

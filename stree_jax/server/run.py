@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from stree_jax.server.engine import Engine
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds that a shutdown waits for the engine, which stops between two calls of the
-# compiled decoding loop.
+# Seconds that a shutdown waits for the engine, which stops only between two calls of
+# the compiled decoding loop.
 STOP_S = 60.0
 
 

@@ -257,7 +257,7 @@ def compiled_bytes(
 
 
 def lowered_steps(spec: Spec, decoding: Decoding) -> Any:
-    """Lowers the program of a generation's steps."""
+    """Lowers the decoding loop of a generation for XLA, without compiling it."""
     return loop.advance_jit.lower(spec, decoding, jax.ShapeDtypeStruct((), jnp.int32))
 
 

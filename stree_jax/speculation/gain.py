@@ -132,11 +132,11 @@ def acceptance_from_ranks(
 ) -> Acceptance:
     """Counts how often each rank is accepted at each depth during decoding.
 
-    Decoding does not visit all positions alike. A pass starts after the bonus token of
-    the previous one (usually a token that the drafter missed), and it reaches depth d
-    only below accepted nodes with children. Acceptance is autocorrelated, so both
-    matter. Texts are therefore walked as in `simulated_gains`. A pass that the text's
-    end cuts counts up to there.
+    Only positions that decoding visits are counted. A pass starts after the token that
+    the target chose at the end of the previous one (usually a token that the drafter
+    missed), and it reaches depth d only below accepted nodes with children. Both affect
+    the rates, because acceptance is correlated along a text. Texts are therefore walked
+    as in `simulated_gains`. The last pass is counted up to the end of the text.
 
     Args:
       ranks: for each text, [n] ints from 0; see `drafter_ranks`.

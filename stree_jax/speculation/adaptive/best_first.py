@@ -91,13 +91,13 @@ def catch_up(
 
 @struct.dataclass
 class Grown:
-    """The levels computed so far.
+    """The state of a search: the levels of candidates so far.
 
     Attributes:
-      pool: the C candidates, level by level.
-      nodes: mask, depths and windows of the candidates, for a model whose state
-        contains the root.
-      records: data of the guesser about the candidates, such as a model's records.
+      pool: the C candidates, level by level. nodes: the topology of the candidates, for
+      a model whose state already contains the
+        root.
+      records: what the guesser stores of the candidates, such as a model's records.
       frontier: the last level; at first, the root.
       levels: [] int32. Number of levels.
       passes: [] int32. Number of forward passes, including the one that read the text

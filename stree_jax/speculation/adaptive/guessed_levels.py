@@ -103,12 +103,13 @@ class GuessedLevels(ModelLevels):
 
 @struct.dataclass
 class Below:
-    """The guessed nodes of a level, or the frontier below which they are guessed.
+    """The nodes that n-grams have guessed for a level, or the frontier, below which
+    they guess the first level.
 
     Attributes:
-      rows: [Wg] int32. Their indices among candidates and guesses.
-      tokens: [B, Wg] int32.
-      path, value, mask, window: see `Frontier`.
+      rows: [Wg] int32. Indices of the nodes among candidates and guesses.
+      tokens: [B, Wg] int32. Tokens of the nodes.
+      path, value, mask, window: the same as in `Frontier`, for these nodes.
       context: [B, Wg, n - 1] int32. The last tokens up to and including each node.
     """
 

@@ -43,11 +43,12 @@ class History:
     length: jax.Array
 
     def kept(self) -> None:
-        """Returns None, because a continuation is given the text anyway."""
+        """Returns None: a continuation needs no state, because it gets the whole text
+        again."""
 
 
 def begin_history(prompts: Prompts) -> History:
-    """Returns the prompts, with space for the tokens to come."""
+    """Returns the history that contains the prompts, with space for the output."""
     space = max(prompts.capacity - prompts.token_ids.shape[1], 0)
     return History(jnp.pad(prompts.token_ids, ((0, 0), (0, space))), prompts.lengths)
 
