@@ -35,8 +35,7 @@ class Edges:
         if top-p decides) that would change what the filters do. Positive for kept
         tokens, negative for dropped ones, and infinite without filters.
       unfiltered: [B, Q, V] float32. Scores of all tokens, including dropped ones. If
-      the
-        scores are log-probabilities, those of the kept tokens sum to 1.
+        they are log-probabilities, the probabilities of the kept tokens sum to 1.
     """
 
     distance: jax.Array

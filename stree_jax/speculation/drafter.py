@@ -43,9 +43,9 @@ class Prompts:
       lengths: [Bp] int32, at least 1.
       capacity: number of tokens, of prompt and output together, for which the drafter's
         buffers need space.
-      update_width: maximum number of tokens in the `Update` of one step. read: [] bool,
-      from `Policy.reads_prompts`. If True or None, a draft model prefills
-        the prompts in `init`. If False, it prefills them when it first drafts.
+      update_width: maximum number of tokens in the `Update` of one step.
+      read: [] bool, from `Policy.reads_prompts`. If True or None, a draft model
+        prefills the prompts in `init`. If False, it prefills them when it first drafts.
     """
 
     token_ids: jax.Array
@@ -130,10 +130,10 @@ class Drafter(Protocol):
         """Proposes tokens for the nodes of a tree.
 
         Args:
-          state: state after the text. root: [B] int32. The last token of the text,
-          which is the tree's root. tree: the shape of the tree. A tree of one node is
-          only the root, for a step of
-            plain decoding.
+          state: state after the text.
+          root: [B] int32. The last token of the text, which is the tree's root.
+          tree: the shape of the tree. A tree of one node is only the root, for a step
+            of plain decoding.
           dist: the distribution from which the target chooses the tokens below the
             root.
           rule: the acceptance rule, which says how tokens are drawn.

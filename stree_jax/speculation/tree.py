@@ -111,7 +111,7 @@ class Beam:
 
 @struct.dataclass
 class Budget:
-    """A tree of at most `size` nodes, chosen at every step as the candidates that the
+    """A tree of `size` nodes, which are chosen at every step: the candidates that the
     target is most likely to accept.
 
     Attributes:

@@ -94,9 +94,9 @@ class Grown:
     """The state of a search: the levels of candidates so far.
 
     Attributes:
-      pool: the C candidates, level by level. nodes: the topology of the candidates, for
-      a model whose state already contains the
-        root.
+      pool: the C candidates, level by level.
+      nodes: the topology of the candidates, for a model whose state already contains
+        the root.
       records: what the guesser stores of the candidates, such as a model's records.
       frontier: the last level; at first, the root.
       levels: [] int32. Number of levels.

@@ -348,10 +348,10 @@ class AdaptivePolicy:
         and later at intervals of `next_wait` steps.
 
         Args:
-          learnt: the policy's state. rate: [] float32. A row's tokens per second
-          without the draft model. worth_reading: [] bool. True if enough tokens remain
-          to be generated that it is
-            worth the time to prefill what the draft model has not read.
+          learnt: the policy's state.
+          rate: [] float32. A row's tokens per second without the draft model.
+          worth_reading: [] bool. True if enough tokens remain to be generated that it
+            is worth the time to prefill what the draft model has not read.
           promising: [] bool. Result of `reads_prompts`.
 
         Returns:
