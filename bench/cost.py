@@ -156,7 +156,7 @@ def _predictions(units: dict[str, Any], arms: Sequence[str]) -> dict[str, Any]:
     rows = merged(decoded)
     # A step with a tree has the same overhead as one of plain decoding.
     target = {int(n): s for n, s in units["target"].items()}
-    # Noise may make it negative.
+    # Noise in the measured times may make the difference negative.
     overhead = max(rows[PLAIN]["ms"] / 1e3 - target[1], 0.0)
     verify = cost.MeasuredTime(list(target), [s + overhead for s in target.values()])
     draft_sizes = [int(n) for n in units["drafter"]]

@@ -80,7 +80,7 @@ SHAPES: dict[str, Scan | Attend | Multiply] = {
     "mambainllama-8b attention": Attend(32, 8, 128, 4096),
     "granite-4 attention": Attend(12, 4, 128, 32768),
 }
-PATH = 6  # tokens of the longest accepted path, tree E's; 1 of plain decoding
+PATH = 6  # tokens of tree E's longest path; for plain decoding the path has 1
 
 FIGURES = ("us", "us_low", "us_high", "of_bandwidth", "over_xla", "first_call_s")
 

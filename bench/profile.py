@@ -40,7 +40,8 @@ PARTS = {
 }
 STAGES = ("choose", "draft", "verify", "accept")
 COPIES = ("memcpy", "MemcpyD2D")  # events of a GPU that name no operation
-CONTAINERS = ("while", "call", "conditional")  # their events hold those of others
+# The trace event of such an operation includes those of the operations inside it.
+CONTAINERS = ("while", "call", "conditional")
 
 
 def stage_and_part(scope: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from stree_jax.models.memory import state_bytes, weight_bytes
 
 def described(path: Path) -> Opened:
     """Opens a local directory or GGUF file to describe it, without loading it."""
-    level()  # as in `load`
+    level()  # report a bad value of STREE_JAX_CPU_KERNELS now, as `load` does
     opened = open_local(CheckpointFiles(path), mtp=None)
     if opened.source is None:
         check_config(opened.files)

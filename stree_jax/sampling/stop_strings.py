@@ -274,7 +274,7 @@ def _follow(steps: np.ndarray, pieces: Sequence[bytes], vocab_size: int) -> np.n
     order = np.argsort(-sizes, kind="stable")  # those with bytes left come first
     places = (np.cumsum(sizes) - sizes)[order]
     left = np.searchsorted(-sizes[order], -np.arange(sizes.max(initial=0)))
-    # State -1 leads to the last row: a hit stays one.
+    # State -1 (`HIT`) indexes this last row, which leads to `HIT` again.
     flat = np.vstack([steps, np.full((1, 256), HIT, np.int32)]).reshape(-1)
     after = np.repeat(np.arange(len(steps), dtype=np.int32)[:, None], vocab_size, 1)
     for place, count in enumerate(left):
