@@ -340,9 +340,9 @@ def staged_passes(
     """
     first, any_ = rates[0], rates[min(width, len(rates)) - 1]
     chance = [0.0] * (ahead + 1)
-    # The first j levels were guessed right by the likeliest guess. In the next level all
-    # guesses are wrong (j right levels), or another guess than the likeliest is right
-    # (j + 1 right levels, and no guesses below it).
+    # The first j levels were guessed right by the likeliest guess. In the next level
+    # all guesses are wrong (j right levels), or another guess than the likeliest is
+    # right (j + 1 right levels, and no guesses below it).
     for j in range(ahead):
         chance[j] += first**j * (1 - any_)
         chance[j + 1] += first**j * (any_ - first)
