@@ -28,7 +28,13 @@ from stree_jax.records import Spell
 from stree_jax.training import corpus
 from stree_jax.training.saves import Params
 from stree_jax.training.texts import PREPARED, Spelled, Tally
-from stree_jax.training.train import TrainConfig, check_times, fit, next_token_loss
+from stree_jax.training.train import (
+    TrainConfig,
+    check_optax,
+    check_times,
+    fit,
+    next_token_loss,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,7 +64,11 @@ class Job:
     spell: Spell | None = None
 
     def check(self) -> None:
-        """Refuse what could not be written, before anything is trained."""
+        """Raises ValueError for a missing package or an output that cannot be written.
+
+        Call it before anything is trained.
+        """
+        check_optax()
         check_times(self.minutes, self.save_minutes)
         if self.out.exists() or self.out.is_symlink():
             raise ValueError(f"{self.out}: exists already; choose another place")
