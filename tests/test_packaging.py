@@ -26,7 +26,7 @@ NEEDED_BY_ORBAX = {"prometheus_client"}
 
 
 def modules_of(requirements):
-    """The top-level modules of requirements, which are named like their packages here."""
+    """The top-level modules of requirements, here named like their packages."""
     names = (re.match(r"[\w-]+", text)[0] for text in requirements)
     special = {"orbax-checkpoint": "orbax"}
     return {special.get(name, name.replace("-", "_")) for name in names}
@@ -172,8 +172,9 @@ def test_metadata_is_what_package_indexes_show():
     oldest = PROJECT["requires-python"].removeprefix(">=")
     assert f"Programming Language :: Python :: {oldest}" in labels
     assert not any(label.startswith("License ::") for label in labels), "PEP 639"
-    assert {"Repository", "Documentation", "Changelog", "Issues"} <= set(PROJECT["urls"])
-    assert all(url.startswith("https://") for url in PROJECT["urls"].values())
+    urls = PROJECT["urls"]
+    assert {"Repository", "Documentation", "Changelog", "Issues"} <= set(urls)
+    assert all(url.startswith("https://") for url in urls.values())
 
 
 def test_version_changelog_and_citation_agree():
