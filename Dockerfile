@@ -26,7 +26,7 @@ WORKDIR /home/stree
 ENV PATH="/opt/stree-jax/bin:$PATH" \
     PYTHONUNBUFFERED=1
 EXPOSE 8000
-HEALTHCHECK --start-period=120s \
+HEALTHCHECK --start-period=300s \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health')"]
 ENTRYPOINT ["stree-jax"]
 CMD ["serve", "--host", "0.0.0.0", "--model", "demo"]
