@@ -22,6 +22,9 @@ fi
 mkdir "$work/unpacked"
 tar -xzf "${sdist[0]}" -C "$work/unpacked" --strip-components 1
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" "$work/unpacked"
+if "$python" -m zipfile -l "$work"/dist/*.whl | grep -E '\.(png|svg|md|cc|h) '; then
+  echo "the wheel holds figures, pages or sources" >&2 && exit 1
+fi
 "$python" -m venv "$work/venv"
 "$work/venv/bin/pip" install --quiet "$work"/dist/*.whl
 
