@@ -41,7 +41,8 @@ from stree_jax.speculation.tree import chain, resolve_tree
 # Two tokens whose logits are this close may change places, by dtype of the records.
 TIE = {"float32": 1e-4, "bfloat16": 0.2}
 PLAIN = "plain"
-MARGIN = 256  # rows of the caches beside the text: whole chunks, a path of a tree
+# Cache rows in addition to the text, for whole chunks and the path of a tree.
+MARGIN = 256
 
 
 @dataclass(frozen=True)

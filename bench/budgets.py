@@ -1,8 +1,8 @@
-"""Arithmetic of memory: SpecMemo's figures of models that need not be run.
+"""Counts bytes for SpecMemo's figures, without running the models.
 
 Bytes are those of `sizing.memory`, from shapes alone: by part against batch, context
 and tree (Fig. 3), the longest text in a budget (Fig. 4), caches with a fixed share of
-the memory beside the planner's (Fig. 13), and the paper's formula beside ours.
+the memory and the planner's choice (Fig. 13), and the paper's formula and ours.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ CONTEXT, NODES = 2048, 16  # where they do not vary
 LONGEST = 2**20  # tokens; any longer text fits as well
 CHUNK = 64  # tokens by which texts, and so bytes, grow
 QUERY = 128  # tokens: m, of the paper's comparison with fixed ratios
-RATIOS = (1, 3, 7, 15, 31)  # parts for the model beside one of caches
+RATIOS = (1, 3, 7, 15, 31)  # memory of the model over that of its caches
 PAPER = "llama-7b"  # the model of its figures
 PRINTED = {(64, 42, 4): "55", (44, 23, 3): "19.5"}  # MiB by nodes, leaves, heads
 MOST_GUESSES = 10  # children of the paper's trees
@@ -233,11 +233,11 @@ def draw_longest(found: Mapping[str, Rows], report: dict[str, Any]) -> "Figure":
 
 
 def ratios(subject: Subject, sizes: Sequence[int]) -> Rows:
-    """Compares caches with a fixed share of the memory with the planner.
+    """Compares caches of a fixed share of the memory with the planner's choice.
 
     Returns:
       a row a ratio: the queries of `QUERY` tokens that the caches hold; "fixed", the
-      tree that fits beside them with the model; "planned", the planner's choice for the
+      tree that fits in the remaining memory with the model; "planned", the planner's choice for the
       same queries in the same memory; and the most queries that it can serve.
     """
     each = QUERY * cache_row_bytes(subject.target)
@@ -275,7 +275,7 @@ def served(queries: int) -> Request:
 def _beside(
     subject: Subject, sizes: Sequence[int], queries: int, available: int
 ) -> dict[str, Any] | None:
-    """Returns the largest tree that fits beside the caches, or None."""
+    """Returns the largest tree that fits in the memory left by the caches, or None."""
     for nodes in (*sorted(sizes, reverse=True), 1):
         found = subject.memory(subject.tree(nodes), served(max(queries, 1)))
         taken = found.total - found.caches

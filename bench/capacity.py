@@ -1,7 +1,7 @@
-"""One pass against the capacity of its caches, and against the length of its text.
+"""Measures a pass against the capacity of its caches and the length of its text.
 
 The cost of attention should grow with the text, not with the capacity of the caches.
-So time and temporaries stand beside the bytes that a pass has to read.
+So tables show time and temporaries next to the bytes that a pass has to read.
 """
 
 import argparse

@@ -236,7 +236,7 @@ def summary(
 
 
 def turns_table(found: dict[str, Any]) -> str:
-    """Returns the choice for each budget, and measurements beside the plans."""
+    """Formats the choice for each budget, and measured next to planned speeds."""
     equal = "{equal}/{conversations}".format_map
     of_ample = tables.quartiles("", "of_ample", ".2f")[1]
     budgets = [

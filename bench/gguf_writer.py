@@ -48,7 +48,7 @@ CONTEXT = 1 << 20  # tokens; nothing here depends on it
 
 
 def write_gguf(config: ModelConfig, params: Any, dtype: str, path: Path) -> int:
-    """Write a file, weights of products as F32, BF16 or Q8_0.
+    """Writes a GGUF file, with matrices as F32, BF16 or Q8_0.
 
     Args:
       params: float32 or bfloat16; rounded to the nearest where `dtype` has fewer bits.
@@ -90,7 +90,7 @@ def write_gguf(config: ModelConfig, params: Any, dtype: str, path: Path) -> int:
 
 
 def arch_of(config: ModelConfig) -> str:
-    """llama.cpp's name of an architecture.
+    """Returns llama.cpp's name of an architecture.
 
     Raises:
       ValueError: it has none for this one, or not with these options.
@@ -128,7 +128,7 @@ def _usual_mixer(config: ModelConfig) -> bool:
 
 
 def _usual_attention(config: ModelConfig) -> bool:
-    """And the MLP."""
+    """True if attention and MLP have the layout that llama.cpp expects."""
     a, f = config.mixers["attention"], config.mixers["mlp"]
     heads = a.num_heads, a.num_kv_heads, a.head_dim
     rope = None if a.rope is None else Rope(a.rope.theta, a.head_dim)
@@ -191,7 +191,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def gguf_tensors(
     config: ModelConfig, params: Any
 ) -> Iterator[tuple[Row, str, np.ndarray]]:
-    """Every tensor in float32, its name in the file, and the row that makes it."""
+    """Yields (row of the name table, name in the file, float32 tensor)."""
     flat = by_path(params)
     for row in rows_of(ARCHITECTURES[arch_of(config)].names, config):
         leaf = np.asarray(flat[row.path]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Medusa heads beside other drafters, and what typical acceptance does to a text.
+"""Compares Medusa heads with other drafters, and measures typical acceptance.
 
 Accuracies are those of each head's guesses for the target's greedy text. Arms decode
 with chains and trees of heads, the draft model, and lookup. In sampling there is also

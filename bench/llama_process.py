@@ -30,7 +30,7 @@ def llama_process(python: Path) -> Iterator[Ask]:
       RuntimeError: the process ended during an order; with its last error line.
     """
     with tempfile.TemporaryFile("w+") as errors:
-        # Isolated: it must not import from our paths, nor modules beside the worker.
+        # Isolated: it must not import our modules, or modules in the worker's folder.
         command = [str(python), "-I", str(WORKER)]
         pipe = subprocess.PIPE
         try:

@@ -107,7 +107,7 @@ class Run:
 
     Attributes:
       repeats: turns of every arm, after the first call.
-      json: where the report goes; units are kept beside it in `<json>.part` until all
+      json: where the report goes; units are written to `<json>.part` until all
         are done, and a run with the same settings goes on from there.
       minutes: no unit is begun after so long.
     """

@@ -1,4 +1,4 @@
-"""This library beside llama.cpp and transformers: the same weights, greedy decoding.
+"""Compares this library with llama.cpp and transformers: same weights, greedy.
 
 llama.cpp runs in another process, from a GGUF file made of our parameters. All arms
 take turns, so that nothing else runs meanwhile. Before anything is timed the logits of

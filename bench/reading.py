@@ -1,4 +1,4 @@
-"""Prefill: tokens a second against the length of the prompt, beside transformers.
+"""Measures prefill rates against the length of the prompt, and transformers'.
 
 Both have the same random weights and return the logits after the last token and the
 state to go on with. They take turns, and their logits are compared.

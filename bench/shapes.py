@@ -45,7 +45,7 @@ NAMES = (
 
 
 def mamba2(d_model: int, n_layer: int) -> ModelConfig:
-    """The architecture of the published Mamba2 models."""
+    """Returns the architecture of the published Mamba2 models."""
     kind: str = "mamba"
     return ModelConfig(
         vocab_size=50288,
@@ -60,7 +60,8 @@ def mamba2(d_model: int, n_layer: int) -> ModelConfig:
 
 
 def mixers(count: int, attention: Collection[int], behind: str) -> tuple[str, ...]:
-    """Mamba2 layers, of attention at these places, and behind each another layer."""
+    """Returns `count` mixers, attention at the given indices and Mamba2 elsewhere, each
+    followed by a layer `behind`."""
     layers: tuple[str, ...] = ()
     for i in range(count):
         layers += ("attention" if i in attention else "mamba", behind)
@@ -68,7 +69,8 @@ def mixers(count: int, attention: Collection[int], behind: str) -> tuple[str, ..
 
 
 def mambainllama(attention: int = 16) -> ModelConfig:
-    """MambaInLlama-8B: Llama-3-8B with all but `attention` of 32 mixers replaced."""
+    """Returns MambaInLlama-8B: Llama-3-8B with Mamba2 mixers, except `attention` of its
+    32 layers."""
     kept = [i for i in range(32) if (i + 1) * attention // 32 > i * attention // 32]
     layers = mixers(32, kept, "mlp")
     return ModelConfig(
@@ -93,7 +95,8 @@ def mambainllama(attention: int = 16) -> ModelConfig:
 
 
 def granite_micro() -> ModelConfig:
-    """Granite-4.0-H-Micro: 36 Mamba2 layers and 4 of attention, an MLP behind each."""
+    """Returns Granite-4.0-H-Micro: 36 Mamba2 and 4 attention layers, each followed by
+    an MLP."""
     layers = mixers(40, range(5, 40, 10), "mlp")
     return ModelConfig(
         vocab_size=100352,
@@ -110,8 +113,8 @@ def granite_micro() -> ModelConfig:
 
 
 def hybrid_130m() -> ModelConfig:
-    """A hybrid as Granite 4 has them, of Mamba2-130M's widths: 8 Mamba2 layers and 4 of
-    attention, an MLP behind each. Nobody published it."""
+    """Returns a hybrid like Granite 4 with the widths of Mamba2-130M: 8 Mamba2 and 4
+    attention layers, each followed by an MLP. It is not a published model."""
     layers: tuple[str, ...] = ("mamba", "mlp", "mamba", "mlp", "attention", "mlp")
     return ModelConfig(
         vocab_size=49152,
@@ -128,7 +131,7 @@ def hybrid_130m() -> ModelConfig:
 
 
 def llama_135m() -> ModelConfig:
-    """SmolLM-135M."""
+    """Returns SmolLM-135M."""
     layers: tuple[str, ...] = ("attention", "mlp")
     return ModelConfig(
         vocab_size=49152,
@@ -144,7 +147,8 @@ def llama_135m() -> ModelConfig:
 
 
 def llama_7b() -> ModelConfig:
-    """Llama-2-7B, and Vicuna-7B, which SpecMemo and Medusa measure."""
+    """Returns Llama-2-7B, the architecture of the Vicuna-7B that SpecMemo and Medusa
+    measure."""
     layers: tuple[str, ...] = ("attention", "mlp")
     return ModelConfig(
         vocab_size=32000,
@@ -160,7 +164,7 @@ def llama_7b() -> ModelConfig:
 
 
 def llama_70b() -> ModelConfig:
-    """Llama-3-70B."""
+    """Returns Llama-3-70B."""
     layers: tuple[str, ...] = ("attention", "mlp")
     return ModelConfig(
         vocab_size=128256,
@@ -176,7 +180,7 @@ def llama_70b() -> ModelConfig:
 
 
 def bamba_9b() -> ModelConfig:
-    """Bamba-9B: 29 Mamba2 layers and 3 of attention, an MLP behind each."""
+    """Returns Bamba-9B: 29 Mamba2 and 3 attention layers, each followed by an MLP."""
     layers = mixers(32, (9, 18, 27), "mlp")
     return ModelConfig(
         vocab_size=128256,
@@ -193,7 +197,7 @@ def bamba_9b() -> ModelConfig:
 
 
 def granite_small() -> ModelConfig:
-    """Granite-4.0-H-Small, 32 B: 36 Mamba2 layers and 4 of attention, behind each 72
+    """Returns Granite-4.0-H-Small, 32 B: 36 Mamba2 and 4 attention layers, each with 72
     experts, of which a token takes 10, and an MLP."""
     layers = mixers(40, range(5, 40, 10), "moe")
     return ModelConfig(
@@ -230,9 +234,9 @@ def config_of(shape: str) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
-    """Random weights, made on the device in the dtype that they are kept in.
+    """Returns a model with random weights, made on the device in their final dtype.
 
-    One layer of each kind is compiled, and drawn anew for every layer.
+    The initialiser is compiled for one layer of each kind and runs for every layer.
     """
     kinds = tuple(dict.fromkeys(config.kinds))
     one = partial(init_params, replace(config, layers=blocks(kinds)), dtype=dtype)
@@ -248,14 +252,14 @@ def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
 
 
 def as_loaded(model: Model) -> Model:
-    """The model, its weights where `load` puts a model's: on large pages."""
+    """Moves the weights to large pages, as `load` does, and returns the model."""
     if moving := to_large_pages(jax.tree.leaves(jax.block_until_ready(model.params))):
         moving.join()
     return model
 
 
 def random_pair(target: str, drafter: str, dtype: Any) -> tuple[Model, Model]:
-    """Two shapes as target and drafter; the drafter gets the target's vocabulary.
+    """Returns a random target and a random drafter with the target's vocabulary.
 
     Raises:
       ValueError: an unknown name.
@@ -268,6 +272,6 @@ def random_pair(target: str, drafter: str, dtype: Any) -> tuple[Model, Model]:
 
 
 def random_prompts(config: ModelConfig, count: int, length: int) -> list[Prompt]:
-    """Token ids, the same in every process."""
+    """Returns prompts of random token ids, the same in every process."""
     ids = np.random.default_rng(0).integers(config.num_tokens, size=(count, length))
     return [tuple(row) for row in ids.tolist()]

@@ -302,7 +302,7 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
         row. If None, they are the model's own. If (), only the limit ends a text.
       stop_strings: strings that end a text and are left out of `texts`, for all prompts
         or by row.
-      logprobs: number of the best log-probabilities to return beside that of each
+      logprobs: number of the best log-probabilities to return next to that of each
         chosen token (0: only that one). If None, there are no log-probabilities.
       n: samples per prompt, which share its prefill. Rows come prompt by prompt.
       past: `Generation.past` of an earlier result. The prompts then continue its rows,

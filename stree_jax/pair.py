@@ -41,7 +41,7 @@ def drafter_name(
     imports the module of a custom drafter.
 
     Args:
-      target, drafter, ngrams, ngram_levels, ngram_width: as of `load_pair`.
+      target, drafter, ngrams, ngram_levels, ngram_width: as in `load_pair`.
 
     Raises:
       ValueError: the drafter does not exist, or does not go with the other options.

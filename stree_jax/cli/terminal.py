@@ -44,18 +44,18 @@ from stree_jax.speculation.drafters.table import WITHOUT_MODEL, source_of
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PATIENCE_S = 1.0  # of silence, before a terminal is told what takes the time
+PATIENCE_S = 1.0  # seconds before a terminal shows what the command is waiting for
 
 
 def load_models(
     args: argparse.Namespace, request: Request | None = None
 ) -> tuple[Model, "Tokenizer", Options]:
-    """The target, its tokenizer, and what `generate` is told of the drafter.
+    """Returns the target, its tokenizer, and the drafting options of `generate`.
 
     Args:
-      request: what is to be served in `args.memory`: only what decodes it is loaded.
-        If a tree, n-grams for the draft model or a custom drafter are named, nothing is
-        planned: all is loaded, and `generate` checks whether it fits.
+      request: workload to decode within `args.memory`. Only the models of the fastest
+        setup that fits are loaded. If a tree, n-grams for the draft model or a custom
+        drafter is named, all models are loaded, and `generate` checks that they fit.
     """
     name, tree, heads = args.drafter, args.tree, None
     can_plan = args.ngrams is None and not is_custom(args.drafter or "")
@@ -109,7 +109,7 @@ def request_of(args: argparse.Namespace, prompt: str) -> Request | None:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling | None:
-    """The settings asked for; None is greedy."""
+    """Returns the sampling settings of the options, or None for greedy decoding."""
     names = ("top_k", "top_p", "min_p", "seed")
     given = {name: v for name in names if (v := getattr(args, name)) is not None}
     if args.temperature == 0 and (given or args.rule):
@@ -139,7 +139,8 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def check_text(source: str, text: str) -> str:
-    """Refuse what was not UTF-8; Python reads such bytes as lone surrogates."""
+    """Raises ValueError for text that was not UTF-8, which Python reads as lone
+    surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -201,7 +202,7 @@ def waiting_for_input(what: str) -> Iterator[None]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """If it takes long, say so on stderr, until it is over; only to a terminal."""
+    """Shows on a terminal what the command is doing, if that takes long."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield
         return
@@ -362,14 +363,14 @@ def tokens_per_s(result: Generation, before: Generation | None) -> float | None:
 def figures(
     target: Model, result: Generation, before: Generation | None = None
 ) -> dict[str, Any]:
-    """Returns a JSON-like report of a generation from one prompt.
+    """Returns the figures of a generation from one prompt, as `--json` prints them.
 
     With several samples, the figures of each are in a list under "samples".
 
     Args:
       target: the target model.
       result: the generation.
-      before: as of `tokens_per_s`.
+      before: as in `tokens_per_s`.
     """
     samples = [
         {

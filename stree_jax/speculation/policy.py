@@ -37,8 +37,8 @@ class Policy(Protocol):
         ...
 
     def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array | None:
-        """Returns [] bool: whether a draft model prefills the prompts before the first
-        step (None: it does). If not, it prefills them when it first drafts."""
+        """Returns [] bool. True if a draft model prefills the prompts before the first
+        step; otherwise it prefills them when it first drafts. None means True."""
         ...
 
     def choose(

@@ -1,6 +1,6 @@
 """The protocol of draft sources, which wrap the values that users pass as `drafter`.
 
-A source is not yet bound to a target or a tree. Each kind of source is a class beside
+A source is not yet bound to a target or a tree. Each kind of source is a class next to
 its drafter in `speculation/drafters/` and an entry of the table in `drafters/table.py`.
 """
 
