@@ -90,8 +90,8 @@ class Filters:
     top_p: jax.Array
     min_p: jax.Array
 
+    def any(self) -> jax.Array:
         """True if any row has a filter, as [] bool."""
-        """[] bool. True if any row has a filter."""
         return ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)).any()
 
 
