@@ -236,9 +236,10 @@ def ratios(subject: Subject, sizes: Sequence[int]) -> Rows:
     """Compares caches of a fixed share of the memory with the planner's choice.
 
     Returns:
-      a row a ratio: the queries of `QUERY` tokens that the caches hold; "fixed", the
-      tree that fits in the remaining memory with the model; "planned", the planner's choice for the
-      same queries in the same memory; and the most queries that it can serve.
+      A row for each ratio: the queries of `QUERY` tokens that the caches hold; "fixed",
+      the tree that fits in the remaining memory with the model; "planned", the
+      planner's choice for the same queries in the same memory; and the most queries
+      that it can serve.
     """
     each = QUERY * cache_row_bytes(subject.target)
     if not each:
