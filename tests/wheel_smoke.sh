@@ -42,8 +42,11 @@ echo "$kernels"
 if command -v g++ > /dev/null && [[ $kernels == *none* ]]; then exit 1; fi
 "$work/venv/bin/stree-jax" generate "def add(a, b):" --max-new-tokens 16 --compare
 "$work/venv/bin/python" - <<'PY'
-import sys
+import re, sys
+from importlib.metadata import metadata
 import stree_jax, stree_jax.convert
+shown = metadata("stree-jax")["Description"]  # by package indexes, which host no files
+assert "Apache-2.0" in shown and not re.findall(r"\]\((?!https?:|#)[^)]*\)", shown)
 assert not {"models", "convert", "pallas_kernels", "cpu_kernels"} & set(sys.modules), "generic names leaked"
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 print("wheel", stree_jax.__version__, "ok")
