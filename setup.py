@@ -1,6 +1,11 @@
-"""The compiled CPU kernels. Without a compiler the package installs without them."""
+"""Builds the compiled CPU kernels, and the README as package indexes show it.
 
+Without a compiler the package installs without kernels.
+"""
+
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -37,4 +42,23 @@ def kernels() -> list[Extension]:
     return [extension]
 
 
-setup(ext_modules=kernels(), options={"bdist_wheel": {"py_limited_api": "cp311"}})
+def long_description() -> str:
+    """Returns the README with absolute links: package indexes do not host its files."""
+    project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
+    repository = project["urls"]["Repository"]
+    version = re.search(r'= "(.+)"', Path("stree_jax/version.py").read_text("utf-8"))
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link[1] == "!" else "blob"
+        return f"{link[1]}[{link[2]}]({repository}/{kind}/v{version[1]}/{link[3]})"
+
+    text = Path("README.md").read_text("utf-8")
+    return re.sub(r"(!?)\[([^]]*)\]\((?!https?:|#)([^)]+)\)", absolute, text)
+
+
+setup(
+    ext_modules=kernels(),
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -283,7 +283,7 @@ def served(queries: int) -> Request:
 def _beside(
     subject: Subject, sizes: Sequence[int], queries: int, available: int
 ) -> dict[str, Any] | None:
-    """Returns the largest tree that fits beside the caches, or None."""
+    """Returns the largest tree that fits in the memory left by the caches, or None."""
     for nodes in (*sorted(sizes, reverse=True), 1):
         found = subject.memory(subject.tree(nodes), served(max(queries, 1)))
         taken = found.total - found.caches

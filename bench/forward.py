@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     (the three ways to verify it, taking turns).
 
     Returns:
-      the report: beside the units, what `summary` returns.
+      the report: the units and the result of `summary`.
 
     Raises:
       ValueError: an unknown shape, a tree without a node or with more than MAX_NODES.

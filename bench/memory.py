@@ -2,7 +2,7 @@
 generation by part, and what fits in a limit.
 
 `budgets` counts bytes of models that need not be run. Measured here, with Medusa heads:
-speed and bytes by caches, tree and number of heads (Fig. 10), by pruned trees beside
+speed and bytes by caches, tree and number of heads (Fig. 10), by pruned trees and
 the best of equal size (Fig. 11, 12), and by rows of a batch (Fig. 8). Conversations at
 several budgets are measured by `conversations`.
 """

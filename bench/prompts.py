@@ -23,7 +23,7 @@ NAMES = {
 def read_prompts(paths: Sequence[Path], count: int) -> dict[str, list[Prompt]]:
     """Returns the first `count` prompts of each file, by the name of its set.
 
-    Two files of one name are told apart by their paths.
+    Two files with the same name are distinguished by their paths.
 
     Raises:
       ValueError: a file has no record, or one without a prompt (`records.prompt_of`).

@@ -81,7 +81,7 @@ __all__ = ["__version__", *_MODULE_OF]
 if not TYPE_CHECKING:  # type checkers would take every name for one that exists
 
     def __getattr__(name: str) -> Any:
-        """A public name, or a module of the package that is not imported yet."""
+        """Imports and returns a public name or a module of the package."""
         if name in _MODULE_OF:
             value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
             globals()[name] = value  # found without this function from now on

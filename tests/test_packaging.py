@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,21 @@ import pytest
 import stree_jax
 
 ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+FOR_USERS = ("train", "torch", "gguf", "bench", "serve")  # each is a part of "all"
+CODE = ("stree_jax", "models", "convert", "bench", "cpu_kernels", "pallas_kernels")
+# `--verify` and `bench --transformers` say how to install transformers; llama_cpp is
+# imported by another Python, `bench --llama-python`.
+UNDECLARED = {"transformers", "llama_cpp"}
+NEEDED_BY_ORBAX = {"prometheus_client"}
+
+
+def modules_of(requirements):
+    """The top-level modules of requirements, here named like their packages."""
+    names = (re.match(r"[\w-]+", text)[0] for text in requirements)
+    special = {"orbax-checkpoint": "orbax"}
+    return {special.get(name, name.replace("-", "_")) for name in names}
 
 
 def test_every_folder_of_code_is_in_the_wheel():
@@ -76,3 +92,98 @@ def test_help_and_bad_options_do_not_wait_for_jax(arguments):
         "    raise AssertionError\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def imported_modules():
+    """The top-level modules outside the standard library that the package imports."""
+    found = set()
+    for folder in CODE:
+        for file in (ROOT / folder).rglob("*.py"):  # which follows no links
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"stree_jax"}
+
+
+def test_every_import_is_declared_and_every_dependency_is_imported():
+    optional = modules_of(text for name in FOR_USERS for text in EXTRAS[name])
+    mandatory = modules_of(PROJECT["dependencies"])
+    comes_with_jax = {"jaxlib"}
+    assert imported_modules() - UNDECLARED - comes_with_jax == mandatory | optional
+    assert not mandatory & optional
+
+
+def test_the_extra_all_is_every_extra_for_users():
+    assert EXTRAS["all"] == [f"stree-jax[{','.join(FOR_USERS)}]"]
+    assert set(EXTRAS) - {"all", "test", "docs"} == set(FOR_USERS)
+
+
+WITHOUT_EXTRAS = """
+import sys
+from pathlib import Path
+for name in {blocked}:
+    sys.modules[name] = None  # importing it raises ModuleNotFoundError
+from stree_jax.cli.main import main
+
+def refused(package, extra, *words):
+    assert main(list(words)) == 2, words
+    print(package, extra, file=sys.stderr)
+
+assert main(["generate", "def f(", "--max-new-tokens", "4"]) == 0
+assert main(["info", "demo"]) == 0
+assert main(["convert", "demo", "ours"]) == 0
+assert main(["generate", "def f(", "--model", "ours", "--max-new-tokens", "4"]) == 0
+assert main(["export", "ours", "exported"]) == 0
+Path("text").write_text("def f(x): return x " * 999)
+assert not {blocked} & {{name for name, module in sys.modules.items() if module}}
+
+refused("uvicorn", "serve", "serve")
+refused("matplotlib", "bench", "bench", "forward", "--figure", "f.svg")
+training = ["--text", "text", "--out", "o", "--work", "w"]
+refused("optax", "train", "train", *training)
+for command in ("distill", "heads"):
+    refused("optax", "train", command, "--target", "demo", *training)
+"""
+
+
+def test_core_commands_run_without_extras_and_others_name_theirs(tmp_path):
+    every = modules_of(text for name in EXTRAS for text in EXTRAS[name])
+    blocked = every - {"stree_jax"} - NEEDED_BY_ORBAX
+    assert "optax" in blocked and "torch" in blocked
+    code = WITHOUT_EXTRAS.format(blocked=blocked)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stderr.splitlines()
+    for extra in ("serve", "bench", "train"):
+        ends = [i for i, line in enumerate(lines) if line.endswith(f" {extra}")]
+        assert ends
+        for i in ends:
+            package = lines[i].partition(" ")[0]
+            assert package in lines[i - 1]
+            assert f"pip install 'stree-jax[{extra}]'" in lines[i - 1]
+
+
+def test_metadata_is_what_package_indexes_show():
+    labels = PROJECT["classifiers"]
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {oldest}" in labels
+    assert not any(label.startswith("License ::") for label in labels), "PEP 639"
+    urls = PROJECT["urls"]
+    assert {"Repository", "Documentation", "Changelog", "Issues"} <= set(urls)
+    assert all(url.startswith("https://") for url in urls.values())
+
+
+def test_version_changelog_and_citation_agree():
+    citation = (ROOT / "CITATION.cff").read_text()
+    version = re.search(r"^version: (\S+)$", citation, re.M)[1]
+    date = re.search(r"^date-released: (\S+)$", citation, re.M)[1]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.findall(r"^## \[(\d[^\]]*)\] - (\S+)$", changelog, re.M)
+    assert releases[0] == (version, date)
+    assert version == stree_jax.__version__
+    license_name = re.search(r"^license: (\S+)$", citation, re.M)[1]
+    assert license_name == PROJECT["license"]

@@ -8,7 +8,7 @@ import sys
 def print_status(text: str) -> None:
     """Prints a line on standard error, if it is open.
 
-    If nobody reads standard error any more, work goes on: only the output needs a
+    If standard error was closed, work goes on: only the output needs a
     reader.
     """
     if sys.stderr is None:  # `print` would write to standard output

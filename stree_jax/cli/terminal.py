@@ -378,7 +378,7 @@ def tokens_per_s(result: Generation, before: Generation | None) -> float | None:
 def figures(
     target: Model, result: Generation, before: Generation | None = None
 ) -> dict[str, Any]:
-    """Returns a JSON-like report of a generation from one prompt.
+    """Returns the figures of a generation from one prompt, as `--json` prints them.
 
     With several samples, the figures of each are in a list under "samples".
 

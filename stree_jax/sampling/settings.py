@@ -91,7 +91,7 @@ class Filters:
     min_p: jax.Array
 
     def any(self) -> jax.Array:
-        """[] bool. True if any row has a filter."""
+        """True if any row has a filter, as [] bool."""
         return ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)).any()
 
 

@@ -29,7 +29,13 @@ from stree_jax.records import Spell
 from stree_jax.training import corpus
 from stree_jax.training.saves import Params
 from stree_jax.training.texts import PREPARED, Spelled, Tally
-from stree_jax.training.train import TrainConfig, check_times, fit, next_token_loss
+from stree_jax.training.train import (
+    TrainConfig,
+    check_optax,
+    check_times,
+    fit,
+    next_token_loss,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -60,8 +66,9 @@ class Job:
     spell: Spell | None = None
 
     def check(self) -> None:
-        """Raises ValueError if times are invalid or results cannot be written, before
-        training starts."""
+        """Raises ValueError if a package is missing, times are invalid or results
+        cannot be written, before training starts."""
+        check_optax()
         check_times(self.minutes, self.save_minutes)
         if self.out.exists() or self.out.is_symlink():
             raise ValueError(f"{self.out}: exists already; choose another place")

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from tqdm import tqdm
 
 from stree_jax.models import (
@@ -43,6 +43,9 @@ from stree_jax.training.saves import (
     finish_on_ctrl_c,
     one_line_errors,
 )
+
+if TYPE_CHECKING:
+    import optax
 
 Batch = Any  # a pytree of arrays
 # (model, windows [B, T+1], teacher or None) -> a scalar.
@@ -186,6 +189,8 @@ def next_token_loss(
 ) -> jax.Array:
     """Returns the mean cross-entropy of windows [B, T+1], in nats per token. The
     teacher is not used."""
+    import optax
+
     logits = sequence_logits(model, windows[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
     return losses.mean()
@@ -204,8 +209,16 @@ def distillation_loss(
     return (jnp.exp(p) * (p - q)).sum(axis=-1).mean()
 
 
-def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
+def check_optax() -> None:
+    """Raises ValueError if the extra that training needs is not installed."""
+    if find_spec("optax") is None:
+        raise ValueError("training needs optax; pip install 'stree-jax[train]'")
+
+
+def make_optimizer(train: TrainConfig) -> "optax.GradientTransformation":
     """Returns AdamW with warm-up, cosine decay and gradient clipping."""
+    import optax
+
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         train.learning_rate,
@@ -238,6 +251,8 @@ def _train_step(
     subject: Subject, train: TrainConfig, state: TrainState, batch: Batch, teacher: Any
 ) -> tuple[TrainState, jax.Array]:
     """Runs one optimizer step. Returns the new state and the loss."""
+    import optax
+
     loss = jax.value_and_grad(partial(_rounded_loss, subject, train))
     value, grads = loss(state.params, batch, teacher)
     optimizer = make_optimizer(train)
@@ -352,6 +367,7 @@ def learn(
 
     if getattr(jax.config, "jax_disable_jit", False):
         raise ValueError("jax_disable_jit: training needs compiled steps; unset it")
+    check_optax()
     check_times(minutes, save_minutes)
     learner = _Learner(subject, train, teacher, examples, progress)
     run = Progress(learner.begin(), [], [])
