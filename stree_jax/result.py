@@ -36,7 +36,7 @@ FINISH_REASONS = {
     OUT_OF_LENGTH: "length",
 }
 
-# Limits of what `repr` and a notebook show. The attributes are not cut.
+# `repr` and a notebook show at most so much. The attributes contain everything.
 MOST_ROWS_SHOWN = 8
 MOST_TEXT_SHOWN = 64  # characters of each text in `repr`
 MOST_TOKENS_COLOURED = 2000  # tokens of each text in a notebook

@@ -43,7 +43,7 @@ class History:
     length: jax.Array
 
     def kept(self) -> None:
-        """Returns None: a continuation needs no state, because it gets the whole text
+        """Returns None, because a continuation needs no state: it gets the whole text
         again."""
 
 
