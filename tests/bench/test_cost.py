@@ -28,7 +28,7 @@ from stree_jax.speculation.tree import (
 )
 from tests.support.tiny import REAL, STOP, perturbed, tiny
 
-DOC = Path(__file__).parents[2] / "docs" / "cost-model.md"
+DOC = Path(__file__).parents[2] / "docs" / "explanation" / "cost-model.md"
 # Depth first, and a younger sibling has more children. Other layouts would not detect
 # rows in the wrong order.
 ODD = make_tree([-1, 0, 1, 2, 1, 0, 5, 5, 6, 6, 0])
@@ -416,6 +416,6 @@ def test_the_best_comes_first():
 def test_the_example_in_the_docs_prints_its_output(capsys):
     text = DOC.read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    (printed,) = re.findall(r"```text\n(.*?)```", text, re.S)
+    printed = re.search(r"```python\n.*?```\s*```text\n(.*?)```", text, re.S)[1]
     exec(compile(code, str(DOC), "exec"), {})
     assert capsys.readouterr().out == printed

@@ -91,7 +91,10 @@ def test_a_drafter_with_the_targets_embedding_learns_from_its_own_text(prepared)
         (["--own-tokens", "-1"], "--own-tokens: want at least 0, got -1"),
         (["--own-tokens", "9"], "--length: want at most 192 tokens with --own-tokens"),
         (["--own-tokens", "9", "--length", "9", "--batch", "1"], "--batch: want at"),
-        (["--target-embedding", "--width", "192"], "embedding has 64, got 192"),
+        (
+            ["--target-embedding", "--width", "192"],
+            "width of the target's embedding, got 192",
+        ),
     ],
 )
 def test_bad_options_are_one_line_and_write_nothing(option, problem, prepared, capsys):

@@ -126,7 +126,7 @@ def test_streams_and_errors_have_cors_headers(service, monkeypatch):
     for status, path, body in wrong:
         found, headers, _ = from_page(app, PAGE, path, body)
         assert (found, headers[ALLOW]) == (status, PAGE)
-    monkeypatch.setattr(service.engine, "most", 1)
+    monkeypatch.setattr(service.engine, "max_waiting", 1)
     monkeypatch.setattr(service.engine, "submit", _full)
     status, headers, _ = from_page(app, PAGE)
     assert (status, headers[ALLOW], headers["retry-after"]) == (429, PAGE, "1")

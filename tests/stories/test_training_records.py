@@ -411,5 +411,7 @@ def test_prepared_tokens_mixed_with_texts_are_refused(tmp_path):
     (tmp_path / "pair").mkdir()
     (tmp_path / "pair/train.npy").write_bytes(b"")
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ValueError, match="pair: a folder of prepared tokens; give it"):
+    with pytest.raises(
+        ValueError, match="pair: a folder of prepared tokens; it must be the only path"
+    ):
         iter_documents([tmp_path / "a.txt", tmp_path / "pair"])

@@ -168,12 +168,11 @@ def stand_ins(root, folder):
 
 
 @contextlib.contextmanager
-def served(port, *options):
+def served(port, *options, cwd=None):
     """Runs `stree-jax serve` as a process; it is ended on leaving."""
     command = [sys.executable, "-m", "stree_jax", "serve", "--port", str(port)]
-    process = subprocess.Popen(
-        [*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*command, *options], cwd=cwd, **quiet)
     try:
         yield process
     finally:
@@ -282,22 +281,26 @@ def run_shell(snippet, folder):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    processes = []
     with listener, contextlib.ExitStack() as servers:
         while bash.poll() is None:
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
-                _answer(connection, servers if serves else None)
+                _answer(connection, servers if serves else None, processes)
+            if any(process.poll() is not None for process in processes):
+                bash.kill()  # curl would wait for the server that ended
     said = bash.stdout.read()
     bash.stdout.close()
     assert bash.returncode == 0, f"{snippet.id}\n{snippet.code}\n{said}"
     return said
 
 
-def _answer(connection, servers):
+def _answer(connection, servers, processes):
     """Runs what a replaced program was asked for.
 
     Args:
       servers: stack of running servers; if None, they are not started, only parsed.
+      processes: list of the servers' processes, to which new ones are added.
     """
     with connection:
         data = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -305,7 +308,8 @@ def _answer(connection, servers):
         args = request["args"]
         if servers is not None and args[0] == "serve":
             port = args[args.index("--port") + 1]
-            servers.enter_context(served(port, *args[1:]))
+            server = served(port, *args[1:], cwd=request["cwd"])
+            processes.append(servers.enter_context(server))
             connection.sendall(json.dumps({"code": 0, "out": "", "err": ""}).encode())
             return
         run = {
