@@ -2,7 +2,8 @@
 the KV caches and for several lengths of the text in them.
 
 The cost of attention should grow with the length of the text, not with the capacity of
-the caches. The tables therefore also list the bytes that each pass must read.
+the caches. For comparison, the tables list the bytes that each pass has to read: the
+weights, the rows of the text in the caches, and the rest of the state.
 """
 
 import argparse

@@ -190,13 +190,14 @@ def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
 
     Returns:
       The rows, with these keys in addition. "passes_per_call": forward passes of the
-      draft model per target pass. "traffic" and "traffic_without_caches": bytes read
-      and written per token, relative to plain decoding. "over_speculative": median
-      speedup over the draft model without n-grams. "speedups": speedups over plain
-      decoding, by prompt. For staged setups also "predicted": the speedup over the
-      draft model without n-grams that the cost model predicts, and "passes_predicted":
-      passes per call predicted from the n-grams' hit rates (only if at most one node
-      per level has children).
+      draft model per target pass. "traffic": bytes read and written per token,
+      relative to plain decoding; "traffic_without_caches": the same without the
+      attention caches. "over_speculative": speedup over the setup that drafts with the
+      draft model and without n-grams, median over prompts. "speedups": speedups over
+      plain decoding, by prompt. For staged setups also "predicted":
+      "over_speculative" as the cost model predicts it, and "passes_predicted": passes
+      per call predicted from the n-grams' hit rates (only if at most one node per
+      level has children).
     """
     milliseconds = {int(n): ms for n, ms in report["drafter_pass_ms"].items()}
     seconds = MeasuredTime(

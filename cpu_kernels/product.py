@@ -17,9 +17,10 @@ It may differ between instruction sets.
 import jax
 import jax.numpy as jnp
 
-# Most rows for which the kernel is used. Up to 64 rows the time of a product is that of
-# reading its weight from memory. The second limit applies to products with a
-# `valid_count`. It is larger because it counts padding rows, which take no time.
+# The largest number of rows for which the kernel is used; XLA computes larger products.
+# Up to 64 rows, a product takes about as long as reading its weight from memory.
+# MAX_PADDED_ROWS applies to products with a `valid_count`. It is larger because it also
+# counts padding rows, which take no time.
 MAX_ROWS = 64
 MAX_PADDED_ROWS = 1024
 MAX_INT8_GROUP = 2**16  # columns of an int8 group, so that sums fit in int32

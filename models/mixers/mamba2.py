@@ -411,15 +411,14 @@ def mixer_kernel(
         contains the pending path. False if this tree is computed in several passes:
         `memory` then has the records of its earlier nodes, and `tree.rows` are the
         nodes of this pass.
-      replays: True if there is a pending path. If False, the state stays the same and
-        is not returned.
-      has_padding: True if nodes that are not their own ancestors in `tree.mask` are
-        padding.
+      replays: True if there is a pending path.
+      has_padding: True if the tree may have padding nodes, which have a False on the
+        diagonal of `tree.mask`. If False, all nodes are valid.
 
     Returns:
       The mixer's output before out_proj [B, Tq, H * P] float32, and the new memory: the
-      state after the pending path, and records whose first T rows are this tree's. If
-      the last tree was larger, the rows from T on keep its records.
+      state after the pending path (only if `replays`), and records whose first T rows
+      are this tree's. If the last tree was larger, the rows from T on keep its records.
     """
     record = MambaRecord(*memory[2:])
     is_node = jnp.diagonal(tree.mask, axis1=1, axis2=2)

@@ -47,8 +47,10 @@ def write(
     tokens: jax.Array,
     places: jax.Array,
 ) -> LogProbs:
-    """Returns the buffer with the log-probabilities of the D tokens that one target
-    pass chose per row.
+    """Writes log-probabilities of the D tokens that a target pass chose per row, both
+    under the raw and the processed logits, and returns the new buffer.
+
+    The n most probable tokens of both distributions are written as well.
 
     Args:
       buffer: log-probabilities at the O positions of the output.

@@ -41,7 +41,8 @@ def _rank_lists(ranks: Ranks) -> list[list[int]]:
     and returns them as one list of ints per text.
 
     Raises:
-      ValueError: a text's ranks are not integers [n] from 0, or no text has a token.
+      ValueError: the ranks of a text are not a 1-D array of integers of at least 0, or
+        all texts are empty.
     """
     texts = [np.asarray(text) for text in ranks]
     for i, text in enumerate(texts):

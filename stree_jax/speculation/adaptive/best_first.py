@@ -248,9 +248,10 @@ class Tables(NamedTuple):
     for the CPU kernel.
 
     The frontier is the last level, whose W nodes get children next. The pool has the C
-    candidates of all levels. N >= C is the number of candidates and guesses that the
-    draft model reads. Names in the singular belong to the frontier, names in the plural
-    to the pool or the nodes.
+    candidates of all levels. The draft model reads N >= C nodes: the candidates, and
+    with a stage of n-grams also guesses, tokens that are read before it is known
+    whether they become candidates. Names in the singular belong to the frontier, names
+    in the plural to the pool or the nodes.
 
     Attributes:
       mask: [B, W, C] bool. `Frontier.mask`: the candidates on each path.

@@ -185,10 +185,11 @@ def _candidates(
     index = jnp.arange(W, dtype=jnp.int32)[None, :, None]
     own = exists & (owner == index)
     above = jnp.pad(owner[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    # Candidate (w, j) is token j after match w. Matches may share their first tokens;
-    # the path of the parent is then stored only once, under the first such match w'.
-    # The parent is candidate (w', j - 1) with index w' M + j - 1. Parents are stored
-    # plus 1, because 0 is the root.
+    # Candidate (w, j) is token j = `step` of the M tokens after match w; its index is
+    # w M + j. Its parent is token j - 1 of the same continuation. If several matches
+    # continue with the same tokens, these are stored only under the first such match
+    # w' = `above`: the parent's index is w' M + j - 1. Parents are stored plus 1,
+    # because 0 is the root.
     parent = jnp.where(step > 0, above * M + step, 0)
     kind = lookup_kind(matched[..., None] + step, above == index)
 

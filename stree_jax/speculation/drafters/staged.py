@@ -498,7 +498,8 @@ def _in_place(
       opened: the drafter's state while it fills the tree.
       hit: [B, T] bool. Nodes whose alternative was drawn.
       tokens: [B, T] int32. Tokens of the nodes, including the new draws.
-      first: the first slot of these alternatives; that of node t is `first` + t.
+      first: offset of the group of slots with these alternatives: the alternative of
+        node t is in slot `first` + t.
       task: the task of filling the tree.
     """
     T = task.tree.size
