@@ -317,7 +317,7 @@ def weights_among(names: Collection[str]) -> str | None:
     """Chooses which of a directory's files to read the weights from.
 
     That is a file of all weights, an index of shards, or the only safetensors file.
-    Returns None if there is none of these.
+    Returns None if all of these are absent.
     """
     for name in WEIGHT_FILES:
         for choice in (name, f"{name}{INDEX}"):

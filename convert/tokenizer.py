@@ -62,8 +62,8 @@ OTHER_FORMS = (
 def read_tokenizer(
     files: CheckpointFiles, warn: Callable[[str], object] | None = None
 ) -> "Tokenizer | None":
-    """Reads the tokenizer of a checkpoint. Returns None if there is none that can be
-    read.
+    """Reads the tokenizer of a checkpoint. Returns None if it is absent or
+    unsupported.
 
     The tokenizer encodes whole texts: saved truncation, padding and dropout are
     switched off. Special tokens from the files next to it are added.
@@ -204,7 +204,7 @@ def tokenizer_settings(files: CheckpointFiles) -> ConfigFields:
 def copy_tokenizer(src: CheckpointFiles, dst: Path) -> None:
     """Copies the files of a tokenizer, or writes equivalent files for a GGUF file.
 
-    tokenizer.json is written without truncation, padding and dropout. If there is none,
+    tokenizer.json is written without truncation, padding and dropout. If it is absent,
     it is created from the other files.
     """
     if src.is_gguf:

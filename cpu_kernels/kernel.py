@@ -146,7 +146,7 @@ class CpuKernel(Generic[P, R]):
 
 
 class Choice(Hashable, Protocol):
-    """A function of arrays with several implementations, one of which runs."""
+    """A function of arrays with several interchangeable implementations."""
 
     @property
     def definition(self) -> Function:

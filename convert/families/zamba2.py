@@ -1,5 +1,4 @@
-"""Zamba2ForCausalLM: Mamba2 layers, some of which also use a shared transformer
-block."""
+"""Zamba2ForCausalLM: Mamba2 layers; some layers also run a shared transformer block."""
 
 import math
 import reprlib

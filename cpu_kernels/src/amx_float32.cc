@@ -81,7 +81,7 @@ TARGET void pack(const Product& p, void* packed) {
     }
 }
 
-// Splits 16 rows of a weight (`count` of which exist) into parts, a third of them at a time.
+// Splits 16 rows of a weight into parts, a third of them at a time. Only `count` rows are valid.
 // The thirds are interleaved with tile instructions, because they do not depend on them.
 struct Splitter {
   const float* from;  // first number of this step

@@ -55,7 +55,7 @@ class Tiles {
   };
 };
 
-// Rows of a weight: `count` rows, `stride` bytes apart, of which `bytes` bytes are used.
+// Rows of a weight: `count` rows of `bytes` bytes, `stride` bytes apart.
 struct Weights {
   const char* from;
   int64_t stride, bytes;

@@ -86,7 +86,7 @@ TARGET void pack(const Product& p, void* packed) {
     }
 }
 
-// A block of columns, `count` of which exist. Columns past the last one repeat it.
+// A block of columns with `count` valid ones. Columns past the last valid one repeat it.
 struct Some {
   const int8_t* first;
   const float* scale;

@@ -35,7 +35,7 @@ struct Taps {
   Lanes::F of[MAX_TAPS], bias;
 };
 
-// Reads the weights [W, K] of W channels, `size` of which exist.
+// Reads the weights [W, K] of W channels. Only the first `size` channels are valid.
 template <class E>
 TARGET inline void read_taps(const E* weight, const E* bias, int64_t K, int64_t size, Taps& taps) {
   using V = Lanes;

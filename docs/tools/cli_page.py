@@ -76,6 +76,7 @@ def section(
     """Yields the lines of a command and of the commands below it."""
     add_options = getattr(parser, "add_options", None)
     if add_options is not None:  # added when the command is first used
+        # mypy sees argparse's parser here; our `Parser` has the attribute.
         parser.add_options = None  # type: ignore[attr-defined]
         add_options(parser)
     text = parser.description or summary

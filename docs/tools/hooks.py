@@ -14,6 +14,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
+# MkDocs runs this file by its path, so its folder is not on the import path yet.
 sys.path.insert(0, str(Path(__file__).parent))
 from links import image_uri, outside_links  # noqa: E402
 
