@@ -18,8 +18,43 @@ from stree_jax.models.params import Path
 from stree_jax.models.state import token_mixers
 
 Index = tuple[slice, ...]  # a slice of each axis of a tensor; () means the whole tensor
-How = Literal["copy", "concat", "swap", "conv", "stack", "halves", "shape", "decay"]
+How = Literal[
+    "copy", "concat", "swap", "conv", "stack", "halves", "shape", "decay", "offset"
+]
 ENDINGS = (("weight", ""), ("bias", "_bias"))  # endings of tensors, and of parameters
+
+
+class Groups(NamedTuple):
+    """An order of consecutive rows in which a file groups what we keep together.
+
+    The file has `count` groups, such as heads, each of several parts of `sizes` rows.
+    We have the first part of all groups, then the second part of all groups, and so on.
+
+    Attributes:
+      count: number of groups.
+      sizes: rows of each part of a group.
+      order: the parts in our order. If empty, it is that of the file.
+    """
+
+    count: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return self.count * sum(self.sizes)
+
+    def places(self) -> np.ndarray:
+        """Returns the file's index of each of our rows."""
+        ids = np.arange(self.rows).reshape(self.count, -1)
+        parts = np.split(ids, np.cumsum(self.sizes)[:-1], axis=1)
+        order = self.order or range(len(parts))
+        return np.concatenate([parts[i].reshape(-1) for i in order])
+
+
+def plain(rows: int) -> Groups:
+    """Returns the order of rows that we keep as they are."""
+    return Groups(1, (rows,))
 
 
 @dataclass(frozen=True)
@@ -32,12 +67,15 @@ class Row:
       how: conversion of the sources to the parameter. "copy"; "concat" along axis 0;
         "halves": concatenate along axis 1; "stack" along a new axis 0; "swap" the
         halves of axis 0; "conv": drop the middle axis of [C, 1, K]; "shape": flatten;
-        "decay": flatten, and take log(-source).
+        "decay": flatten, and take log(-source); "offset": add 1, in float32.
       sizes: for "concat" and "halves", the size of each source along the axis; for
         "shape" and "decay", the source's shape.
       heads: for "concat", number of heads of each source whose rows are ordered in
         pairs of channels that rotate together (`by_pairs`); 0 if a source is in our
         order. If empty, all are.
+      groups: orders of the converted sources along `group_axis`, which together cover
+        it. If empty, all of it is in our order.
+      group_axis: see `groups`.
     """
 
     path: Path
@@ -45,6 +83,8 @@ class Row:
     how: How = "copy"
     sizes: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
+    groups: tuple[Groups, ...] = ()
+    group_axis: int = 0
 
 
 def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -88,12 +128,25 @@ def _log(name: str, a: np.ndarray) -> np.ndarray:
     return np.log(-a)
 
 
+def _places(groups: tuple[Groups, ...]) -> np.ndarray:
+    starts = np.cumsum([0, *(each.rows for each in groups)])
+    pairs = zip(starts[:-1], groups, strict=True)
+    return np.concatenate([start + each.places() for start, each in pairs])
+
+
 def join(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
     """Computes a row's parameter from its source tensors.
 
     Raises:
       CheckpointError: A is not negative ("decay").
     """
+    param = _converted(row, tensors)
+    if row.groups:
+        param = np.take(param, _places(row.groups), axis=row.group_axis)
+    return param
+
+
+def _converted(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
     match row.how:
         case "concat":
             each = zip(tensors, row.heads or (0,) * len(tensors), strict=True)
@@ -110,6 +163,8 @@ def join(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
             return tensors[0][:, 0, :]
         case "stack":
             return np.stack(tensors)
+        case "offset":
+            return tensors[0].astype(np.float32) + 1
         case _:
             return tensors[0]
 
@@ -129,7 +184,8 @@ class Piece(NamedTuple):
 def can_be_cut(row: Row) -> bool:
     """True if a slice of the parameter consists of slices of the sources, in the same
     order."""
-    return row.how not in ("halves", "shape", "decay") and not any(row.heads)
+    ordered = any(row.heads) or row.groups
+    return row.how not in ("halves", "shape", "decay") and not ordered
 
 
 def pieces(
@@ -186,6 +242,9 @@ def _overlaps(sizes: tuple[int, ...], place: slice) -> Iterator[tuple[int, slice
 
 def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
     """Computes a row's source tensors from its parameter: the inverse of `join`."""
+    if row.groups:
+        back = np.argsort(_places(row.groups))
+        param = np.take(param, back, axis=row.group_axis)
     match row.how:
         case "concat":
             each = np.split(param, np.cumsum(row.sizes)[:-1])
@@ -204,6 +263,8 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
             parts = [param[:, None, :]]
         case "stack":
             parts = list(param)
+        case "offset":
+            parts = [param - 1]
         case _:
             parts = [param]
     return dict(zip(row.sources, map(np.ascontiguousarray, parts), strict=True))

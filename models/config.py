@@ -93,7 +93,9 @@ class ModelConfig:
       mixers: configs of the mixers, by the names that blocks use. Two names may refer
         to mixers of the same kind.
       shared: the shared transformer blocks. If None, no layer uses one.
-      norm: kind of the block norms, "rms" or "layer" (with bias).
+      norm: kind of the block norms: "rms", "rms_float32" (RMSNorm whose scale is
+        float32 in every weight format, for checkpoints that store scale - 1) or "layer"
+        (LayerNorm, with bias).
       norm_eps: epsilon of the block norms.
       tie_embeddings: True if the head's weight is the embedding.
       embedding_multiplier, residual_multiplier, logits_divisor: constant scales
@@ -113,7 +115,7 @@ class ModelConfig:
     layers: tuple[Block, ...]
     mixers: Mapping[str, Any] = field(default_factory=FrozenDict)
     shared: SharedConfig | None = None
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "rms_float32", "layer"] = "rms"
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     embedding_multiplier: float = 1.0

@@ -17,7 +17,7 @@ from stree_jax.models.mixer import MixerPending, Record
 
 # How SSM layers scan the nodes.
 # "tree": any mask, all nodes in one operation.
-# "chain": one chain in row order; chains longer than `mamba2.CHUNK` run in chunks.
+# "chain": one chain in row order; long chains (`CHUNK` of the mixer) run in chunks.
 # "chunk" and "step" are baselines for chains: always in chunks, and token by token.
 Scan = Literal["tree", "chain", "chunk", "step"]
 

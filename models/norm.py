@@ -122,7 +122,8 @@ def gated_norm(
 
 
 class Norm(nn.Module):
-    """RMSNorm ("rms") or LayerNorm with a bias ("layer") of x [..., d]."""
+    """The norm of x [..., d] of a layer or of the model, of a kind of
+    `ModelConfig.norm`."""
 
     kind: str
     eps: float
@@ -132,7 +133,7 @@ class Norm(nn.Module):
     def __call__(self, x: jax.Array, valid_count: jax.Array | None = None) -> jax.Array:
         p = declare(self, norm_params(self.kind, x.shape[-1]), self.dtype)
         norm = ScaledNorm(self.eps)
-        if self.kind == "rms":
+        if self.kind != "layer":
             return scaled_rms_norm(x, p["scale"], norm, valid_count)
         centred = x - x.mean(axis=-1, keepdims=True)
         scaled = scaled_rms_norm(centred, p["scale"], norm)

@@ -71,8 +71,9 @@ def mtp_params(d_model: int, n: int = 1) -> Table:
 
 
 def norm_params(kind: str, width: int) -> Table:
-    biases = {} if kind == "rms" else {"bias": Param((width,), ZEROS)}
-    return {"scale": Param((width,), ONES)} | biases
+    """Returns the parameters of a norm; `ModelConfig.norm` has its kinds."""
+    biases = {"bias": Param((width,), ZEROS)} if kind == "layer" else {}
+    return {"scale": Param((width,), ONES, float32=kind == "rms_float32")} | biases
 
 
 def low_rank_params(rank: int, d_in: int, runs: tuple[Run, ...]) -> Table:

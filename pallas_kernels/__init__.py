@@ -10,8 +10,15 @@ from stree_jax.pallas_kernels.attention import ATTENTION_BLOCK as ATTENTION_BLOC
 from stree_jax.pallas_kernels.attention import as_bits as as_bits
 from stree_jax.pallas_kernels.conv import commit_window as commit_window
 from stree_jax.pallas_kernels.conv import tree_conv as tree_conv
+from stree_jax.pallas_kernels.delta import DeltaInputs as DeltaInputs
+from stree_jax.pallas_kernels.delta import DeltaReplayed as DeltaReplayed
+from stree_jax.pallas_kernels.delta import delta_chunks as delta_chunks
+from stree_jax.pallas_kernels.delta import delta_steps as delta_steps
 from stree_jax.pallas_kernels.dispatch import Implementation as Implementation
 from stree_jax.pallas_kernels.ops import chunk_scan as chunk_scan
+from stree_jax.pallas_kernels.ops import delta_replay as delta_replay
+from stree_jax.pallas_kernels.ops import delta_replay_scan as delta_replay_scan
+from stree_jax.pallas_kernels.ops import delta_scan as delta_scan
 from stree_jax.pallas_kernels.ops import replay as replay
 from stree_jax.pallas_kernels.ops import replay_tree_scan as replay_tree_scan
 from stree_jax.pallas_kernels.ops import tree_attention as tree_attention

@@ -23,11 +23,13 @@ from stree_jax.cpu_kernels import attention as cpu_attention
 from stree_jax.cpu_kernels import scan as cpu_scan
 from stree_jax.pallas_kernels import (
     attention,
+    delta,
     mosaic_scan,
     scan,
     triton_attention,
     triton_scan,
 )
+from stree_jax.pallas_kernels.delta import DeltaInputs, DeltaReplayed, as_scan
 from stree_jax.pallas_kernels.dispatch import Implementation, Kernel, dispatch
 from stree_jax.pallas_kernels.scan import Replayed, ScanInputs
 
@@ -118,6 +120,51 @@ native_replay = cpu_kernel(
     aliases={"h0": None},
     prepare=cpu_scan.replay_arrays,
 )(scan.replay)
+
+
+def delta_scan(
+    inputs: DeltaInputs,
+    h0: jax.Array,
+    mask: jax.Array,
+    rows: jax.Array | None = None,
+    u: jax.Array | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the gated delta rule along every path of a tree: `delta.delta_scan` with
+    the fastest implementation."""
+    _check_heads("delta_scan", inputs.v.shape[2], inputs.k.shape[2])
+    args = inputs, h0, mask, rows, u
+    return dispatch("delta_scan", implementation, delta.delta_scan, {}, *args)
+
+
+def delta_replay_scan(
+    h0: jax.Array,
+    past: DeltaReplayed,
+    inputs: DeltaInputs,
+    mask: jax.Array,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Replays the last accepted path into the state, then computes the gated delta rule
+    over this tree: `delta.delta_replay_scan` with the fastest implementation."""
+    _check_heads("delta_replay_scan", inputs.v.shape[2], inputs.k.shape[2])
+    name, args = "delta_replay_scan", (h0, past, inputs, mask)
+    return dispatch(name, implementation, delta.delta_replay_scan, {}, *args)
+
+
+def delta_replay(
+    h0: jax.Array,
+    past: DeltaReplayed,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes the state after an accepted path of the delta rule: `delta.delta_replay`
+    with the fastest implementation."""
+    if past.a.ndim == 3:
+        return replay(h0, as_scan(past), implementation=implementation)
+    args = h0, past
+    return dispatch("delta_replay", implementation, delta.delta_replay, {}, *args)
 
 
 def tree_attention(

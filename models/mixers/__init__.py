@@ -8,12 +8,13 @@ from typing import Any
 
 from stree_jax.models.mixer import Mixer
 from stree_jax.models.mixers.attention import ATTENTION
+from stree_jax.models.mixers.delta import DELTA
 from stree_jax.models.mixers.mamba2 import MAMBA2
 from stree_jax.models.mixers.mlp import MLP_MIXER
 from stree_jax.models.mixers.moe import MOE
 
 MIXERS: dict[str, Mixer[Any]] = {
-    mixer.kind: mixer for mixer in (MAMBA2, ATTENTION, MLP_MIXER, MOE)
+    mixer.kind: mixer for mixer in (MAMBA2, DELTA, ATTENTION, MLP_MIXER, MOE)
 }
 
 

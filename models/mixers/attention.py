@@ -47,6 +47,10 @@ class AttentionConfig:
       d_out: width of the output. If 0, it is that of the input.
       qk_norm_eps: epsilon of an RMSNorm of each head of q and k before the rotary
         embedding (Qwen3). If None, there is no such norm.
+      qk_norm_float32: True if the scales of these norms are float32 in every weight
+        format.
+      gated: True if the output is multiplied by the sigmoid of a further projection,
+        channel by channel, before the last one (Qwen3-Next).
     """
 
     num_heads: int
@@ -63,10 +67,17 @@ class AttentionConfig:
     d_mlp: int = 0
     d_out: int = 0
     qk_norm_eps: float | None = None
+    qk_norm_float32: bool = False
+    gated: bool = False
 
     @property
     def d_qkv(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def d_gate(self) -> int:
+        """Channels of the output's gate; 0 without a gate."""
+        return self.num_heads * self.head_dim if self.gated else 0
 
 
 @struct.dataclass
@@ -184,10 +195,12 @@ def head_runs(c: AttentionConfig) -> tuple[Run, Run, Run]:
 
 
 def attention_params(c: AttentionConfig, d_model: int) -> Table:
-    d_in, d_out = c.d_qkv + 2 * c.d_mlp, c.num_heads * c.head_dim + c.d_mlp
+    """Returns the parameters by name. The rows of `qkv` are those of the output's gate,
+    of q, k and v, and of the MLP inside."""
+    d_in, d_out = c.d_qkv + c.d_gate + 2 * c.d_mlp, c.num_heads * c.head_dim + c.d_mlp
     width, heads = c.d_out or d_model, head_runs(c)
     inside = (Run(c.d_mlp, c.d_mlp),) if c.d_mlp else ()
-    into = (*heads, *2 * inside)
+    into = (*heads[:1] * c.gated, *heads, *2 * inside)
     table = {
         "qkv": Param((d_in, d_model), runs=into, quantizable=True),
         "out": Param(
@@ -202,8 +215,8 @@ def attention_params(c: AttentionConfig, d_model: int) -> Table:
         table["conv_weight"] = Param((c.d_qkv, c.d_conv), conv_init(c.d_conv), heads)
         table["conv_bias"] = Param((c.d_qkv,), ZEROS, heads)
     if c.qk_norm_eps is not None:  # one scale for all heads: every device has it whole
-        table["q_norm"] = Param((c.head_dim,), ONES)
-        table["k_norm"] = Param((c.head_dim,), ONES)
+        for name in ("q_norm", "k_norm"):
+            table[name] = Param((c.head_dim,), ONES, float32=c.qk_norm_float32)
     return table
 
 
@@ -264,7 +277,9 @@ class Attention(nn.Module):
         with jax.named_scope("qkv"):
             u, valid_count = scaled(u, c.in_multiplier), pass_.valid_count
             projected = linear(u, p["qkv"], p.get("qkv_bias"), valid_count=valid_count)
-            qkv, mlp = jnp.split(projected, [c.d_qkv], axis=-1)
+            gate, qkv, mlp = jnp.split(
+                projected, [c.d_gate, c.d_gate + c.d_qkv], axis=-1
+            )
             if adapter is not None:
                 qkv = qkv + adapter
             inputs = None
@@ -289,9 +304,11 @@ class Attention(nn.Module):
             arrays = (q, record.k, record.v, k_cache, v_cache, length, mask)
             y = tree_attention(*arrays, scale)
             y = y.reshape(*u.shape[:2], -1)
+            if c.gated:
+                y = y * jax.nn.sigmoid(gate)
             if c.d_mlp:
-                up, gate = jnp.split(mlp, 2, axis=-1)
-                y = jnp.concatenate([y, up * jax.nn.silu(gate)], axis=-1)
+                up, mlp_gate = jnp.split(mlp, 2, axis=-1)
+                y = jnp.concatenate([y, up * jax.nn.silu(mlp_gate)], axis=-1)
             out = linear_summed(y, p["out"], p.get("out_bias"), self.parts, valid_count)
             return scaled(out, c.out_multiplier), record, state
 

@@ -187,11 +187,11 @@ def empty_record(c: MambaConfig, batch: int, nodes: int, dtype: Any) -> MambaRec
     )
 
 
-def _init_A_log(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def init_A_log(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
 
 
-def _init_dt_bias(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def init_dt_bias(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Draws dt log-uniformly from 0.001 to 0.1 and returns its inverse softplus, as
     Mamba2 does."""
     dt = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(0.1)))
@@ -227,8 +227,8 @@ def mamba_params(c: MambaConfig, d_model: int) -> Table:
     table = {
         "in_proj": Param((c.d_in_proj, d_model), runs=into, quantizable=True),
         "conv_weight": Param((c.d_xBC, c.d_conv), conv_init(c.d_conv), xBC),
-        "dt_bias": Param((c.num_heads,), _init_dt_bias, heads, float32=True),
-        "A_log": Param((c.num_heads,), _init_A_log, heads, float32=True),
+        "dt_bias": Param((c.num_heads,), init_dt_bias, heads, float32=True),
+        "A_log": Param((c.num_heads,), init_A_log, heads, float32=True),
         "D": Param((c.d_inner,), ONES, inner, float32=True)
         if c.D_per_channel
         else Param((c.num_heads,), ONES, heads, float32=True),

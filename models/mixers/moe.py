@@ -33,6 +33,8 @@ class MoEConfig:
       num_experts, top_k: E experts, of which each token uses k.
       d_hidden: hidden width of an expert.
       shared: config of the shared MLP. If None, there is no shared MLP.
+      shared_gate: True if the shared MLP's output is multiplied by the sigmoid of a
+        number that each token computes (Qwen3-Next).
       router: "softmax" over the k largest logits (Granite), or "sigmoid" of each logit,
         with a correction bias that affects only which experts are chosen (Nemotron-H).
       groups, top_groups: experts are chosen from the best `top_groups` of `groups`.
@@ -47,6 +49,7 @@ class MoEConfig:
     top_k: int
     d_hidden: int
     shared: MLPConfig | None = None
+    shared_gate: bool = False
     router: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     top_groups: int = 1
@@ -92,6 +95,8 @@ def moe_params(c: MoEConfig, d_model: int) -> Table:
         table["latent_out"] = Param((d_model, c.d_latent), quantizable=True)
     if c.shared is not None:
         table["shared"] = mlp_params(c.shared, d_model)
+        if c.shared_gate:
+            table["shared_gate"] = Param((1, d_model))
     return table
 
 
@@ -166,7 +171,10 @@ class MoE(nn.Module):
                 y = linear(y, p["latent_out"])
             y = y.reshape(u.shape)
         if c.shared is not None:
-            y = y + MLP(c.shared, self.dtype, self.parts, name="shared")(u)[0]
+            shared = MLP(c.shared, self.dtype, self.parts, name="shared")(u)[0]
+            if c.shared_gate:
+                shared = shared * jax.nn.sigmoid(linear(u, p["shared_gate"]))
+            y = y + shared
         return y, None, None
 
     def _experts(

@@ -2,6 +2,7 @@
 
 from stree_jax.models import (
     AttentionConfig,
+    DeltaConfig,
     MambaConfig,
     MLPConfig,
     ModelConfig,
@@ -42,6 +43,25 @@ CONFIGS = {
             attention=AttentionConfig(
                 4, 1, 4, rope=Rope(theta=20.0, dim=2), qk_norm_eps=1e-3
             ),
+        ),
+    ),
+    "delta rule": ModelConfig(
+        vocab_size=32,
+        num_tokens=32,
+        d_model=16,
+        layers=("delta", "mlp", "delta", "moe", "attention", "mlp"),
+        norm="rms_float32",
+        mixers=named(
+            delta=DeltaConfig(2, 4, 6, 5, d_conv=3, norm_eps=1e-3),
+            attention=AttentionConfig(
+                *(4, 2, 4),
+                rope=Rope(theta=20.0, dim=2),
+                qk_norm_eps=1e-3,
+                qk_norm_float32=True,
+                gated=True,
+            ),
+            mlp=MLPConfig(d_hidden=12),
+            moe=MoEConfig(6, 2, 8, shared=MLPConfig(6), shared_gate=True),
         ),
     ),
     "two mixers a layer": ModelConfig(
