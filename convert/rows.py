@@ -27,26 +27,26 @@ ENDINGS = (("weight", ""), ("bias", "_bias"))  # endings of tensors, and of para
 class Groups(NamedTuple):
     """An order of consecutive rows in which a file groups what we keep together.
 
-    The file has `count` groups, such as heads, each of several parts of `sizes` rows.
+    The file has `number` groups, such as heads, each of several parts of `sizes` rows.
     We have the first part of all groups, then the second part of all groups, and so on.
 
     Attributes:
-      count: number of groups.
+      number: how many groups there are.
       sizes: rows of each part of a group.
       order: the parts in our order. If empty, it is that of the file.
     """
 
-    count: int
+    number: int
     sizes: tuple[int, ...]
     order: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
-        return self.count * sum(self.sizes)
+        return self.number * sum(self.sizes)
 
     def places(self) -> np.ndarray:
         """Returns the file's index of each of our rows."""
-        ids = np.arange(self.rows).reshape(self.count, -1)
+        ids = np.arange(self.rows).reshape(self.number, -1)
         parts = np.split(ids, np.cumsum(self.sizes)[:-1], axis=1)
         order = self.order or range(len(parts))
         return np.concatenate([parts[i].reshape(-1) for i in order])
