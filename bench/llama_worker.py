@@ -57,6 +57,7 @@ class Session:
         """
         if self.context:
             llama_cpp.llama_free(self.context)
+        self.length = 0
         self.params.flash_attn_type = self.own_choice if fused else OFF
         self.context = llama_cpp.llama_init_from_model(self.model, self.params)
         if not self.context:
@@ -100,8 +101,35 @@ class Session:
             tokens.append(token)
         return {"seconds": time.perf_counter() - began, "tokens": tokens}
 
+    def time_pass(self, ids: Sequence[int], count: int) -> dict[str, Any]:
+        """Returns the seconds of a pass over the first `count` ids, with logits of all.
+
+        The pass follows a text of all ids, or further passes after it. The text is
+        processed first, outside the clock, if it has not been, or the context is full.
+        """
+        batch = self._batch(ids[:count])
+        left = llama_cpp.llama_n_ctx(self.context) - self.length
+        if self.length < len(ids) or left < count:
+            self._read(ids)
+        began = time.perf_counter()
+        self._run(batch)
+        llama_cpp.llama_synchronize(self.context)
+        seconds = time.perf_counter() - began
+        llama_cpp.llama_batch_free(batch)
+        return {"seconds": seconds}
+
+    def _batch(self, ids: Sequence[int]) -> Any:
+        """Returns a batch of these ids that continues the text, with all logits."""
+        batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens, batch.pos = len(ids), None  # positions continue the text
+        for i, token in enumerate(ids):
+            batch.token[i], batch.logits[i] = token, True
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        return batch
+
     def _read(self, ids: Sequence[int]) -> None:
         """Starts a new text and processes its first ids."""
+        self.length = 0
         memory = llama_cpp.llama_get_memory(self.context)
         llama_cpp.llama_memory_clear(memory, True)
         for i in range(0, len(ids), BATCH):
@@ -110,10 +138,13 @@ class Session:
 
     def _eval(self, ids: Sequence[int]) -> None:
         array = (llama_cpp.llama_token * len(ids))(*ids)
-        batch = llama_cpp.llama_batch_get_one(array, len(ids))
+        self._run(llama_cpp.llama_batch_get_one(array, len(ids)))
+
+    def _run(self, batch: Any) -> None:
         code = llama_cpp.llama_decode(self.context, batch)
         if code != 0:
             raise RuntimeError(f"llama_decode: {code}")
+        self.length += batch.n_tokens
 
     def _last(self) -> np.ndarray:
         """Returns logits [num_tokens] of the last id; the next pass overwrites them."""

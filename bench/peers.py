@@ -36,11 +36,17 @@ from stree_jax.bench.gguf_writer import write_gguf
 from stree_jax.bench.inputs import RANDOM_PROMPT, load_prompts
 from stree_jax.bench.llama_process import Ask, llama_process, llama_version
 from stree_jax.bench.method import Run, quartiles_of, spread
-from stree_jax.bench.options import SHAPE, add_arms, add_prompts
+from stree_jax.bench.options import MEASURING, SHAPE, add_arms, add_prompts
 from stree_jax.bench.others import (
     TRANSFORMERS,
     transformers_version,
     with_transformers,
+)
+from stree_jax.bench.peer_passes import (
+    context_of,
+    pass_rows,
+    pass_table,
+    time_passes,
 )
 from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.shapes import config_of, random_model, random_prompts
@@ -50,7 +56,7 @@ from stree_jax.checkpoints.save import save
 from stree_jax.generation import encode_prompts
 from stree_jax.models import format_named
 from stree_jax.models.memory import weights_read
-from stree_jax.options import WEIGHTS, add
+from stree_jax.options import WEIGHTS, add, group
 from stree_jax.pair import load_pair
 from stree_jax.parity import Difference
 from stree_jax.scoring import score
@@ -123,6 +129,10 @@ def add_options(b: argparse.ArgumentParser) -> None:
     shapes = "random weights, decoded without trees"
     add(b, "--shapes", str, (SHAPE,), shapes, "*")
     add(b, "--dtypes", str, WEIGHTS, "of weights", "+", WEIGHTS)
+    tokens = "also time single passes over so many tokens, here and in llama.cpp"
+    group(b, MEASURING).add_argument(
+        "--passes", type=int, nargs="+", default=[], metavar="N", help=tokens
+    )
     python = "a Python whose environment has llama-cpp-python, built for this CPU"
     python += " (default: it is left out)"
     b.add_argument("--llama-python", type=Path, help=python)
@@ -156,8 +166,10 @@ def measure_peers(
 ) -> dict[str, Any]:
     """Measures every subject in every dtype on every prompt. All setups take turns.
 
-    The unit "logits" compares the logits of all subjects and dtypes. Then there is one
-    unit "SUBJECT/DTYPE/SET/I" per prompt, which first measures the memory bandwidth.
+    The unit "logits" compares the logits of all subjects and dtypes. Units
+    "passes/SUBJECT/DTYPE" time single passes, if `--passes` asks for them. Then there
+    is one unit "SUBJECT/DTYPE/SET/I" per prompt, which first measures the memory
+    bandwidth.
 
     Args:
       subjects: the models by their names in tables, which contain no slash.
@@ -165,7 +177,8 @@ def measure_peers(
       run: options of the measurement.
 
     Returns:
-      The report. Its "results" are the rows of `peer_rows`.
+      The report. Its "results" are the rows of `peer_rows`, "single_passes" those
+      of `pass_rows`.
 
     Raises:
       ValueError: a package is missing, or llama.cpp does not support the architecture.
@@ -173,7 +186,7 @@ def measure_peers(
         differs from plain decoding.
     """
     pairs = [(label, dtype) for label in subjects for dtype in args.dtypes]
-    settings = method.settings_of(args, "dtypes max_new_tokens") | {
+    settings = method.settings_of(args, "dtypes max_new_tokens passes") | {
         "parameters": {label: sizes_of(s.target) for label, s in subjects.items()},
         "arms": {label: [a.name for a in s.arms] for label, s in subjects.items()},
         "threads": threads_of_xla(),
@@ -195,10 +208,16 @@ def measure_peers(
         def logits() -> dict[str, Any]:
             return {"/".join(pair): _compared(stand(*pair)) for pair in pairs}
 
+        def passes(pair: tuple[str, str]) -> dict[str, Any]:
+            here = stand(*pair)
+            return time_passes(here.work.target, here.ask, args.passes, run.repeats)
+
         def decode(pair: tuple[str, str], text: Prompt) -> dict[str, Any]:
             return time_unit(stand(*pair), text, run.repeats)
 
         units: dict[str, Callable[[], Any]] = {"logits": logits}
+        if args.passes:
+            units |= {f"passes/{'/'.join(p)}": partial(passes, p) for p in pairs}
         units |= {
             f"{'/'.join(pair)}/{title}/{i}": partial(decode, pair, text)
             for pair in pairs
@@ -206,7 +225,8 @@ def measure_peers(
             for i, text in enumerate(texts)
         }
         report = method.measure(settings, units, run)
-    return {**report, "results": peer_rows(report["units"])}
+    units = report["units"]
+    return {**report, "results": peer_rows(units), "single_passes": pass_rows(units)}
 
 
 def in_dtype(model: Model, dtype: str) -> Model:
@@ -240,7 +260,8 @@ def ready(subject: Subject, dtype: str, args: argparse.Namespace) -> Iterator[Re
         ask = None
         if args.llama_python is not None:
             ask = stack.enter_context(llama_process(args.llama_python))
-            in_file = _hand_over(ask, source, dtype, threads_of_xla(), work.capacity)
+            context = max(work.capacity, context_of(args.passes, args.repeats))
+            in_file = _hand_over(ask, source, dtype, threads_of_xla(), context)
             read_bytes["llama.cpp"] = in_file
 
         def others(text: Prompt) -> dict[str, Callable[[], float]]:
@@ -337,7 +358,7 @@ def peer_rows(units: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for unit, record in units.items():
-        if unit != "logits":
+        if unit.partition("/")[0] not in ("logits", "passes"):
             groups.setdefault(tuple(unit.split("/")[:3]), []).append(record)
     rows = []
     for (label, dtype, title), records in groups.items():
@@ -381,10 +402,13 @@ def _over(
 def table(report: dict[str, Any]) -> str:
     """Returns a table per subject and dtype."""
     groups, sections = tables.by(report["results"], "subject", "dtype"), []
+    passes = tables.by(report["single_passes"], "subject", "dtype")
     for name, check in report["units"].get("logits", {}).items():
         label, dtype = name.split("/")
         if rows := groups.get((label, dtype)):
             sections += [_about(report, label, rows[0], check), _arms_table(rows)]
+            if single := passes.get((label, dtype)):
+                sections.append(pass_table(single))
     about, llama = [f"{report['threads']} threads each"], report["llama_cpp"]
     if report["transformers"] is not None:
         about.insert(0, f"transformers {report['transformers']}")

@@ -257,7 +257,8 @@ def stand_in(model, off):
                 logits[-1, 5] += off * np.abs(logits).max()
                 real = np.ascontiguousarray(logits[:, : model.config.num_tokens])
                 Path(what["path"]).write_bytes(real.tobytes())
-            return {"seconds": 0.001 * what["count"]} if order == "decode" else {}
+            timed = order in ("decode", "time_pass")
+            return {"seconds": 0.001 * what["count"]} if timed else {}
 
         yield ask
 
@@ -271,7 +272,7 @@ def measured(monkeypatch, subject, off):
     monkeypatch.setattr(peers, "write_gguf", lambda *args: 10**6)
     monkeypatch.setattr(peers, "transformers_version", lambda: None)
     monkeypatch.setattr(peers, "threads_of_xla", lambda: 2)
-    words = ["--dtypes", "float32", "--llama-python", "python"]
+    words = ["--dtypes", "float32", "--llama-python", "python", "--passes", "1", "3"]
     args = parse_bench(["peers", *words, "--max-new-tokens", "4"])
     return peers.measure_peers({"tiny": subject}, args, Run(1))
 
@@ -289,8 +290,14 @@ def test_a_report_with_llama_cpp(monkeypatch, subject):
     rows = {row["arm"]: row for row in report["results"]}
     assert set(rows) == {PLAIN, peers.LLAMA} and rows[PLAIN]["equal"] == 1
     assert rows[peers.LLAMA]["tokens_per_s"] == pytest.approx(1000)
+    single = {(r["program"], r["tokens"]): r for r in report["single_passes"]}
+    assert list(single) == [(p, n) for p in ("ours", "llama.cpp") for n in (1, 3)]
+    assert single["llama.cpp", 3]["ms"] == pytest.approx(3)
+    assert single["llama.cpp", 3]["of_one"] == pytest.approx(3)
     text = peers.table(report)
-    assert [row[1] for row in cells(text)] == ["arm", PLAIN, peers.LLAMA]
+    rows = cells(text)
+    assert [row[1] for row in rows[:3]] == ["arm", PLAIN, peers.LLAMA]
+    assert [row[:2] for row in rows[-2:]] == [["llama.cpp", "1"], ["llama.cpp", "3"]]
     assert "2 threads each" in text
     assert len(drawn(report).axes) == 1
 
