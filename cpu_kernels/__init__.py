@@ -5,6 +5,10 @@ other modules describe which arguments the larger kernels support. `src/` holds 
 `docs/explanation/cpu-kernels.md` explains when a kernel runs and how to disable it.
 """
 
+from stree_jax.cpu_kernels.delta import DeltaMemory as DeltaMemory
+from stree_jax.cpu_kernels.delta import DeltaWeights as DeltaWeights
+from stree_jax.cpu_kernels.delta import delta_outputs as delta_outputs
+from stree_jax.cpu_kernels.delta import delta_unsupported as delta_unsupported
 from stree_jax.cpu_kernels.kernel import CpuKernel as CpuKernel
 from stree_jax.cpu_kernels.kernel import by_platform as by_platform
 from stree_jax.cpu_kernels.kernel import cpu_kernel as cpu_kernel

@@ -1,4 +1,5 @@
-"""Arguments of the Mamba2 mixer kernel (`src/mixer_body.h`).
+"""Arguments of the Mamba2 mixer kernel (`src/mixer_body.h`), and what it has in common
+with the kernel of the gated delta rule (`delta`).
 
 One kernel computes everything between a mixer's two projections, as defined by
 `models.mixers.mamba2.equations`: step sizes, the convolution along tree paths, the
@@ -10,7 +11,7 @@ convolution, W the outputs of in_proj. The results of a node do not depend on ot
 of the batch, nor on nodes that are not its ancestors, bit for bit.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from stree_jax.cpu_kernels.kernel import floats
 
 MAX_NODES = 64
 MAX_TAPS = 16
+Memory = TypeVar("Memory", bound=tuple[Any, ...])
 
 
 class MixerWeights(NamedTuple):
@@ -95,24 +97,43 @@ def mixer_unsupported(
       weights, memory, tree: the arrays.
       config: a `models.MambaConfig`.
     """
-    T, taps, heads = *tree.window.shape[1:], memory.x.shape[2]
+    heads, groups = memory.x.shape[2], config.norm_groups
+    if heads % groups:
+        return f"wants norm groups of whole heads, got {groups} for {heads} heads"
+    records = memory.conv, memory.x, memory.B, memory.xBC
+    return unsupported(memory.ssm, tree, memory.B.shape[2], records, weights[:3])
+
+
+def unsupported(
+    ssm: jax.Array,
+    tree: MixerTree,
+    groups: int,
+    records: tuple[jax.Array, ...],
+    weights: tuple[jax.Array | None, ...],
+) -> str | None:
+    """Returns why no mixer kernel supports these arguments. None if they do.
+
+    Args:
+      ssm: [B, H, P, N].
+      tree: the tree.
+      groups: G, number of groups of heads.
+      records: the arrays that have the dtype of the convolution's window.
+      weights: the weights that may be bfloat16.
+    """
+    T, taps = tree.window.shape[1:]
     if not 1 <= T <= MAX_NODES:
         return f"wants 1 to {MAX_NODES} nodes, got {T}"
     if taps > MAX_TAPS:
         return f"wants at most {MAX_TAPS} taps, got {taps}"
-    if 0 in memory.ssm.shape:
-        return f"wants a state that is not empty, got {memory.ssm.shape}"
-    if heads % memory.B.shape[2]:
-        return f"wants equal groups of heads, got {memory.B.shape[2]} for {heads} heads"
-    if heads % config.norm_groups:
-        groups = config.norm_groups
-        return f"wants norm groups of whole heads, got {groups} for {heads} heads"
-    if memory.conv.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"wants records in float32 or bfloat16, got {memory.conv.dtype}"
-    records = memory.conv, memory.x, memory.B, memory.xBC
+    if 0 in ssm.shape:
+        return f"wants a state that is not empty, got {ssm.shape}"
+    if ssm.shape[1] % groups:
+        return f"wants equal groups of heads, got {groups} for {ssm.shape[1]} heads"
+    if records[0].dtype not in (jnp.float32, jnp.bfloat16):
+        return f"wants records in float32 or bfloat16, got {records[0].dtype}"
     if len({z.dtype for z in records}) > 1:
         return "wants records of one dtype"
-    kinds = {z.dtype.name for z in weights[:3] if z is not None}
+    kinds = {z.dtype.name for z in weights if z is not None}
     if kinds not in ({"float32"}, {"bfloat16"}):
         return f"wants all weights in float32 or all in bfloat16, got {kinds}"
     return None
@@ -127,21 +148,34 @@ def mixer_outputs(
     replays: bool,
     **options: Any,
 ) -> tuple[jax.ShapeDtypeStruct, MixerMemory]:
+    """Returns the shapes and dtypes of y [B, Tq, H * P] and of the new memory."""
+    return outputs_of(zxbcdt, memory, tree, replays)
+
+
+def outputs_of(
+    projected: jax.Array, memory: Memory, tree: MixerTree, replays: bool
+) -> tuple[Any, Memory]:
     """Returns the shapes and dtypes of y [B, Tq, H * P] and of the new memory.
 
     The records have as many rows as the larger of the last tree and this one. If no
     path is replayed, the state does not change and is not returned: its arrays are
     [B, 0].
-    """
-    T = tree.mask.shape[1]
 
-    def shaped(name: str, z: jax.Array) -> Any:
-        if name in ("ssm", "conv"):
-            shape = z.shape if replays else (z.shape[0], 0)
-        else:
-            shape = z.shape[0], max(T, z.shape[1]), *z.shape[2:]
+    Args:
+      projected: [B, Tq, W], output of in_proj.
+      memory: the state, its window, and the records.
+      tree: the tree.
+      replays: True if there is a pending path.
+    """
+    T, (ssm, conv, *records) = tree.mask.shape[1], memory
+    _, heads, head_dim, _ = ssm.shape
+
+    def shaped(shape: tuple[int, ...], z: jax.Array) -> Any:
         return jax.ShapeDtypeStruct(shape, z.dtype)
 
-    new = {name: shaped(name, z) for name, z in memory._asdict().items()}
-    y = floats(*zxbcdt.shape[:2], memory.x.shape[2] * memory.x.shape[3])
-    return y, MixerMemory(**new)
+    state = (shaped(z.shape if replays else (z.shape[0], 0), z) for z in (ssm, conv))
+    new = (
+        shaped((z.shape[0], max(T, z.shape[1]), *z.shape[2:]), z) for z in records
+    )
+    y = floats(*projected.shape[:2], heads * head_dim)
+    return y, type(memory)(*state, *new)

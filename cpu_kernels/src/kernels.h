@@ -66,7 +66,9 @@ struct Scan {
   const int64_t *nodes, *queries;  // [B], numbers of valid nodes and queries
   float *y, *h;  // [B, Tq, H, P]; h may be h0
   int64_t batch, H, P, N, G, M, T, Tq, K;
-  bool bf16;          // dtype of x, B and C: bfloat16 if true, else float32
+  int64_t reads;      // vectors C of each query, with which the state is multiplied
+  bool bf16;          // dtype of B and C: bfloat16 if true, else float32
+  bool x_bf16;        // dtype of x
   bool D_by_channel;  // D is [H, P], not [H, 1]
 };
 
@@ -80,30 +82,47 @@ struct ScanKernel {
   void (*head)(const Scan&, void* shared, void* own, int64_t head, int64_t next);
 };
 
-// A Mamba2 mixer between its projections, see models/mixers/mamba2.py. The inputs of `scan`,
-// except C, are arrays that the mixer writes.
+// What recurrent mixers share: a convolution along tree paths, a scan and a norm, between two
+// projections. The inputs of `scan`, except C, are arrays that the mixer writes. `inputs` are those
+// of the convolution.
 struct Mixer {
   Scan scan;
-  const float* in;  // [B, Tq, width]; z, xBC and dt begin at to_z, to_xBC and to_dt
-  int64_t width, to_z, to_xBC, to_dt, channels;
+  const float* in;  // [B, Tq, width]; z and the convolution's inputs begin at to_z and to_inputs
+  int64_t width, to_z, to_inputs, channels;
   const void *conv_weight, *conv_bias;  // [channels, K], [channels] or null
-  const void* norm;                     // [H * P] or null
-  const float *dt_bias, *A_log;
-  const int32_t* window;       // [B, T, K]
-  const void *conv0, *past_xBC;
-  void *conv, *x, *B, *xBC;    // may be the arrays of the last tree
-  float *dt, *a;
-  float eps, least_dt, most_dt;
-  int64_t norm_groups;
-  bool norm_first, weights_bf16;
+  const void* norm;                     // [H * P], [P] (Delta) or null
+  const float *dt_bias, *A_log;         // [H]
+  const int32_t* window;                // [B, T, K]
+  const void *conv0, *past_inputs;
+  void *conv, *x, *B, *inputs;  // may be the arrays of the last tree
+  float* a;
+  float eps;
+  bool weights_bf16;
 };
 
+// A Mamba2 mixer, see models/mixers/mamba2.py.
+struct Mamba2 : Mixer {
+  int64_t to_dt, norm_groups;
+  float* dt;
+  float least_dt, most_dt;
+  bool norm_first;
+};
+
+// A Gated DeltaNet mixer, see models/mixers/delta.py. In `scan`, x is u, B the keys, C keys and
+// queries in turn, and dt [B, capacity, G] the factors that normalize keys.
+struct Delta : Mixer {
+  const float* gates;  // [B, Tq, 2 H]
+  float* k_scale;
+};
+
+// Call `group` as in ScanKernel, then `head`, then `norm` for all queries, unless it is null.
+template <class M>
 struct MixerKernel {
-  int64_t (*shared_bytes)(const Mixer&);
-  int64_t (*own_bytes)(const Mixer&);
-  void (*group)(const Mixer&, void* shared, int64_t b, int64_t g);
-  void (*head)(const Mixer&, void* shared, void* own, int64_t head, int64_t next);
-  void (*norm)(const Mixer&, void* shared, int64_t b, int64_t query);
+  int64_t (*shared_bytes)(const M&);
+  int64_t (*own_bytes)(const M&);
+  void (*group)(const M&, void* shared, int64_t b, int64_t g);
+  void (*head)(const M&, void* shared, void* own, int64_t head, int64_t next);
+  void (*norm)(const M&, void* shared, int64_t b, int64_t query);
 };
 
 // Attention from Tq queries, in tiles, to T nodes and a cache: pallas_kernels/attention.py.
@@ -140,7 +159,8 @@ struct AttentionKernel {
 struct Kernels {
   ProductKernel float32, bfloat16, int8;
   ScanKernel scan;
-  MixerKernel mixer;
+  MixerKernel<Mamba2> mixer;
+  MixerKernel<Delta> delta;
   AttentionKernel attention, attention_bfloat16;
   // out [size] = silu(multiplier * gate) * up; `in` holds gate [size], then up [size].
   void (*gate)(const float* in, int64_t size, float multiplier, float* out);

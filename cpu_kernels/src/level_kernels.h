@@ -14,7 +14,9 @@ TARGET inline void transpose_block(V (&x)[N]) {
 #include "lanes.h"
 #include "layout.h"
 #include "scan_body.h"
+#include "conv_body.h"
 #include "mixer_body.h"
+#include "delta_body.h"
 #include "attention_body.h"
 #include "gate_body.h"
 #include "noise_body.h"
@@ -27,6 +29,7 @@ const Kernels& LEVEL() {
                                    int8_products,
                                    scan_kernel<Float32>(),
                                    mixer_kernel<Float32>(),
+                                   delta_kernel<Float32>(),
                                    attention_kernel<Float32>(),
                                    attention_kernel<Bfloat16>(),
                                    gate_row,

@@ -13,18 +13,19 @@ TARGET inline int64_t path_length(const Scan& s, int64_t b) {
 
 // Scratch of a batch row, shared by all heads. Sizes in floats; rows are padded with zeros.
 struct Shared {
-  float *C, *B, *past_B;      // [G, Tq, n], [G, T, n], [G, M, n]
-  float* scores;              // [G, Tq, T], C . B
+  float *C, *B, *past_B;      // [G, Tq, reads, n], [G, T, n], [G, M, n]
+  float* scores;              // [G, Tq, reads, T], C . B
   float *path_dt, *path_a;    // [M, H]
-  float* squares;             // [Tq, H], for a norm
+  float* of_queries;          // [Tq, H], a number that a mixer keeps of each query
   int32_t* ancestors;         // [T, T]; row t holds count[t] ancestors
   int32_t* count;             // [T]
 };
 
 // Scratch of a thread for one head.
 struct Own {
-  float *x, *carried;    // [T, p], [Tq, p]
+  float *x, *carried;    // [T, p], [Tq, reads, p]
   float *weight, *past;  // weights of all nodes' ancestors; [M, P] of the path's tokens
+  float* pair;           // [2, T], weights of one node's ancestors, by key and by query
   double* sum;           // [T], sum of log decays along a node's path
   float* decay;          // [T], exp(sum)
 };
@@ -33,13 +34,13 @@ template <class L>
 TARGET int64_t shared_layout(const Scan& s, char* base, Shared* shared) {
   const int64_t T = s.T, n = rounded_up(s.N, L::step);
   Layout layout{base};
-  layout.place(&shared->C, s.G * s.Tq * n);
+  layout.place(&shared->C, s.G * s.Tq * s.reads * n);
   layout.place(&shared->B, s.G * T * n);
   layout.place(&shared->past_B, s.G * s.M * n);
-  layout.place(&shared->scores, s.G * s.Tq * T);
+  layout.place(&shared->scores, s.G * s.Tq * s.reads * T);
   layout.place(&shared->path_dt, s.M * s.H);
   layout.place(&shared->path_a, s.M * s.H);
-  layout.place(&shared->squares, s.Tq * s.H);
+  layout.place(&shared->of_queries, s.Tq * s.H);
   layout.place(&shared->ancestors, T * T);
   layout.place(&shared->count, T);
   return layout.at;
@@ -63,9 +64,10 @@ TARGET inline int64_t own_layout(const Scan& s, char* base, Own* own) {
   const int64_t T = s.T, p = rounded_up(s.P, 16);
   Layout layout{base};
   layout.place(&own->x, T * p);
-  layout.place(&own->carried, s.Tq * p);
+  layout.place(&own->carried, s.Tq * s.reads * p);
   layout.place(&own->weight, s.Tq * T);
   layout.place(&own->past, s.M * s.P);
+  layout.place(&own->pair, 2 * T);
   layout.place(&own->sum, T);
   layout.place(&own->decay, T);
   return layout.at;
@@ -108,14 +110,12 @@ TARGET inline void find_ancestors(const Scan& s, int64_t b, const Shared& shared
   }
 }
 
-// Copies dt and a of the path. This tree may overwrite the last tree's arrays afterwards.
-TARGET inline void read_steps(const Scan& s, int64_t b, const Shared& shared) {
+// Copies the path's rows of an array [B, capacity, H] of the last tree, such as dt or a. This tree
+// may overwrite the array afterwards.
+TARGET inline void read_steps(const Scan& s, int64_t b, const float* from, float* to) {
   for (int64_t j = 0; j < path_length(s, b); j++) {
     const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
-    for (int64_t h = 0; h < s.H; h++) {
-      shared.path_dt[j * s.H + h] = s.past.dt[row * s.H + h];
-      shared.path_a[j * s.H + h] = s.past.a[row * s.H + h];
-    }
+    for (int64_t h = 0; h < s.H; h++) to[j * s.H + h] = from[row * s.H + h];
   }
 }
 
@@ -138,19 +138,29 @@ TARGET void read_C(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
               n, s.bf16);
 }
 
-// Copies a group's B of all nodes, and computes its products with C.
+// Copies a group's B of all nodes.
 template <class L>
 TARGET void read_B(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
-  const int64_t T = s.T, nodes = s.nodes[b], n = rounded_up(s.N, L::step);
-  float* rows = shared.B + g * T * n;
-  for (int64_t t = 0; t < nodes; t++)
+  const int64_t n = rounded_up(s.N, L::step);
+  float* rows = shared.B + g * s.T * n;
+  for (int64_t t = 0; t < s.nodes[b]; t++)
     widen_row(rows + t * n, s.now.B, ((b * s.now.capacity + t) * s.G + g) * s.N, s.N, n,
               s.bf16);
-  for (int64_t u = 0; u < nodes && s.queries[b] > 0; u += COLUMNS) {
+}
+
+// Computes the products of a group's C and B. If nodes come `after_ancestors`, it skips nodes that
+// come after a query.
+template <class L>
+TARGET void score_nodes(const Scan& s, int64_t b, int64_t g, const Shared& shared,
+                        bool after_ancestors) {
+  const int64_t T = s.T, nodes = s.nodes[b], n = rounded_up(s.N, L::step);
+  const int64_t first = g * s.Tq * s.reads, end = s.queries[b] * s.reads;
+  for (int64_t u = 0; u < nodes && end > 0; u += COLUMNS) {
     const int count = static_cast<int>(nodes - u < COLUMNS ? nodes - u : COLUMNS);
-    const float* B = rows + u * n;
-    product_rows<L>(shared.C + g * s.Tq * n, n, s.queries[b], B, n,
-                    reinterpret_cast<const char*>(B), shared.scores + g * s.Tq * T + u,
+    const float* B = shared.B + (g * T + u) * n;
+    const int64_t from = after_ancestors && !s.rows ? u * s.reads : 0;
+    product_rows<L>(shared.C + (first + from) * n, n, end - from, B, n,
+                    reinterpret_cast<const char*>(B), shared.scores + (first + from) * T + u,
                     T, count);
   }
 }
@@ -219,7 +229,7 @@ TARGET inline float path_weights(const Scan& s, int64_t b, int64_t head,
     const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
     float* weight = own.past + j * s.P;
     const float factor = exp_of(after) * shared.path_dt[j * s.H + head];
-    widen_row(weight, s.past.x, (row * s.H + head) * s.P, s.P, s.P, s.bf16);
+    widen_row(weight, s.past.x, (row * s.H + head) * s.P, s.P, s.P, s.x_bf16);
     for (int64_t i = 0; i < s.P; i++) weight[i] *= factor;
     after += shared.path_a[j * s.H + head];
   }
@@ -227,13 +237,14 @@ TARGET inline float path_weights(const Scan& s, int64_t b, int64_t head,
 }
 
 // Computes the state after the path, and its contribution to every query,
-// carried [Tq, p] = C . h. Prefetches the state of the next head meanwhile.
+// carried [Tq, reads, p] = C . h. Prefetches the state of the next head meanwhile.
 template <class L>
 TARGET void replay_head(const Scan& s, int64_t b, int64_t head, int64_t next, float kept,
                         const Shared& shared, const Own& own) {
-  const int64_t n = rounded_up(s.N, L::step), p = rounded_up(s.P, 16), t = s.queries[b];
+  const int64_t n = rounded_up(s.N, L::step), p = rounded_up(s.P, 16);
   const int64_t first = (b * s.H + head) * s.P, g = head / (s.H / s.G);
-  const float* const C = shared.C + g * s.Tq * n;
+  const int64_t t = s.queries[b] * s.reads;
+  const float* const C = shared.C + g * s.Tq * s.reads * n;
   const int64_t blocks = t ? blocks_of<L>(t) : 1, at_first = t / blocks;
   const int64_t each = (COLUMNS * s.N * 4 * L::step + blocks * n - 1) / (blocks * n);
   const int64_t bytes = next < 0 ? 0 : each;
@@ -273,18 +284,23 @@ TARGET inline void exp_row(float* x, int64_t size) {
     V::store(x + i, V::exp(V::load(x + i, size - i)), size - i);
 }
 
-// Copies x of all nodes, and computes the decays along their paths.
-TARGET inline void read_nodes(const Scan& s, int64_t b, int64_t head,
-                              const Shared& shared, const Own& own) {
-  const int64_t T = s.T, p = rounded_up(s.P, 16);
-  const int64_t first = b * s.now.capacity;
-  const float* a = s.now.a + first * s.H + head;
+// Copies x of all nodes.
+TARGET inline void read_x(const Scan& s, int64_t b, int64_t head, const Own& own) {
+  const int64_t p = rounded_up(s.P, 16);
   for (int64_t t = 0; t < s.nodes[b]; t++) {
-    const int64_t from = ((first + t) * s.H + head) * s.P;
-    widen_row(own.x + t * p, s.now.x, from, s.P, p, s.bf16);
+    const int64_t from = ((b * s.now.capacity + t) * s.H + head) * s.P;
+    widen_row(own.x + t * p, s.now.x, from, s.P, p, s.x_bf16);
+  }
+}
+
+// Computes the decays along the paths of all nodes.
+TARGET inline void sum_decays(const Scan& s, int64_t b, int64_t head, const Shared& shared,
+                              const Own& own) {
+  const float* a = s.now.a + b * s.now.capacity * s.H + head;
+  for (int64_t t = 0; t < s.nodes[b]; t++) {
     double sum = 0.0;
     for (int32_t i = 0; i < shared.count[t]; i++) {
-      const double decay = a[shared.ancestors[t * T + i] * s.H];
+      const double decay = a[shared.ancestors[t * s.T + i] * s.H];
       sum += decay < FORGOTTEN ? FORGOTTEN : decay;
     }
     own.sum[t] = sum, own.decay[t] = static_cast<float>(sum);
@@ -307,18 +323,26 @@ TARGET inline void weigh_ancestors(const Scan& s, int64_t b, const Shared& share
   exp_row(own.weight, to - own.weight);
 }
 
-// Computes N vectors of decay * carried + sum over a node's ancestors u of weight * x_u.
-template <int N>
-TARGET inline void add_ancestors(Lanes::F (&sum)[N], const float* carried, float decay,
-                                 const float* weight, const int32_t* ancestors, int32_t count,
-                                 const float* x, int64_t p) {
+// Computes N vectors of each of R sums, decay * carried + sum over a node's ancestors u of
+// weight * x_u. `carried` has R rows, p apart, and `weight` has R rows, T apart.
+template <int R, int N>
+TARGET inline __attribute__((always_inline)) void add_ancestors(
+    Lanes::F (&sum)[R][N], const float* carried, float decay, const float* weight, int64_t T,
+    const int32_t* ancestors, int32_t count, const float* x, int64_t p) {
   using V = Lanes;
-  for (int v = 0; v < N; v++) sum[v] = V::load(carried + v * V::W, V::W) * decay;
+#pragma GCC unroll 2
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < N; v++) sum[r][v] = V::load(carried + r * p + v * V::W, V::W) * decay;
   for (int32_t i = 0; i < count; i++) {
     const float* const row = x + ancestors[i] * p;
-    const V::F factor = V::F{} + weight[i];
 #pragma GCC unroll 4
-    for (int v = 0; v < N; v++) sum[v] = V::fma(factor, V::load(row + v * V::W, V::W), sum[v]);
+    for (int v = 0; v < N; v++) {
+      const V::F one = V::load(row + v * V::W, V::W);
+#pragma GCC unroll 2
+      for (int r = 0; r < R; r++)
+        sum[r][v] = V::fma(V::F{} + weight[r * T + i], one, sum[r][v]);
+    }
   }
 }
 
@@ -349,17 +373,17 @@ TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
     }
     const float* const x = own.x + t * p;
     const auto outputs = [&](int64_t j, auto& sum) TARGET {
-      add_ancestors(sum, own.carried + q * p + j, own.decay[t], weight, ancestors, count,
+      add_ancestors(sum, own.carried + q * p + j, own.decay[t], weight, T, ancestors, count,
                     own.x + j, p);
-      for (auto& of : sum) {
+      for (auto& of : sum[0]) {
         const V::F factor = s.D_by_channel ? V::load(D + j, s.P - j) : V::F{} + *D;
         V::store(y + j, V::fma(factor, V::load(x + j, V::W), of), s.P - j);
         j += V::W;
       }
     };
     int64_t j = 0;
-    for (V::F sum[4]; j + 4 * V::W <= width; j += 4 * V::W) outputs(j, sum);
-    for (V::F sum[1]; j < width; j += V::W) outputs(j, sum);
+    for (V::F sum[1][4]; j + 4 * V::W <= width; j += 4 * V::W) outputs(j, sum);
+    for (V::F sum[1][1]; j < width; j += V::W) outputs(j, sum);
     weight += count;
   }
 }
@@ -368,11 +392,15 @@ TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
 template <class L>
 TARGET void scan_group(const Scan& s, void* base, int64_t b, int64_t g) {
   const Shared shared = shared_of<L>(s, base, b);
-  if (g == 0) find_ancestors(s, b, shared);
-  if (g == 0) read_steps(s, b, shared);
+  if (g == 0) {
+    find_ancestors(s, b, shared);
+    read_steps(s, b, s.past.dt, shared.path_dt);
+    read_steps(s, b, s.past.a, shared.path_a);
+  }
   read_path<L>(s, b, g, shared);
   read_C<L>(s, b, g, shared);
   read_B<L>(s, b, g, shared);
+  score_nodes<L>(s, b, g, shared, false);
 }
 
 template <class L>
@@ -383,7 +411,8 @@ TARGET void scan_head(const Scan& s, void* base, void* scratch, int64_t place, i
   own_layout(s, static_cast<char*>(scratch), &own);
   const float kept = path_weights(s, b, head, shared, own);
   replay_head<L>(s, b, head, next, kept, shared, own);
-  read_nodes(s, b, head, shared, own);
+  read_x(s, b, head, own);
+  sum_decays(s, b, head, shared, own);
   write_outputs(s, b, head, shared, own);
 }
 

@@ -23,7 +23,7 @@ Scan replay_of(const F32& h0, const Tokens& past, int64_t groups, const S32& pat
   s.h0 = h0.typed_data(), s.h = h->typed_data();
   s.path = path.typed_data(), s.length = length.typed_data();
   s.batch = state[0], s.H = state[1], s.P = state[2], s.N = state[3];
-  s.G = groups, s.M = path.dimensions()[1];
+  s.G = groups, s.M = path.dimensions()[1], s.reads = 1;
   return s;
 }
 
@@ -45,7 +45,7 @@ ffi::Error run(ffi::ThreadPool& pool, Scan& s, int64_t level) {
 // True if all arrays are bfloat16 or all are float32. Sets the dtype of the scan.
 bool of_one_dtype(Scan& s, std::initializer_list<const Any*> arrays) {
   const auto dtype = (*arrays.begin())->element_type();
-  s.bf16 = dtype == ffi::BF16;
+  s.bf16 = s.x_bf16 = dtype == ffi::BF16;
   return (s.bf16 || dtype == ffi::F32) &&
          std::all_of(arrays.begin(), arrays.end(),
                      [&](const Any* array) { return array->element_type() == dtype; });

@@ -2,16 +2,39 @@
 Hatamizadeh 2025), as in Qwen3-Next and Qwen3.5."""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels import (
+    DeltaMemory,
+    DeltaWeights,
+    MixerTree,
+    cpu_kernel,
+    delta_outputs,
+    delta_unsupported,
+)
+from stree_jax.cpu_kernels.mixer import MAX_NODES
+from stree_jax.models.kernel_pass import (
+    kept_state,
+    kernel_options,
+    kernel_tree,
+    pass_of,
+)
+from stree_jax.models.mixer import (
+    FLOAT,
+    Mixer,
+    MixerPending,
+    leaf,
+    padded_rows,
+    written_over,
+)
 from stree_jax.models.mixers.mamba2 import init_A_log, init_dt_bias
-from stree_jax.models.nodes import Pass
+from stree_jax.models.nodes import Pass, Scan
 from stree_jax.models.norm import ScaledNorm, gated_norm
 from stree_jax.models.params import ONES, Param, Table, conv_init, declare
 from stree_jax.models.sharding.shards import Run
@@ -105,21 +128,6 @@ class DeltaRecord:
     k_scale: jax.Array = leaf("record", part_axis=2)
     a: jax.Array = leaf("record", part_axis=2)
     qkv: jax.Array = leaf("record", part_axis=2)
-
-
-class DeltaWeights(NamedTuple):
-    """Weights of a mixer, without its projections.
-
-    Attributes:
-      conv_weight: [C, K].
-      norm: [P], scale of the norm of each head's output.
-      dt_bias, A_log: [H] float32.
-    """
-
-    conv_weight: jax.Array
-    norm: jax.Array
-    dt_bias: jax.Array
-    A_log: jax.Array
 
 
 def replayed(pending: MixerPending[DeltaRecord]) -> DeltaReplayed:
@@ -224,8 +232,91 @@ def mixed(
     state: DeltaState,
     record: DeltaRecord | None,
 ) -> Mixed:
-    """Runs the mixer between its projections; see `equations`."""
-    return equations(c, qkvz, gates, weights, pass_, state, record)
+    """Runs the mixer between its projections, with the CPU kernel if it supports the
+    arguments and `equations` otherwise. Arguments and results are those of
+    `equations`."""
+    pending = pass_.pending
+    last = record if pending is None else pending.record
+    if pass_.nodes.scan not in ("tree", "chain"):
+        return equations(c, qkvz, gates, weights, pass_, state, record)
+    if last is None:
+        # The kernel always takes the last tree's records; without a last tree it gets
+        # an empty record and a path of length 0.
+        last = empty_record(c, state.ssm.shape[0], 1, state.conv.dtype)
+    tree = kernel_tree(pass_, qkvz.shape[0], c.d_conv)
+    memory = DeltaMemory(
+        state.ssm, state.conv, last.u, last.k, last.k_scale, last.a, last.qkv
+    )
+    args = qkvz, gates, weights, memory, tree
+    options = dict(config=c, **kernel_options(pass_, record))
+    if delta_kernel.unsupported(*args, **options) is not None:
+        return equations(c, qkvz, gates, weights, pass_, state, record)
+    with jax.named_scope("mixer"):
+        y, new = delta_kernel(*args, **options)
+    if pending is not None:
+        state = DeltaState(new.ssm, new.conv)
+    return y, DeltaRecord(*new[2:]), state
+
+
+def _attributes(config: DeltaConfig, **options: Any) -> dict[str, Any]:
+    return dict(eps=float(config.norm_eps))
+
+
+@cpu_kernel(
+    "stree_delta",
+    outputs=delta_outputs,
+    unsupported=delta_unsupported,
+    shared=("weights", "tree.rows"),
+    aliases={"memory": 1},
+    attributes=_attributes,
+)
+def delta_kernel(
+    qkvz: jax.Array,
+    gates: jax.Array,
+    weights: DeltaWeights,
+    memory: DeltaMemory,
+    tree: MixerTree,
+    *,
+    config: DeltaConfig,
+    scan: Scan,
+    records_of_last_tree: bool,
+    replays: bool,
+    has_padding: bool,
+) -> tuple[jax.Array, DeltaMemory]:
+    """Replays the pending path and computes the mixer on a tree, with the array layout
+    of the CPU kernel.
+
+    This JAX function is the reference implementation of the kernel `stree_delta`; it
+    calls `equations`.
+
+    Args:
+      qkvz: [B, Tq, C + H * P] float32, output of in_proj for the Tq queried nodes.
+      gates: [B, Tq, 2 H] float32, b and a of each head.
+      weights: the weights between the projections.
+      memory: the state before the pending path, and the records.
+      tree: the pending path, and the topology of this tree of T nodes.
+      config: the config.
+      scan, records_of_last_tree, has_padding: as in `kernel_pass.pass_of`.
+      replays: True if there is a pending path.
+
+    Returns:
+      The input of out_proj [B, Tq, H * P] float32, and the new memory: the state after
+      the pending path (only if `replays`), and records whose first T rows are this
+      tree's. If the last tree was larger, the rows from T on keep its records.
+    """
+    record = DeltaRecord(*memory[2:])
+    pass_, so_far = pass_of(
+        tree,
+        record,
+        scan=scan,
+        records_of_last_tree=records_of_last_tree,
+        has_padding=has_padding,
+    )
+    state = DeltaState(memory.ssm, memory.conv)
+    y, new, state = equations(config, qkvz, gates, weights, pass_, state, so_far)
+    r = jax.tree.map(written_over, record, new)
+    ssm, conv = kept_state(state.ssm, state.conv, replays)
+    return y, DeltaMemory(ssm, conv, r.u, r.k, r.k_scale, r.a, r.qkv)
 
 
 def equations(
@@ -333,6 +424,7 @@ class Delta(Mixer[DeltaConfig]):
     Module = DeltaModule
     State = DeltaState
     Record = DeltaRecord
+    records_in_place = True
     long_chunks = False
 
     def check(self, c: DeltaConfig, name: str) -> None:
@@ -369,7 +461,8 @@ class Delta(Mixer[DeltaConfig]):
 
     def work_bytes(self, c: DeltaConfig, batch: int, nodes: int, dtype: Any) -> int:
         rows = padded_rows(batch * nodes)
-        if nodes == 1:
+        in_kernel = cpu_kernels.level() is not None and nodes <= MAX_NODES
+        if nodes == 1 or in_kernel:
             return FLOAT * rows * (c.d_qkv + 2 * c.d_inner)
         weights = batch * c.value_heads * nodes * nodes
         # q, k, v, z, and the carried parts of k and q, u, y in two orders; the decays,

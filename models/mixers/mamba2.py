@@ -5,7 +5,6 @@ With `MambaConfig.x_heads` it is MambaInLlama's variant.
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -24,6 +23,12 @@ from stree_jax.cpu_kernels import (
     mixer_unsupported,
 )
 from stree_jax.cpu_kernels.scan import MAX_NODES
+from stree_jax.models.kernel_pass import (
+    kept_state,
+    kernel_options,
+    kernel_tree,
+    pass_of,
+)
 from stree_jax.models.mixer import (
     FLOAT,
     Mixer,
@@ -32,7 +37,7 @@ from stree_jax.models.mixer import (
     padded_rows,
     written_over,
 )
-from stree_jax.models.nodes import Nodes, Pass, Scan
+from stree_jax.models.nodes import Pass, Scan
 from stree_jax.models.norm import ScaledNorm, gated_norm
 from stree_jax.models.params import ONES, ZEROS, Param, Table, conv_init, declare
 from stree_jax.models.sharding.shards import Run
@@ -334,24 +339,11 @@ def mixed(
         # The kernel always takes the last tree's records; without a last tree it gets
         # an empty record and a path of length 0.
         last = empty_record(c, state.ssm.shape[0], 1, state.conv.dtype)
-    zeros = partial(jnp.zeros, dtype=jnp.int32)
-    tree = MixerTree(
-        zeros((zxbcdt.shape[0], 1)) if pending is None else pending.path,
-        zeros((zxbcdt.shape[0],)) if pending is None else pending.length,
-        pass_.rows,
-        nodes.mask,
-        nodes.taps(c.d_conv),
-    )
+    tree = kernel_tree(pass_, zxbcdt.shape[0], c.d_conv)
     memory = MixerMemory(
         state.ssm, state.conv, last.x, last.dt, last.a, last.B, last.xBC
     )
-    options: dict[str, Any] = dict(
-        config=c,
-        scan=nodes.scan,
-        records_of_last_tree=record is None,
-        replays=pending is not None,
-        has_padding=pass_.valid_count is not None and pass_.rows is None,
-    )
+    options = dict(config=c, **kernel_options(pass_, record))
     if mixer_kernel.unsupported(zxbcdt, weights, memory, tree, **options) is not None:
         return equations(c, zxbcdt, weights, pass_, state, record)
     with jax.named_scope("mixer"):
@@ -421,21 +413,17 @@ def mixer_kernel(
       are this tree's. If the last tree was larger, the rows from T on keep its records.
     """
     record = MambaRecord(*memory[2:])
-    is_node = jnp.diagonal(tree.mask, axis1=1, axis2=2)
-    pass_ = Pass(
-        Nodes(tree.mask, tree.window[..., 0], tree.window, scan=scan),
-        tree.rows,
-        MixerPending(record, tree.path, tree.length) if records_of_last_tree else None,
-        tree.length,
-        is_node.sum(axis=1, dtype=jnp.int32) if has_padding else None,
+    pass_, so_far = pass_of(
+        tree,
+        record,
+        scan=scan,
+        records_of_last_tree=records_of_last_tree,
+        has_padding=has_padding,
     )
     state = MambaState(memory.ssm, memory.conv)
-    so_far = None if records_of_last_tree else record
     y, new, state = equations(config, zxbcdt, weights, pass_, state, so_far)
     r = jax.tree.map(written_over, record, new)
-    ssm, conv = state.ssm, state.conv
-    if not replays:
-        ssm, conv = (jnp.zeros((z.shape[0], 0), z.dtype) for z in (ssm, conv))
+    ssm, conv = kept_state(state.ssm, state.conv, replays)
     return y, MixerMemory(ssm, conv, r.x, r.dt, r.a, r.B, r.xBC)
 
 

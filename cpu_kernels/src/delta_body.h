@@ -1,0 +1,227 @@
+// A Gated DeltaNet mixer between its projections. Include after conv_body.h.
+//
+// The reference implementation in JAX is `equations` in models/mixers/delta.py, and
+// pallas_kernels/delta.py explains the rule: the corrections u that the nodes of a tree write to
+// the state solve a triangular system, in which only ancestors meet. A head's state is read and
+// written once: it is replayed, then multiplied by the keys and queries of all nodes. The sums of
+// the system and of the outputs go over a node's ancestors in order, so they depend on its path
+// alone, bit for bit.
+
+constexpr float KEY_EPS = 1e-6f;  // L2_EPS in models/mixers/delta.py
+
+// Computes the log decays of the queried nodes, and beta.
+TARGET inline void write_gates(const Delta& d, int64_t b, const Shared& shared) {
+  using V = Lanes;
+  const Scan& s = d.scan;
+  for (int64_t q = 0; q < s.queries[b]; q++) {
+    const int64_t t = node_of(s, q);
+    if (t >= s.T) continue;
+    const float* in = d.gates + (b * s.Tq + q) * 2 * s.H;
+    float* a = d.a + (b * s.now.capacity + t) * s.H;
+    float* beta = shared.of_queries + q * s.H;
+    for (int64_t h = 0; h < s.H; h += V::W) {
+      const int64_t count = s.H - h;
+      V::store(beta + h, V::F{} + 1.0f / (V::exp(-V::load(in + h, count)) + 1.0f), count);
+      const auto step = V::softplus(V::load(in + s.H + h, count) + V::load(d.dt_bias + h, count));
+      V::store(a + h, -step * V::exp(V::load(d.A_log + h, count)), count);
+    }
+  }
+}
+
+// Copies the factors that normalize a group's keys of the path, for each head of the group.
+TARGET inline void read_key_scales(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
+  const int64_t heads = s.H / s.G;
+  for (int64_t j = 0; j < path_length(s, b); j++) {
+    const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
+    for (int64_t h = g * heads; h < (g + 1) * heads; h++)
+      shared.path_dt[j * s.H + h] = s.past.dt[row * s.G + g];
+  }
+}
+
+// Returns the factor that gives a row of n numbers length 1.
+TARGET inline float normalizing(const float* row, int64_t n) {
+  using V = Lanes;
+  V::F squares = V::F{};
+  for (int64_t i = 0; i < n; i += V::W) {
+    const V::F x = V::load(row + i, V::W);
+    squares = V::fma(x, x, squares);
+  }
+  return 1.0f / __builtin_sqrtf(V::sum(squares) + KEY_EPS);
+}
+
+TARGET inline void scale_row(float* to, const float* from, float factor, int64_t n) {
+  using V = Lanes;
+  for (int64_t i = 0; i < n; i += V::W) V::store(to + i, V::load(from + i, V::W) * factor, V::W);
+}
+
+// Computes the keys and queries of a group. The first group also prepares what all groups share.
+template <class L, class E>
+TARGET void group_of(const Delta& d, void* base, int64_t b, int64_t g) {
+  using V = Lanes;
+  const Scan& s = d.scan;
+  const Shared shared = shared_of<L>(s, base, b);
+  const int64_t n = rounded_up(s.N, L::step);
+  if (g == 0) {
+    find_ancestors(s, b, shared);
+    read_steps(s, b, s.past.a, shared.path_a);
+    write_gates(d, b, shared);
+  }
+  read_path<L>(s, b, g, shared);
+  read_key_scales(s, b, g, shared);
+  E* const keys = static_cast<E*>(d.B) + (b * s.now.capacity * s.G + g) * s.N;
+  const int64_t of_q = g * s.N, of_k = (s.G + g) * s.N;
+  move_window<E>(d, b, of_q, s.N);
+  move_window<E>(d, b, of_k, s.N);
+  convolve<L, E>(d, b, of_k, s.N, [&](int64_t, int64_t t, int64_t i, auto x) TARGET {
+    V::store(keys + t * s.G * s.N + i, x, s.N - i);
+  });
+  float* const C = shared.C + g * s.Tq * 2 * n;
+  for (int64_t i = 0; s.rows && i < s.Tq * 2 * n; i++) C[i] = 0.0f;
+  convolve<L, E>(d, b, of_q, s.N, [&](int64_t q, int64_t, int64_t i, auto x) TARGET {
+    V::store(C + (2 * q + 1) * n + i, V::rounded(x, keys), n - i);
+  });
+  read_B<L>(s, b, g, shared);
+  float* const B = shared.B + g * s.T * n;
+  float* const scales = d.k_scale + b * s.now.capacity * s.G + g;
+  for (int64_t q = 0; q < s.queries[b]; q++) {
+    const int64_t t = node_of(s, q);
+    if (t < s.T) scales[t * s.G] = normalizing(B + t * n, n);
+  }
+  for (int64_t t = 0; t < s.nodes[b]; t++) scale_row(B + t * n, B + t * n, scales[t * s.G], n);
+  const float root = 1.0f / __builtin_sqrtf(static_cast<float>(s.N));
+  for (int64_t q = 0; q < s.queries[b]; q++) {
+    const int64_t t = node_of(s, q);
+    if (t >= s.T) continue;
+    float* const key = C + 2 * q * n;
+    float* const query = key + n;
+    __builtin_memcpy(key, B + t * n, n * sizeof(float));
+    scale_row(query, query, normalizing(query, n) * root, n);
+  }
+  score_nodes<L>(s, b, g, shared, true);
+}
+
+template <class L>
+TARGET void delta_group(const Delta& d, void* base, int64_t b, int64_t g) {
+  d.scan.bf16 ? group_of<L, uint16_t>(d, base, b, g) : group_of<L, float>(d, base, b, g);
+}
+
+// Solves the system of the queried nodes, and computes their outputs; own.x holds their v, and the
+// u of other nodes:
+//
+//   u_t = beta_t (v_t - exp(A_t) carried_t - sum over ancestors s < t of exp(A_t - A_s) (k_t . k_s) u_s)
+//   y_t = exp(A_t) carried_t + sum over ancestors s <= t of exp(A_t - A_s) (q_t . k_s) u_s
+TARGET inline void solve_nodes(const Delta& d, int64_t b, int64_t head, const Shared& shared,
+                               const Own& own) {
+  using V = Lanes;
+  const Scan& s = d.scan;
+  const int64_t T = s.T, p = rounded_up(s.P, 16), g = head / (s.H / s.G);
+  const int64_t width = rounded_up(s.P, V::W);
+  float* const record = static_cast<float*>(d.x);
+  weigh_ancestors(s, b, shared, own);
+  const float* decay = own.weight;
+  for (int64_t q = 0; q < s.queries[b]; q++) {
+    const int64_t t = node_of(s, q);
+    float* y = s.y + ((b * s.Tq + q) * s.H + head) * s.P;
+    if (t >= T) {
+      for (int64_t j = 0; j < s.P; j++) y[j] = 0.0f;
+      continue;
+    }
+    const float* scores = shared.scores + (g * s.Tq + q) * 2 * T;
+    const int32_t* ancestors = shared.ancestors + t * T;
+    const int32_t count = shared.count[t], before = count > 0 ? count - 1 : 0;
+    float* const weight = own.pair;
+    for (int32_t i = 0; i < count; i++) {
+      const int32_t of = ancestors[i];
+      weight[i] = decay[i] * scores[of];
+      weight[T + i] = decay[i] * scores[T + of];
+    }
+    decay += count;
+    const V::F beta = V::F{} + shared.of_queries[q * s.H + head];
+    const V::F itself = V::F{} + (count > 0 ? weight[T + before] : 0.0f);
+    float* const x = own.x + t * p;
+    float* const u = record + ((b * s.now.capacity + t) * s.H + head) * s.P;
+    const auto outputs = [&](int64_t j, auto& sum) TARGET {
+      add_ancestors(sum, own.carried + q * 2 * p + j, own.decay[t], weight, T, ancestors, before,
+                    own.x + j, p);
+      const auto* read = sum[1];
+      for (const auto& known : sum[0]) {
+        const V::F added = beta * (V::load(x + j, V::W) - known);
+        V::store(x + j, added, V::W);
+        V::store(u + j, added, s.P - j);
+        V::store(y + j, V::fma(itself, added, *read++), s.P - j);
+        j += V::W;
+      }
+    };
+    int64_t j = 0;
+    for (V::F sum[2][4]; j + 4 * V::W <= width; j += 4 * V::W) outputs(j, sum);
+    for (V::F sum[2][1]; j < width; j += V::W) outputs(j, sum);
+  }
+}
+
+// Computes y = norm(y) * silu(z).
+TARGET inline void norm_head(const Delta& d, int64_t b, int64_t head) {
+  using V = Lanes;
+  const Scan& s = d.scan;
+  const auto norm = [&](const auto* scale, const float* z, float* y) TARGET {
+    V::F squares = V::F{};
+    for (int64_t i = 0; i < s.P; i += V::W) {
+      const V::F x = V::load(y + i, s.P - i);
+      squares = V::fma(x, x, squares);
+    }
+    const float mean = V::sum(squares) / static_cast<float>(s.P);
+    const V::F factor = V::F{} + 1.0f / __builtin_sqrtf(mean + d.eps);
+    for (int64_t i = 0; i < s.P; i += V::W) {
+      const int64_t count = s.P - i;
+      const V::F normed = V::load(y + i, count) * factor * V::load(scale + i, count);
+      V::store(y + i, normed * V::silu(V::load(z + i, count)), count);
+    }
+  };
+  for (int64_t q = 0; q < s.queries[b]; q++) {
+    if (node_of(s, q) >= s.T) continue;
+    const float* z = d.in + (b * s.Tq + q) * d.width + d.to_z + head * s.P;
+    float* y = s.y + ((b * s.Tq + q) * s.H + head) * s.P;
+    d.weights_bf16 ? norm(static_cast<const uint16_t*>(d.norm), z, y)
+                   : norm(static_cast<const float*>(d.norm), z, y);
+  }
+}
+
+template <class L, class E>
+TARGET void head_of(const Delta& d, void* base, void* scratch, int64_t place, int64_t next) {
+  using V = Lanes;
+  const Scan& s = d.scan;
+  const int64_t b = place / s.H, head = place % s.H, p = rounded_up(s.P, 16);
+  const int64_t of_v = 2 * s.G * s.N, channel = of_v + head * s.P;
+  const Shared shared = shared_of<L>(s, base, b);
+  Own own;
+  own_layout(s, static_cast<char*>(scratch), &own);
+  const float kept = path_weights(s, b, head, shared, own);  // before u is overwritten
+  if (s.rows) read_x(s, b, head, own);
+  move_window<E>(d, b, channel, s.P);
+  convolve<L, E>(d, b, channel, s.P, [&](int64_t, int64_t t, int64_t i, auto v) TARGET {
+    V::store(own.x + t * p + i, V::rounded(v, static_cast<const E*>(nullptr)), p - i);
+  });
+  fetch_inputs(d, b, d.to_z + head * s.P, s.P);
+  if (next >= 0) fetch_inputs(d, next / s.H, d.to_inputs + of_v + next % s.H * s.P, s.P);
+  replay_head<L>(s, b, head, next, kept, shared, own);
+  sum_decays(s, b, head, shared, own);
+  solve_nodes(d, b, head, shared, own);
+  norm_head(d, b, head);
+}
+
+template <class L>
+TARGET void delta_head(const Delta& d, void* base, void* own, int64_t head, int64_t next) {
+  d.scan.bf16 ? head_of<L, uint16_t>(d, base, own, head, next)
+              : head_of<L, float>(d, base, own, head, next);
+}
+
+TARGET inline int64_t delta_own_bytes(const Delta& d) { return own_bytes(d.scan); }
+
+template <class L>
+TARGET int64_t delta_shared_bytes(const Delta& d) {
+  return shared_bytes<L>(d.scan);
+}
+
+template <class L>
+constexpr MixerKernel<Delta> delta_kernel() {
+  return {delta_shared_bytes<L>, delta_own_bytes, delta_group<L>, delta_head<L>, nullptr};
+}

@@ -1,0 +1,34 @@
+// XLA handler for a Gated DeltaNet mixer between its projections.
+#include "mixer_work.h"
+
+namespace ffi = xla::ffi;
+
+namespace stree {
+namespace {
+
+ffi::Error delta(ffi::ThreadPool pool, F32 qkvz, F32 gates,
+                 // Weights, state, records of the last tree and its path, and this tree.
+                 Any conv_weight, Any norm, F32 dt_bias, F32 A_log, F32 h0, Any conv0, Any past_u,
+                 Any past_k, F32 past_k_scale, F32 past_a, Any past_qkv, S32 path, S32 length,
+                 S32 rows, Bool mask, S32 window,
+                 // The output, the new state, and records of this tree.
+                 Out<F32> y, Out<F32> h, Out<Any> conv, Out<Any> u, Out<Any> k, Out<Any> k_scale,
+                 Out<Any> a, Out<Any> qkv, float eps, int64_t level) {
+  MixerArrays of{qkvz, conv_weight, norm, dt_bias, A_log, h0, conv0, past_u, past_k_scale,
+                 past_a, past_k, past_qkv, path, length, rows, mask, window,
+                 y, h, conv, u, k_scale, a, k, qkv};
+  Delta d{};
+  if (const ffi::Error error = describe(d, of); error.failure()) return error;
+  d.scan.reads = 2;
+  d.to_z = d.channels;
+  d.gates = gates.typed_data();
+  d.k_scale = static_cast<float*>(k_scale->untyped_data());
+  d.eps = eps;
+  run_mixer(pool, d, kernels_of(level).delta);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stree
+
+STREE_KERNEL(delta, "eps")
