@@ -35,6 +35,8 @@ from stree_jax.pallas_kernels.delta import DeltaInputs, DeltaReplayed
 from stree_jax.pallas_kernels.dispatch import int32_inside
 from stree_jax.pallas_kernels.scan import Replayed
 from stree_jax.pallas_kernels.triton_blocks import (
+    MAX_TOKENS,
+    MIN_TILE,
     Blocks,
     Launch,
     Specs,
@@ -47,23 +49,33 @@ from stree_jax.pallas_kernels.triton_blocks import (
 )
 
 
-def default_blocks(T: int, P: int, N: int, dtype: Any) -> Blocks:
-    """Chooses blocks that compile for sm_90 without register spills."""
-    return Blocks(head=min(32, P & -P), state=min(16 if T > 16 else 32, N & -N))
+def default_blocks(T: int, M: int, P: int, N: int, dtype: Any) -> Blocks:
+    """Chooses blocks that compile for sm_90 without register spills and with pipelined
+    loads."""
+    crowded = dtype == jnp.float32 and T > MIN_TILE
+    head = 16 if crowded and min(T, M) > 2 * MIN_TILE else 32
+    return Blocks(
+        head=min(head, P & -P),
+        state=min(16 if crowded else 32, N & -N),
+        num_warps=8 if T > 2 * MIN_TILE else 4,
+    )
 
 
 def unsupported(
-    inputs: DeltaInputs, mask: jax.Array, path: jax.Array | None = None
+    inputs: DeltaInputs, mask: jax.Array, past: DeltaReplayed | None = None
 ) -> str | None:
     """Returns why the kernel does not support these shapes and dtypes. None if it does.
 
     Args:
-      inputs, mask, path: as in `delta.delta_replay_scan`, or their shapes and dtypes.
+      inputs, mask, past: as in `delta.delta_replay_scan`, or their shapes and dtypes.
     """
     if inputs.a.ndim == 4:
         return "decays by column have no kernel"
     arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-    M = 0 if path is None else path.shape[-1]
+    M = 0
+    if past is not None:
+        arrays |= {"the recorded u": past.u, "the recorded k": past.k}
+        M = past.path.shape[-1]
     sizes = mask.shape[-1], M, inputs.v.shape[-1], inputs.k.shape[-1]
     return unsupported_sizes(arrays, *sizes)
 
@@ -219,8 +231,10 @@ def _call(
     """Runs the kernel and returns h, and y and u of the queried tokens. Without `past`,
     h is h0."""
     inputs: DeltaInputs = tree.inputs
+    _, _, P, N = h0.shape
     T, Tq = inputs.k.shape[1], inputs.q.shape[1]
-    blocks = blocks or default_blocks(T, *h0.shape[2:], inputs.k.dtype)
+    M = 0 if past is None else past.path.shape[1]
+    blocks = blocks or default_blocks(T, M, P, N, inputs.k.dtype)
     numbers = ("q_scale", "k_scale", "a", "beta")
     cast = {name: getattr(inputs, name).astype(jnp.float32) for name in numbers}
     tree = tree._replace(inputs=inputs._replace(**cast))
@@ -280,10 +294,26 @@ def delta_scan(
     Returns:
       y [B, Tq, H, P] and u [B, T, H, P], both float32.
     """
-    if rows is not None and u is None:
-        u = jnp.zeros((*inputs.k.shape[:2], *inputs.v.shape[2:]), jnp.float32)
-    tree = Tree(inputs, mask.astype(jnp.int8), rows, u)
-    _, y, solved = _call(h0, None, tree, blocks, interpret)
+    mask = mask.astype(jnp.int8)
     if rows is None:
-        return y, solved
-    return y, u.at[:, rows].set(solved, mode="drop")
+        _, y, u = _call(h0, None, Tree(inputs, mask, None), blocks, interpret)
+        return y, u
+    T = mask.shape[-1]
+    if u is None:
+        u = jnp.zeros((inputs.k.shape[0], T, *inputs.v.shape[2:]), jnp.float32)
+    found = []
+    count = MAX_TOKENS if T <= 2 * MIN_TILE else MIN_TILE  # more rows spill registers
+    for i in range(0, len(rows), count):
+        part = rows[i : i + count]
+        tree = Tree(_queries(inputs, i, i + count), mask, part, u)
+        _, y, solved = _call(h0, None, tree, blocks, interpret)
+        u = u.at[:, part].set(solved, mode="drop")
+        found.append(y)
+    return jnp.concatenate(found, axis=1), u
+
+
+def _queries(inputs: DeltaInputs, start: int, end: int) -> DeltaInputs:
+    """Returns the inputs with only the queried tokens start, ..., end - 1."""
+    names = ("q", "q_scale", "v", "beta")
+    cut = {name: getattr(inputs, name)[:, start:end] for name in names}
+    return inputs._replace(**cut)

@@ -133,8 +133,9 @@ def _call(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel and returns (h, y). Without `past`, h is h0."""
     inputs: ScanInputs = tree.inputs
+    _, _, P, N = h0.shape
     T, Tq = inputs.dt.shape[1], inputs.C.shape[1]
-    blocks = blocks or default_blocks(T, *h0.shape[2:], inputs.x.dtype)
+    blocks = blocks or default_blocks(T, P, N, inputs.x.dtype)
     specs = _specs(past, tree, blocks.head)
     name = "tree_scan" if past is None else "replay_tree_scan"
     launch = Launch(_kernel, name, blocks, specs, interpret)
