@@ -1,8 +1,8 @@
 """The operations that models call. Each is one function, which runs a kernel or plain
 JAX.
 
-The modules `scan` and `attention` have the plain JAX functions, and explain their
-arguments. The additional argument `implementation` is
+The modules `scan`, `delta` and `attention` have the plain JAX functions, and explain
+their arguments. The additional argument `implementation` is
 
 - None, for a kernel of the platform that the program is compiled for if one supports
   the arguments and is faster, and plain JAX otherwise;
@@ -27,6 +27,7 @@ from stree_jax.pallas_kernels import (
     mosaic_scan,
     scan,
     triton_attention,
+    triton_delta,
     triton_scan,
 )
 from stree_jax.pallas_kernels.delta import DeltaInputs, DeltaReplayed, as_scan
@@ -134,8 +135,10 @@ def delta_scan(
     """Computes the gated delta rule along every path of a tree: `delta.delta_scan` with
     the fastest implementation."""
     _check_heads("delta_scan", inputs.v.shape[2], inputs.k.shape[2])
+    reason = triton_delta.unsupported(inputs, mask)
+    kernels = {"triton": Kernel(triton_delta.delta_scan, reason)}
     args = inputs, h0, mask, rows, u
-    return dispatch("delta_scan", implementation, delta.delta_scan, {}, *args)
+    return dispatch("delta_scan", implementation, delta.delta_scan, kernels, *args)
 
 
 def delta_replay_scan(
@@ -149,8 +152,10 @@ def delta_replay_scan(
     """Replays the last accepted path into the state, then computes the gated delta rule
     over this tree: `delta.delta_replay_scan` with the fastest implementation."""
     _check_heads("delta_replay_scan", inputs.v.shape[2], inputs.k.shape[2])
+    reason = triton_delta.unsupported(inputs, mask, past)
+    kernels = {"triton": Kernel(triton_delta.delta_replay_scan, reason)}
     name, args = "delta_replay_scan", (h0, past, inputs, mask)
-    return dispatch(name, implementation, delta.delta_replay_scan, {}, *args)
+    return dispatch(name, implementation, delta.delta_replay_scan, kernels, *args)
 
 
 def delta_replay(

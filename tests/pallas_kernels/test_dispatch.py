@@ -9,9 +9,12 @@ import pytest
 
 from stree_jax import pallas_kernels
 from stree_jax.pallas_kernels import (
+    DeltaInputs,
+    DeltaReplayed,
     Replayed,
     ScanInputs,
     attention,
+    delta,
     ops,
     rounded_to,
     scan,
@@ -41,6 +44,20 @@ def replay_args():
     return h0, Replayed(*inputs[:4], path, length), inputs, mask
 
 
+def delta_args():
+    inputs, h0, mask = scan_args()
+    k, q, scale = inputs.B, inputs.C, jnp.full((B, T, 1), 0.2)
+    beta = jax.nn.sigmoid(inputs.dt)
+    return DeltaInputs(q, scale, k, scale, inputs.x, inputs.a, beta), h0, mask
+
+
+def delta_replay_args():
+    inputs, h0, mask = delta_args()
+    _, past, *_ = replay_args()
+    recorded = inputs.v, inputs.k, inputs.k_scale, inputs.a, past.path, past.length
+    return h0, DeltaReplayed(*recorded), inputs, mask
+
+
 def attention_args():
     q, kv, cache = array(6, B, T, 4, 16), array(7, B, T, 2, 16), array(8, B, 2, 40, 16)
     return q, kv, kv, cache, cache, jnp.array([33], jnp.int32), MASK, 0.25
@@ -49,6 +66,12 @@ def attention_args():
 OPS = {
     "tree_scan": (ops.tree_scan, scan.tree_scan, scan_args),
     "replay_tree_scan": (ops.replay_tree_scan, scan.replay_tree_scan, replay_args),
+    "delta_scan": (ops.delta_scan, delta.delta_scan, delta_args),
+    "delta_replay_scan": (
+        ops.delta_replay_scan,
+        delta.delta_replay_scan,
+        delta_replay_args,
+    ),
     "tree_attention": (ops.tree_attention, attention.tree_attention, attention_args),
 }
 all_ops = pytest.mark.parametrize("name", OPS)
@@ -133,6 +156,15 @@ def test_heads_that_do_not_divide_raise():
     q, k, v, *rest = args
     with pytest.raises(ValueError, match="tree_attention: 1 heads cannot share"):
         function(q[:, :, :1], jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2), *rest)
+
+
+def test_decays_by_column_run_the_definition():
+    inputs, h0, mask = delta_args()
+    columns = inputs._replace(a=jnp.broadcast_to(inputs.a[..., None], (B, T, H, N)))
+    text = lowered(ops.delta_scan, (columns, h0, mask), "cuda")
+    assert "__gpu$xla.gpu.triton" not in text
+    with pytest.raises(ValueError, match="delta_scan: triton: decays by column"):
+        ops.delta_scan(columns, h0, mask, implementation="triton")
 
 
 def test_the_first_supported_kernel_is_used():

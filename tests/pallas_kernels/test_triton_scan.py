@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from stree_jax.pallas_kernels import Replayed, scan, triton_scan
-from stree_jax.pallas_kernels.triton_scan import Blocks, unsupported
+from stree_jax.pallas_kernels import Replayed, scan, triton_blocks, triton_scan
+from stree_jax.pallas_kernels.triton_blocks import Blocks
+from stree_jax.pallas_kernels.triton_scan import unsupported
 from tests.support.reference import (
     OP_TOLERANCE,
     assert_near,
@@ -120,7 +121,7 @@ def test_weights_are_masked_before_exp(tree):
     tile = jnp.asarray(np.pad(mask, (0, 16 - T), mode="edge").astype(np.int8))
     pad = (jnp.asarray(np.pad(z, (0, 16 - T), mode="edge")) for z in (a, dt))
     with jax.disable_jit():
-        grown, weight = triton_scan._weights(tile, tile, *pad, T)
+        grown, weight = triton_blocks.weights(tile, tile, *pad, T)
     total = mask @ a.astype(np.float64)
     decay = np.exp(np.where(mask, total[:, None] - total, -np.inf))
     assert_near(weight[:T, :T], decay * dt, TOLERANCE)
@@ -337,8 +338,9 @@ def test_a_jax_without_the_backend():
     """Importing works without warnings."""
     code = (
         "import sys; sys.modules['jax.experimental.pallas.triton'] = None\n"
+        "import numpy\n"
         "from stree_jax.pallas_kernels import triton_scan\n"
-        "print(triton_scan.unsupported(None, None, None))"
+        "print(triton_scan.unsupported(*[numpy.zeros((1, 1, 16, 16))] * 3))"
     )
     command = [sys.executable, "-W", "error", "-c", code]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
