@@ -42,6 +42,7 @@ from stree_jax.convert.tensors import (
     read_param,
     rows_of,
     settle_names,
+    without_left_out,
 )
 from stree_jax.convert.tokenizer import (
     copy_tokenizer,
@@ -132,6 +133,7 @@ def open_local(
     else:
         source = logical(open_source(files.path), files)
         format, config = read_config(files, source.tensors, dt_floor, warn, mtp)
+        source = without_left_out(source, NAMES[format], warn)
         names, config = settle_names(source, NAMES[format], config, warn)
     dtype, quantized = source_dtype(source), scheme_names(source)
     return Opened(files, format, config, dtype, quantized, source, names)
