@@ -91,8 +91,11 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
             )
 
 
-def without_left_out(source: Source, names: Names, warn: Warn | None) -> Source:
-    """Returns the source without the tensors that a format leaves out.
+def without_left_out(
+    source: Source, names: Names, warn: Warn | None
+) -> tuple[Source, tuple[str, ...]]:
+    """Returns the source without the tensors that a format leaves out, and patterns of
+    their names.
 
     Args:
       source: the tensors.
@@ -101,14 +104,14 @@ def without_left_out(source: Source, names: Names, warn: Warn | None) -> Source:
     """
     prefix = names.left_out
     if not prefix or not any(name.startswith(prefix) for name in source.tensors):
-        return source
+        return source, ()
     if warn is not None:
         warn(
             f"{source.directory}: {prefix}* (the vision encoder) is left out; the model "
             "reads text only"
         )
     kept = {n: t for n, t in source.tensors.items() if not n.startswith(prefix)}
-    return replace(source, tensors=kept)
+    return replace(source, tensors=kept), (f"{prefix}*",)
 
 
 def settle_names(

@@ -89,9 +89,10 @@ def text_fields(fields: ConfigFields, format: str) -> ConfigFields:
     fields.get(TEXT)  # raises if it is missing
     text = fields.object(TEXT)
     text.choice("model_type", format, (format,))
-    beside = {n: fields.values[n] for n in SHARED_FIELDS if n in fields.values}
+    names = (name for name in SHARED_FIELDS if text.get(name, None) is None)
+    beside = {name: fields.get(name, None) for name in names}
     tied = fields.flag(TIED, False) or text.flag(TIED, False)
-    return replace(text, values={**beside, **text.values, TIED: tied})
+    return replace(text, values={**text.values, **beside, TIED: tied})
 
 
 def export(config: ModelConfig) -> dict[str, Any]:

@@ -225,11 +225,21 @@ def moe_table(num_experts: int, top_k: int) -> tuple[Field, ...]:
     )
 
 
+KEY_HEADS = Field("linear_num_key_heads", "key_heads", read.size, 16)
+
+
+def _value_heads(fields: ConfigFields, name: str, default: int) -> int:
+    """Reads a number of heads that must be a multiple of the number of key heads."""
+    count = fields.size(name, default)
+    fields.divide(name, count, KEY_HEADS.value(fields))
+    return count
+
+
 MODEL = hf.model_table("rms_norm_eps", 1e-6, 2048)
 ATTENTION = attention_table(2)
 DELTA = (
-    Field("linear_num_key_heads", "key_heads", read.size, 16),
-    Field("linear_num_value_heads", "value_heads", read.size, 32),
+    KEY_HEADS,
+    Field("linear_num_value_heads", "value_heads", _value_heads, 32),
     Field("linear_key_head_dim", "key_dim", read.size, 128),
     Field("linear_value_head_dim", "value_dim", read.size, 128),
     Field("linear_conv_kernel_dim", "d_conv", read.size, 4),
