@@ -42,6 +42,7 @@ from stree_jax.convert.tensors import (
     read_param,
     rows_of,
     settle_names,
+    without_left_out,
 )
 from stree_jax.convert.tokenizer import (
     copy_tokenizer,
@@ -86,6 +87,8 @@ class Opened:
         not quantized.
       source: the tensors. None for a directory of our own format.
       names: names of the tensors. None for a directory of our own format.
+      left_out: names of the tensors that are not read, as patterns such as
+        "model.visual.*".
     """
 
     files: CheckpointFiles
@@ -95,6 +98,7 @@ class Opened:
     quantized: str | None = None
     source: Source | None = None
     names: Names | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def open_local(
@@ -124,6 +128,7 @@ def open_local(
         if mtp:
             check_mtp(files.path, config)
         return Opened(files, FORMAT, config, dtype)
+    left_out: tuple[str, ...] = ()
     if files.is_gguf:
         source, name, architecture, config = open_gguf(files)
         format, names = f"gguf {name}", architecture.names
@@ -132,9 +137,10 @@ def open_local(
     else:
         source = logical(open_source(files.path), files)
         format, config = read_config(files, source.tensors, dt_floor, warn, mtp)
+        source, left_out = without_left_out(source, NAMES[format], warn)
         names, config = settle_names(source, NAMES[format], config, warn)
     dtype, quantized = source_dtype(source), scheme_names(source)
-    return Opened(files, format, config, dtype, quantized, source, names)
+    return Opened(files, format, config, dtype, quantized, source, names, left_out)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,20 @@ from stree_jax.models import AttentionConfig, ModelConfig, param_shapes
 
 GENERATION = "generation_config.json"
 Warn = Callable[[str], object]
-MAMBA1_TYPES = ("mamba", "falcon_mamba", "jamba")
+MAMBA1 = "is Mamba-1; want Mamba2"
+SPARSE = "has sparse attention with an indexer, which is not supported"
+VISION = "is a vision encoder without a language model"
+# Types of models that are easily mistaken for supported ones, and what they are.
+UNSUPPORTED = {
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), MAMBA1),
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"),
+        "has hyper-connections and sparse attention, which are not supported",
+    ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE),
+    "glm5_next": "has hyper-connections and sparse attention, which are not supported",
+    **dict.fromkeys(("qwen3_5_vision", "qwen3_5_moe_vision"), VISION),
+}
 
 
 def detect(fields: ConfigFields) -> str:
@@ -36,8 +49,8 @@ def detect(fields: ConfigFields) -> str:
     model_type = fields.get("model_type", None)
     if model_type is None and "ssm_cfg" in fields.values:
         return "native"
-    if model_type in MAMBA1_TYPES:
-        raise fields.error("model_type", f"{model_type} is Mamba-1; want Mamba2")
+    if isinstance(model_type, str) and model_type in UNSUPPORTED:
+        raise fields.error("model_type", f"{model_type} {UNSUPPORTED[model_type]}")
     if model_type not in HF_TYPES:
         raise fields.error(
             "model_type",
@@ -154,7 +167,9 @@ def export_format(config: ModelConfig) -> str:
     mamba2: only Mamba2 layers. zamba2: layers with a shared block, with or without
     plain Mamba2 layers. falcon_h1: layers with Mamba2 and attention in parallel,
     alternating with gated MLPs. nemotron_h: mixers, and MLPs or experts without gates,
-    in any order. All others alternate mixers and gated MLPs: qwen3: only attention,
+    in any order. qwen3_5_text and qwen3_5_moe_text: Gated DeltaNet and attention,
+    alternating with MLPs or with experts; qwen3_next: with both. All others alternate
+    mixers and gated MLPs: qwen3: only attention,
     with norms of q and k, without multipliers. qwen2: only attention, with biases only
     of q, k and v, without multipliers. llama: only attention otherwise, without
     multipliers. bamba: biases in the MLP, or rotary embeddings of a part of each head.
@@ -175,14 +190,13 @@ def export_format(config: ModelConfig) -> str:
         return "zamba2"
     if turns and mixers == {"mamba+attention"} and mlp is not None:
         return "falcon_h1"
+    if "delta" in mixers and second <= {"mlp", "moe"}:
+        return _delta_format(layers)
     gates = [part.gated for part in (mlp, moe) if part is not None]
     if kinds <= {"mamba", "attention", "mlp", "moe"} and not any(gates):
         return "nemotron_h"
     if not turns or not mixers <= {"mamba", "attention"} or not all(gates):
-        raise CheckpointError(
-            f"layers {layers}: no Hugging Face class has them; `save` and "
-            "`stree-jax convert` write any model in our own format"
-        )
+        raise _no_class(layers)
     scales = (
         config.embedding_multiplier,
         config.residual_multiplier,
@@ -196,6 +210,24 @@ def export_format(config: ModelConfig) -> str:
     if moe is not None and moe.shared is None and "mamba" not in mixers:
         return "granitemoe"
     return "granitemoehybrid"
+
+
+def _delta_format(layers: tuple[str, ...]) -> str:
+    """Returns the class for alternating mixers and MLPs or experts, where some mixers
+    are Gated DeltaNet."""
+    mixers, second = set(layers[::2]), set(layers[1::2])
+    if len(layers) % 2 or not mixers <= {"delta", "attention"}:
+        raise _no_class(layers)
+    if len(second) > 1:
+        return "qwen3_next"
+    return "qwen3_5_text" if second == {"mlp"} else "qwen3_5_moe_text"
+
+
+def _no_class(layers: tuple[str, ...]) -> CheckpointError:
+    return CheckpointError(
+        f"layers {layers}: no Hugging Face class has them; `save` and "
+        "`stree-jax convert` write any model in our own format"
+    )
 
 
 def _dense_format(config: ModelConfig) -> str:

@@ -1,6 +1,6 @@
 """Maps source tensors to parameters and back: one row per parameter."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,16 @@ from stree_jax.models.state import token_mixers
 
 Index = tuple[slice, ...]  # a slice of each axis of a tensor; () means the whole tensor
 How = Literal[
-    "copy", "concat", "swap", "conv", "stack", "halves", "shape", "decay", "offset"
+    "copy",
+    "concat",
+    "swap",
+    "conv",
+    "stack",
+    "experts",
+    "halves",
+    "shape",
+    "decay",
+    "offset",
 ]
 ENDINGS = (("weight", ""), ("bias", "_bias"))  # endings of tensors, and of parameters
 
@@ -65,8 +74,8 @@ class Row:
       path: path of the parameter.
       sources: names of the source tensors.
       how: conversion of the sources to the parameter. "copy"; "concat" along axis 0;
-        "halves": concatenate along axis 1; "stack" along a new axis 0; "swap" the
-        halves of axis 0; "conv": drop the middle axis of [C, 1, K]; "shape": flatten;
+        "halves": concatenate along axis 1; "stack" along a new axis 0; "experts": stack
+        pairs of sources, each concatenated along axis 0; "swap" the halves of axis 0; "conv": drop the middle axis of [C, 1, K]; "shape": flatten;
         "decay": flatten, and take log(-source); "offset": add 1, in float32.
       sizes: for "concat" and "halves", the size of each source along the axis; for
         "shape" and "decay", the source's shape.
@@ -100,6 +109,8 @@ def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
             return [row.sizes]
         case "stack":
             return [shape[1:]] * shape[0]
+        case "experts":
+            return [(shape[1] // 2, *shape[2:])] * (2 * shape[0])
         case _:
             return [shape]
 
@@ -163,6 +174,9 @@ def _converted(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
             return tensors[0][:, 0, :]
         case "stack":
             return np.stack(tensors)
+        case "experts":
+            rows, *rest = tensors[0].shape
+            return np.stack(tensors).reshape(-1, 2 * rows, *rest)
         case "offset":
             return tensors[0].astype(np.float32) + 1
         case _:
@@ -218,6 +232,10 @@ def _piece(row: Row, shape: tuple[int, ...], axis: int, place: slice) -> Piece:
                 (j, (slice(s.start + half * (1 - j), s.stop + half * (1 - j)),))
                 for j, s in _overlaps(row.sizes, place)
             ]
+        case "experts", 1:  # a device's channels of gate, or its channels of up
+            ((j, channels),) = _overlaps((shape[1] // 2,) * 2, place)
+            row = replace(row, how="stack", sources=row.sources[j::2])
+            found = [(e, (channels,)) for e in range(shape[0])]
         case "stack", 0:
             found = [(j, ()) for j in range(place.start, place.stop)]
         case "stack", _:
@@ -263,6 +281,9 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
             parts = [param[:, None, :]]
         case "stack":
             parts = list(param)
+        case "experts":
+            pairs = param.reshape(2 * len(param), -1, *param.shape[2:])
+            parts = list(pairs)
         case "offset":
             parts = [param - 1]
         case _:
@@ -346,8 +367,13 @@ class Names:
         mixer.
       head: name of the head, if it is not tied to the embedding.
       parts: names of the mixers' tensors, by our names of the mixers.
+      norm_how: conversion of the scales of block norms; see `Row`.
       shared_rows: yields the rows of shared transformer blocks.
       mtp_rows: yields the rows of the MTP layers.
+      spelling: returns the names that a file uses, from the names of its tensors, for
+        formats with several spellings. These names are those of an export.
+      left_out: prefix of the names of tensors that are not read, such as those of a
+        vision encoder. If empty, all tensors are read.
       numbers_every_layer: True if an MLP is a layer with its own number. If False, it
         has the number of the mixer before it.
     """
@@ -359,8 +385,11 @@ class Names:
     parts: Mapping[str, Part]
     mlp_norm: str = ""
     head: str = "lm_head"
+    norm_how: How = "copy"
     shared_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     mtp_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
+    spelling: Callable[["Names", Collection[str]], "Names"] | None = None
+    left_out: str = ""
     numbers_every_layer: bool = False
 
     def with_parts(self, **parts: Part) -> "Names":
@@ -381,7 +410,7 @@ def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
     """Yields the rows of all parameters that the model has with any options."""
     yield Row(("embedding",), (f"{names.embedding}.weight",))
     yield Row(("lm_head",), (f"{names.head}.weight",))
-    yield from norm_rows(("norm",), names.norm)
+    yield from norm_rows(("norm",), names.norm, names.norm_how)
     if names.shared_rows is not None:
         yield from names.shared_rows(names, config)
     if names.mtp_rows is not None:
@@ -404,12 +433,12 @@ def layer_rows(
         prefix += "mamba_decoder."
     mixes = token_mixers(config, block)
     norm = names.mixer_norm if mixes else names.mlp_norm
-    yield from norm_rows((*ours, "norm"), prefix + norm)
+    yield from norm_rows((*ours, "norm"), prefix + norm, names.norm_how)
     for name in block.mixers:
         part = names.parts[name]
         yield from part.rows((*ours, name), prefix + part.module, config.mixers[name])
 
 
-def norm_rows(ours: Path, theirs: str) -> Iterator[Row]:
-    yield Row((*ours, "scale"), (f"{theirs}.weight",))
+def norm_rows(ours: Path, theirs: str, how: How = "copy") -> Iterator[Row]:
+    yield Row((*ours, "scale"), (f"{theirs}.weight",), how)
     yield Row((*ours, "bias"), (f"{theirs}.bias",))

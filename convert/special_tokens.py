@@ -38,7 +38,8 @@ FAMILY_CLASSES = {
     "mamba2": "GPTNeoXTokenizer",
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
-    "qwen3_next": "Qwen2Tokenizer",
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), "Qwen2Tokenizer"),
 }
 
 

@@ -91,6 +91,29 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
             )
 
 
+def without_left_out(
+    source: Source, names: Names, warn: Warn | None
+) -> tuple[Source, tuple[str, ...]]:
+    """Returns the source without the tensors that a format leaves out, and patterns of
+    their names.
+
+    Args:
+      source: the tensors.
+      names: the family's names.
+      warn: called with one line if there are such tensors.
+    """
+    prefix = names.left_out
+    if not prefix or not any(name.startswith(prefix) for name in source.tensors):
+        return source, ()
+    if warn is not None:
+        warn(
+            f"{source.directory}: {prefix}* (the vision encoder) is left out; the model "
+            "reads text only"
+        )
+    kept = {n: t for n, t in source.tensors.items() if not n.startswith(prefix)}
+    return replace(source, tensors=kept), (f"{prefix}*",)
+
+
 def settle_names(
     source: Source, names: Names, config: ModelConfig, warn: Warn | None
 ) -> tuple[Names, ModelConfig]:
@@ -110,6 +133,8 @@ def settle_names(
     Returns:
       The names of the tensors, and the architecture of the weights.
     """
+    if names.spelling is not None:
+        names = names.spelling(names, source.tensors)
     if f"{bare(names).embedding}.weight" in source.tensors:
         names = bare(names)
     embedding = f"{names.embedding}.weight"
@@ -277,7 +302,7 @@ def packed_blocks(
       The matrices, to be stacked by rows. None if one of them is not quantized or its
       scheme is not supported by `keeps`, or if rows change their order.
     """
-    if row.how not in ("copy", "concat") or any(row.heads):
+    if row.how not in ("copy", "concat") or any(row.heads) or row.groups:
         return None
     schemes = [source.scheme(name) for name in row.sources]
     if not all(scheme is not None and keeps(scheme) for scheme in schemes):

@@ -18,6 +18,9 @@ from stree_jax.convert.families import (
     nemotron_h,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
     zamba2,
 )
 from stree_jax.convert.fields import ConfigFields
@@ -30,12 +33,17 @@ _WRITTEN_AS_OTHERS = {
     "mistral": mistral,
     "granite": granite3,
     "granitemoeshared": granitemoe,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
 }
 _WRITTEN = {
     "mamba2": mamba2,
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_next": qwen3_next,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "granitemoe": granitemoe,
     "granitemoehybrid": granite,
     "nemotron_h": nemotron_h,
@@ -56,7 +64,9 @@ PARSERS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
 }
 # Parsers that also read the MTP layers; see `configs.read_config`.
 MTP_PARSERS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
-    nemotron_h.FORMAT: nemotron_h.parse_with_mtp,
+    name: family.parse_with_mtp
+    for name, family in _ALL.items()
+    if family in (nemotron_h, qwen3_next, qwen3_5, qwen3_5_moe)
 }
 EXPORTERS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     name: family.export for name, family in _WRITTEN.items()

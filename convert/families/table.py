@@ -12,10 +12,10 @@ Read = Callable[[ConfigFields, str, Any], Any]
 
 _LABELS = {AttentionConfig: "attention ", MLPConfig: "MLP "}
 _WORDS = {
-    (ModelConfig, "norm"): "norm 'layer'",
     (ModelConfig, "mtp"): "MTP layers",
     (MambaConfig, "norm"): "norm order",
     (AttentionConfig, "qk_norm_eps"): "attention norms of q and k",
+    (AttentionConfig, "gated"): "attention output gate",
     (MLPConfig, "activation"): "activation",
     (MLPConfig, "gated"): "MLP without a gate",
 }
@@ -105,5 +105,7 @@ def require(format: str, conditions: Mapping[str, bool]) -> None:
 def _word(part: Any, attribute: str) -> str:
     """Returns the description of an attribute in messages."""
     ending = attribute[max(attribute.rfind("_"), 0) :]
+    if (type(part), attribute) == (ModelConfig, "norm"):
+        return f"norm {part.norm!r}"
     word = _LABELS.get(type(part), "") + _PLURALS.get(ending, attribute)
     return _WORDS.get((type(part), attribute), word)

@@ -31,7 +31,8 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
     are fetched from the hub.
 
     Numbers of parameters and bytes are those that `load` reads, without MTP layers
-    (which have separate entries). "quantized" is the storage format of the weights,
+    (which have separate entries). "left_out" lists tensors that are not read, such as
+    those of a vision encoder; it is absent if there are none. "quantized" is the storage format of the weights,
     such as "nvfp4", or None.
     """
     return info_and_config(path_or_hub_id)[0]
@@ -68,4 +69,6 @@ def info_and_config(
         "stop_tokens": list(config.stop_tokens),
         "tokenizer": tokenizer,
     }
+    if opened.left_out:
+        facts["left_out"] = list(opened.left_out)
     return facts, whole

@@ -147,12 +147,17 @@ def old_spelling(values):
     """Rewrites the config with the field names of transformers 4 and the hub."""
     rope = values.pop("rope_parameters", None)
     if rope is not None:
-        values["rope_theta"] = rope.pop("rope_theta")
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if name in rope:
+                values[name] = rope.pop(name)
         rope["type"] = rope.pop("rope_type")
         values["rope_scaling"] = None if rope["type"] == "default" else rope
     values["torch_dtype"] = values.pop("dtype", "float32")
     names = {"linear_attention": "mamba", "full_attention": "attention"}
-    if "layer_types" in values:
+    if values["model_type"].startswith("qwen3"):
+        if values.pop("layer_types", None):
+            values["full_attention_interval"] = 4
+    elif "layer_types" in values:
         kinds = values.pop("layer_types")
         values["layers_block_type"] = [names.get(kind, kind) for kind in kinds]
 

@@ -80,7 +80,7 @@ def test_export_round_trip(source, tmp_path, name):
     assert_same(stree_jax.load(tmp_path / "hf"), model)
     before = load_file(source(name) / "model.safetensors")
     after = load_file(tmp_path / "hf" / "model.safetensors")
-    if name != "granite-3":  # which is written as another class, of other names
+    if name not in ("granite-3", "qwen3-next-moe"):  # written as other classes
         left_out = before.keys() - after.keys()
         assert after.keys() <= before.keys()
         assert bool(left_out) == (name == "zamba2-untied")

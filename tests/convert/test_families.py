@@ -13,6 +13,9 @@ from transformers import (
     LlamaConfig,
     Mamba2Config,
     NemotronHConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
     Zamba2Config,
 )
 
@@ -28,6 +31,9 @@ from stree_jax.convert.families import (
     llama,
     mamba2,
     nemotron_h,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
     read,
     zamba2,
 )
@@ -114,6 +120,11 @@ COMES_BACK = {
     "llama": "norm_eps attention.rope.theta attention.num_kv_heads tie_embeddings",
     "qwen2": "norm_eps attention.num_kv_heads attention.rope.theta mlp.d_hidden",
     "qwen3": "attention.num_kv_heads attention.rope.theta tie_embeddings",
+    "qwen3-next": "moe.num_experts moe.top_k mlp.d_hidden delta.key_heads",
+    "qwen3-5": "tie_embeddings stop_tokens mlp.d_hidden delta.value_dim "
+    "delta.key_dim delta.value_heads delta.d_conv attention.rope.theta "
+    "attention.rope.dim attention.num_kv_heads",
+    "qwen3-5-moe": "moe.d_hidden moe.shared.d_hidden moe.num_experts delta.key_dim",
     "granite": "embedding_multiplier residual_multiplier logits_divisor "
     "tie_embeddings attention.scale attention.rope.theta",
     "granite-moe": "moe.num_experts moe.top_k moe.d_hidden",
@@ -204,6 +215,9 @@ CLASSES = {
     bamba: BambaConfig,
     falcon_h1: FalconH1Config,
     nemotron_h: NemotronHConfig,
+    qwen3_next: Qwen3NextConfig,
+    qwen3_5: Qwen3_5TextConfig,
+    qwen3_5_moe: Qwen3_5MoeTextConfig,
     zamba2: Zamba2Config,
 }
 

@@ -136,8 +136,29 @@ REFUSALS = {
     },
     "unknown": (
         "mamba2",
-        config_with(model_type="qwen3_next"),
-        ["config.json", "model_type", "qwen3_next", "mamba2", "llama"],
+        config_with(model_type="lfm2"),
+        ["config.json", "model_type", "lfm2", "mamba2", "llama"],
+    ),
+    **{
+        kind: ("mamba2", config_with(model_type=kind), ["model_type", kind, meaning])
+        for kind, meaning in (
+            ("qwen4_exp", "hyper-connections and sparse attention"),
+            ("qwen4_exp_text", "hyper-connections and sparse attention"),
+            ("glm5_next", "sparse attention"),
+            ("deepseek_v32", "an indexer"),
+            ("glm_moe_dsa", "an indexer"),
+            ("qwen3_5_vision", "vision encoder without a language model"),
+        )
+    },
+    "multimodal without text": (
+        "qwen3-5",
+        config_with(model_type="qwen3_5"),
+        ["config.json", "text_config", "missing"],
+    ),
+    "text of another family": (
+        "qwen3-5",
+        config_with(model_type="qwen3_5", text_config={"model_type": "llama"}),
+        ["config.json", "text_config.model_type", "llama"],
     ),
     "no architecture": (
         "mamba2",
@@ -153,6 +174,11 @@ REFUSALS = {
         "mambainllama",
         mixer_with(ssm_cfg={"ngroups": 6, "d_state": 4, "repeat_kv_before_conv": True}),
         ["mamba_config.json", "ssm_cfg.repeat_kv_before_conv"],
+    ),
+    "experts of Qwen": (
+        "qwen3-5-moe",
+        config_with(num_experts_per_tok=7),
+        ["config.json", "moe: cannot choose 7 experts per token from"],
     ),
     "experts": (
         "granite",
@@ -199,6 +225,16 @@ REFUSALS = {
             ("granite", "layer_types", ["mamba"]),
             ("granite", "layer_types", ["mamba", "moe", "mamba"]),
             ("granite", "logits_scaling", 0),
+            ("qwen3-5", "linear_num_value_heads", 3),
+            ("qwen3-5", "layer_types", ["linear_attention"]),
+            ("qwen3-5", "layer_types", ["mamba"] * 4),
+            ("qwen3-5", "attn_output_gate", False),
+            ("qwen3-5", "output_gate_type", "sigmoid"),
+            ("qwen3-5", "indexer_n_heads", 4),
+            ("qwen3-5", "hc_count", 4),
+            ("qwen3-next", "norm_topk_prob", False),
+            ("qwen3-next", "decoder_sparse_step", 0),
+            ("qwen3-next", "mlp_only_layers", [4]),
             ("plain", "n_layer", True),
             ("plain", "ssm_cfg", []),
         ]

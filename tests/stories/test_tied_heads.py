@@ -34,6 +34,7 @@ FAMILIES = {
     "falcon": hf.falcon,
     "zamba2": hf.zamba,
     "nemotron": hf.nemotron,
+    "qwen3_5": hf.qwen3_5,
 }
 EMBEDDINGS = ("model.embed_tokens.weight", "backbone.embeddings.weight")
 

@@ -26,8 +26,18 @@ from transformers import (
     NemotronHForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Zamba2Config,
     Zamba2ForCausalLM,
 )
@@ -132,6 +142,95 @@ def qwen2(**options):
 
 def qwen3(**options):
     return dense((Qwen3Config, Qwen3ForCausalLM), {"head_dim": 10} | options)
+
+
+QWEN_DELTA = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 4,  # the last one has attention
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 700.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "pad_token_id": None,
+}
+QWEN_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
+SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+
+
+def with_sections(options):
+    """Returns options whose rotary embedding is that of a multimodal model."""
+    options = QWEN_DELTA | options
+    return options | {"rope_parameters": options["rope_parameters"] | SECTIONS}
+
+
+def randomize_offset(model):
+    """Randomizes a model whose norms, except those of Gated DeltaNet, store scale - 1.
+
+    The scales have few bits, so that adding 1 and subtracting it gives them back. Decays
+    are slow enough that the state matters after many tokens.
+    """
+    randomize(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("A_log"):
+                p.copy_(torch.log(p.exp() / 4))
+            elif p.ndim == 1 and "norm" in name and "linear_attn" not in name:
+                p.copy_(torch.round(256 * (p - 1)) / 256)
+    return model
+
+
+def qwen3_next(**options):
+    defaults = QWEN_DELTA | QWEN_MOE | {"intermediate_size": 40, "mlp_only_layers": [1]}
+    return randomize_offset(Qwen3NextForCausalLM(Qwen3NextConfig(**defaults | options)))
+
+
+def qwen3_5(**options):
+    options = {"intermediate_size": 40} | with_sections(options)
+    return randomize_offset(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**options)))
+
+
+def qwen3_5_moe(**options):
+    options = QWEN_MOE | with_sections(options)
+    return randomize_offset(Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**options)))
+
+
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+
+
+def qwen3_5_multimodal(experts=False, tied=False, **options):
+    """Returns a model with a vision encoder, as the hub has them."""
+    own = QWEN_MOE if experts else {"intermediate_size": 40}
+    text = own | with_sections(options) | {"tie_word_embeddings": tied}
+    config, model = Qwen3_5Config, Qwen3_5ForConditionalGeneration
+    if experts:
+        config, model = Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+    tokens = {"image_token_id": 1, "video_token_id": 2, "tie_word_embeddings": tied}
+    both = config(text_config=text, vision_config=VISION, **tokens)
+    return randomize_offset(model(both))
 
 
 def mistral(**options):
@@ -343,6 +442,12 @@ HF_CASES = {
     ),
     "qwen2": qwen2,
     "qwen3": lambda: qwen3(attention_bias=True, tie_word_embeddings=True),
+    "qwen3-next": qwen3_next,
+    "qwen3-next-moe": lambda: qwen3_next(
+        mlp_only_layers=[], attention_bias=True, tie_word_embeddings=True
+    ),
+    "qwen3-5": lambda: qwen3_5(tie_word_embeddings=True),
+    "qwen3-5-moe": lambda: qwen3_5_moe(linear_num_key_heads=4),
     "mistral": lambda: mistral(head_dim=10),
     "granite-3": lambda: granite3(attention_bias=True, tie_word_embeddings=True),
     "granite-3-moe": granitemoe,

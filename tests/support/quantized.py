@@ -30,9 +30,16 @@ MODELS = {
             "n_routed_experts": 6,
         }
     ),
+    "qwen3-next": lambda: hf.qwen3_next(
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        intermediate_size=48,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+    ),
 }
 LINEAR = re.compile(
-    r".*\.(in_proj|out_proj|[qkvo]_proj|up_proj|down_proj|gate_proj"
+    r".*\.(in_proj|in_proj_qkvz|out_proj|[qkvo]_proj|up_proj|down_proj|gate_proj"
     r"|input_linear|output_linear)|lm_head"
 )
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
