@@ -275,9 +275,9 @@ def packed_blocks(
 
     Returns:
       The matrices, to be stacked by rows. None if one of them is not quantized or its
-      scheme is not supported by `keeps`, or if rows change their order.
+      scheme is not supported by `keeps`, or if rows or columns change their order.
     """
-    if row.how not in ("copy", "concat") or any(row.heads):
+    if row.how not in ("copy", "concat") or any(row.heads) or row.groups:
         return None
     schemes = [source.scheme(name) for name in row.sources]
     if not all(scheme is not None and keeps(scheme) for scheme in schemes):
