@@ -1,4 +1,5 @@
-"""Writes our parameters to a GGUF file for llama.cpp: Mamba2, Granite hybrids, Llama.
+"""Writes our parameters to a GGUF file for llama.cpp: Mamba2, Granite hybrids, Llama,
+Qwen3.5.
 
 The file has no tokenizer ("no_vocab"), because the benchmarks pass token ids to
 llama.cpp. Keys, tensor names and layouts are those that `convert.gguf` reads.
@@ -13,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from stree_jax.convert.families.table import Field
-from stree_jax.convert.gguf.architectures import (
-    ARCHITECTURES,
+from stree_jax.convert.gguf.architectures import ARCHITECTURES
+from stree_jax.convert.gguf.keys import (
     ATTENTION,
     BLOCKS,
     FEED_FORWARD,
@@ -23,12 +24,15 @@ from stree_jax.convert.gguf.architectures import (
     KV_HEADS,
     MAMBA,
     MLP,
+    MOE,
     ROTATES,
     SCALES,
+    SHARED,
     SIZES,
     SOFTMAX_SCALE,
     VALUE_LENGTH,
 )
+from stree_jax.convert.gguf.qwen import DELTA, RECURRENT, SECTIONS
 from stree_jax.convert.gguf.rotary import ROTATED, THETA
 from stree_jax.convert.rows import Row, split
 from stree_jax.convert.tensors import rows_of
@@ -37,6 +41,7 @@ from stree_jax.models import (
     MambaConfig,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     Rope,
     by_path,
 )
@@ -68,6 +73,7 @@ def write_gguf(config: ModelConfig, params: Any, dtype: str, path: Path) -> int:
     import gguf
 
     arch, kind = arch_of(config), gguf.GGMLQuantizationType[KINDS[dtype]]
+    plain = gguf.GGMLQuantizationType.F32
     writer = gguf.GGUFWriter(path, arch)
     writer.add_tokenizer_model("no_vocab")
     for key, value in metadata(config).items():
@@ -76,8 +82,9 @@ def write_gguf(config: ModelConfig, params: Any, dtype: str, path: Path) -> int:
     for row, name, tensor in gguf_tensors(config, params):
         # Only weights of matrix products are quantized: llama.cpp expects all other
         # tensors (norms, biases, convolutions) in float32.
-        product = param_at(config, row.path).quantizable
-        stored = kind if product else gguf.GGMLQuantizationType.F32
+        stored = kind if param_at(config, row.path).quantizable else plain
+        if tensor.ndim == 3 and dtype != "float32":  # experts are never quantized here
+            stored = gguf.GGMLQuantizationType.BF16
         if stored == gguf.GGMLQuantizationType.Q8_0 and tensor.shape[-1] % BLOCK:
             rows = tensor.shape[-1]
             raise ValueError(f"{name}: rows of {rows} are no whole blocks of {BLOCK}")
@@ -105,21 +112,26 @@ def arch_of(config: ModelConfig) -> str:
         config.residual_multiplier,
         config.logits_divisor,
     ) == (1, 1, 1)
-    usual = config.norm == "rms" and config.mtp == ()
+    norms: tuple[str, ...] = ("rms",)
     if set(config.kinds) == {"mamba"}:
         arch, known = "mamba2", plain and _usual_mixer(config)
     elif kinds == {"attention"}:
         arch, c = "llama", config.mixers.get("attention")
         known = plain and c is not None and c.rope is not None and c.scale is None
         known &= others == {"mlp"} and _usual_attention(config)
+    elif "delta" in kinds:
+        arch = "qwen35moe" if others == {"moe"} else "qwen35"
+        norms = ("rms", "rms_float32")
+        known = plain and kinds == {"delta", "attention"}
+        known = known and len(others) == 1 and _usual_hybrid(config)
     else:
         arch = "granitehybrid"
         known = kinds == {"mamba", "attention"} and others == {"mlp"}
         known = known and _usual_mixer(config) and _usual_attention(config)
-    if not usual or not known:
+    if config.norm not in norms or config.mtp or not known:
         raise ValueError(
-            "llama.cpp: want a Mamba2 model, a Granite hybrid without experts, or a "
-            "Llama, with the usual options"
+            "llama.cpp: want a Mamba2 model, a Granite hybrid without experts, a "
+            "Llama, or a Qwen3.5, with the usual options"
         )
     return arch
 
@@ -140,6 +152,27 @@ def _usual_attention(config: ModelConfig) -> bool:
     return a == usual and f == MLPConfig(f.d_hidden)
 
 
+def _usual_hybrid(config: ModelConfig) -> bool:
+    """True if the mixers of a Qwen3.5 have only options that llama.cpp supports."""
+    d, a = config.mixers["delta"], config.mixers["attention"]
+    f, moe = config.mixers.get("mlp"), config.mixers.get("moe")
+    if a.rope is None or d.key_dim != d.value_dim or d.norm_eps != config.norm_eps:
+        return False
+    usual = AttentionConfig(
+        *(a.num_heads, a.num_kv_heads, a.head_dim),
+        rope=Rope(a.rope.theta, a.rope.dim),
+        qk_norm_eps=config.norm_eps,
+        qk_norm_float32=a.qk_norm_float32,
+        gated=True,
+    )
+    if moe is None:
+        return a == usual and f is not None and f == MLPConfig(f.d_hidden)
+    sizes = moe.num_experts, moe.top_k, moe.d_hidden
+    shared = moe.shared and MLPConfig(moe.shared.d_hidden)
+    experts = MoEConfig(*sizes, shared=shared, shared_gate=True)
+    return a == usual and shared is not None and moe == experts
+
+
 def metadata(config: ModelConfig) -> dict[str, Any]:
     """Returns the metadata that llama.cpp needs. Keys lack their first part, the name
     of the architecture."""
@@ -158,16 +191,35 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
     if a is None:
         return values | {BLOCKS: len(config.layers), FEED_FORWARD: 0, HEADS.name: 0}
     mixers = config.kinds[::2]
-    values |= _fields((*ATTENTION, *MLP), a, config.mixers["mlp"])
+    values |= _fields(ATTENTION, a)
     values |= {BLOCKS: len(mixers), VALUE_LENGTH: a.head_dim, ROTATED: a.head_dim}
+    if config.mixers.get("mlp") is not None:
+        values |= _fields(MLP, config.mixers["mlp"])
     if a.rope is not None:
-        values[THETA] = a.rope.theta
+        values |= {THETA: a.rope.theta, ROTATED: a.rope.dim}
     if arch == "granitehybrid":
         scaled = replace(a, scale=a.head_dim**-0.5 if a.scale is None else a.scale)
         values |= _fields((*SCALES, SOFTMAX_SCALE), config, scaled)
         # llama.cpp takes a layer with 0 KV heads for a Mamba2 layer.
         heads = [a.num_kv_heads * (kind == "attention") for kind in mixers]
         values |= {KV_HEADS: heads, ROTATES: a.rope is not None}
+    return values | (_hybrid_metadata(config) if "delta" in mixers else {})
+
+
+def _hybrid_metadata(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata of a Qwen3.5 that other architectures do not have."""
+    d, moe, a = (config.mixers.get(name) for name in ("delta", "moe", "attention"))
+    assert d is not None and a is not None and a.rope is not None
+    pairs = a.rope.dim // 2
+    values = {
+        **_fields(DELTA, d),
+        INNER: d.d_inner,
+        RECURRENT: [kind == "delta" for kind in config.kinds[::2]],
+        # Each third pair of channels rotates by the position in time, height or width.
+        SECTIONS: [*(len(range(i, pairs, 3)) for i in range(3)), 0],
+    }
+    if moe is not None:
+        values |= _fields(MOE, moe) | _fields(SHARED, moe.shared)
     return values
 
 

@@ -130,8 +130,8 @@ def open_local(
         return Opened(files, FORMAT, config, dtype)
     left_out: tuple[str, ...] = ()
     if files.is_gguf:
-        source, name, architecture, config = open_gguf(files)
-        format, names = f"gguf {name}", architecture.names
+        source, name, names, config = open_gguf(files, mtp, warn)
+        format = f"gguf {name}"
         if mtp:
             check_mtp(files.path, config)
     else:

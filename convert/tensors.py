@@ -300,7 +300,7 @@ def packed_blocks(
 
     Returns:
       The matrices, to be stacked by rows. None if one of them is not quantized or its
-      scheme is not supported by `keeps`, or if rows change their order.
+      scheme is not supported by `keeps`, or if rows or columns change their order.
     """
     if row.how not in ("copy", "concat") or any(row.heads) or row.groups:
         return None

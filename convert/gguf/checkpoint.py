@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.gguf.architectures import (
-    ARCHITECTURES,
-    EMBEDDING,
-    Architecture,
-    check_neutral,
-    further_count,
-    layer_count,
-)
+from stree_jax.convert.gguf.architectures import ARCHITECTURES, Architecture
 from stree_jax.convert.gguf.blocks import NAMES
 from stree_jax.convert.gguf.header import Header
+from stree_jax.convert.gguf.keys import check_neutral, further_count, layer_count
+from stree_jax.convert.gguf.names import EMBEDDING
 from stree_jax.convert.gguf.rotary import ROPE_FACTORS
 from stree_jax.convert.gguf.vocabulary import settings, source_fields, stop_tokens
+from stree_jax.convert.rows import Names
 from stree_jax.convert.source import Source, TensorInfo
 from stree_jax.models import ModelConfig, param_shapes
 
@@ -35,13 +32,21 @@ PARTS_OF_MODELS = {
 QUANTIZED = "bfloat16"  # default dtype for tensors of blocks
 
 
-def open_gguf(files: CheckpointFiles) -> tuple[Source, str, Architecture, ModelConfig]:
+def open_gguf(
+    files: CheckpointFiles, mtp: bool | None = False, warn: Warn | None = None
+) -> tuple[Source, str, Names, ModelConfig]:
     """Opens a GGUF file, with all shards if it is the first of several. Reads only the
     headers.
 
+    Args:
+      files: the file.
+      mtp: True to read the multi-token prediction (MTP) layers. If None, they are read
+        if they are supported.
+      warn: called with one line if MTP layers are left out because they are invalid.
+
     Returns:
-      The tensors, llama.cpp's name of the architecture, the architecture, and our
-      config without MTP layers.
+      The tensors, llama.cpp's name of the architecture, the names of the tensors, and
+      our config.
 
     Raises:
       CheckpointError: the file is invalid or unsupported. The message is one line.
@@ -53,7 +58,7 @@ def open_gguf(files: CheckpointFiles) -> tuple[Source, str, Architecture, ModelC
     fields = _fields(header, name, source)
     try:
         check_neutral(fields, architecture.known)
-        config = architecture.parse(fields)
+        config = _parse(fields, architecture, mtp, warn)
         param_shapes(config)  # raises for sizes that do not fit each other
     except CheckpointError:
         raise
@@ -61,13 +66,35 @@ def open_gguf(files: CheckpointFiles) -> tuple[Source, str, Architecture, ModelC
         raise CheckpointError(f"{file}: {error}") from error
     settings(header)  # raises if the tokenizer's settings are invalid
     stops = tuple(i for i in stop_tokens(header) if i < config.vocab_size)
-    own = _own_tensors(source.tensors, layer_count(fields), further_count(fields))
+    left_out = 0 if config.mtp else further_count(fields)
+    own = _own_tensors(source.tensors, layer_count(fields), left_out)
+    names_in = architecture.names_in
     return (
         replace(source, tensors=own),
         name,
-        architecture,
+        architecture.names if names_in is None else names_in(own),
         replace(config, stop_tokens=stops),
     )
+
+
+def _parse(
+    fields: ConfigFields,
+    architecture: Architecture,
+    mtp: bool | None,
+    warn: Warn | None,
+) -> ModelConfig:
+    """Parses the metadata; `mtp` and `warn` as in `open_gguf`."""
+    config = architecture.parse(fields)
+    if mtp is False or architecture.add_mtp is None:
+        return config
+    try:
+        return architecture.add_mtp(fields, config)
+    except CheckpointError as error:
+        if mtp:
+            raise
+        if warn is not None:
+            warn(f"{error}; its MTP layers are left out")
+        return config
 
 
 def architecture_of(header: Header) -> str:
@@ -118,7 +145,8 @@ def _fields(header: Header, name: str, source: Source) -> ConfigFields:
 def _own_tensors(
     tensors: Mapping[str, TensorInfo], layers: int, further: int
 ) -> dict[str, TensorInfo]:
-    """Returns the tensors of the model, without RoPE factors and MTP layers."""
+    """Returns the tensors of the model, without RoPE factors and the last `further`
+    layers, which are for MTP."""
     left = tuple(f"blk.{i}." for i in range(layers - further, layers))
     return {
         name: info

@@ -17,14 +17,19 @@ FACTORS = ("rope.scaling.factor", "rope.scale_linear")
 ORIGINAL = "rope.scaling.original_context_length"
 
 
-def rope(fields: ConfigFields, head_dim: int) -> Rope:
-    """Reads a rotary embedding of whole heads, which all supported architectures have.
+def rope(fields: ConfigFields, head_dim: int, partial: bool = False) -> Rope:
+    """Reads a rotary embedding.
+
+    Args:
+      fields: the metadata.
+      head_dim: channels of a head.
+      partial: True if the architecture may rotate only the first channels of a head.
 
     Raises:
-      CheckpointError: only a part of a head rotates, or the scaling is unsupported.
+      CheckpointError: the number of rotated channels or the scaling is unsupported.
     """
     dim = fields.size(ROTATED, head_dim)
-    if dim != head_dim or dim % 2:
+    if dim % 2 or (dim > head_dim if partial else dim != head_dim):
         problem = f"{dim} of {head_dim} channels is not supported"
         raise fields.error(ROTATED, problem)
     found = _scaled(fields, Rope(fields.positive(THETA, 10000.0), dim))

@@ -47,6 +47,10 @@ _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = _SUFFIXES + r"\p{N}{1,3}" + _REST
 QWEN2 = _SUFFIXES + r"\p{N}" + _REST
+# Marks belong to words (the same in llama.cpp and transformers' Qwen3_5Tokenizer).
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{M}\p{N}]+"
+)
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
@@ -71,13 +75,14 @@ PRETOKENIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact"), DIGITS),
     **dict.fromkeys((*LLAMA3_LIKE, "dbrx", "smaug-bpe"), (LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
+    "qwen35": (QWEN35,),
     "tekken": (TEKKEN,),
 }
 # Pre-tokenizers where a word that is a token is not merged, and where a text begins
 # with the BOS token unless the file says otherwise.
 WHOLE_WORDS = {*LLAMA3_LIKE, "tekken"}
 # Pre-tokenizers with NFC normalization; mpt and olmo use GPT-NeoX's tokenizer.
-COMPOSED = {"qwen2", "deepseek-r1-qwen", "mpt", "olmo"}
+COMPOSED = {"qwen2", "qwen35", "deepseek-r1-qwen", "mpt", "olmo"}
 UINT32 = 2**32 - 1  # the largest id that a file can name
 MAX_PIECE = 256  # characters of a SentencePiece token; real ones have up to 32
 SPACE = "\u2581"  # SentencePiece's symbol for a space

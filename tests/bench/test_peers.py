@@ -24,9 +24,11 @@ from stree_jax.bench.registry import parse_bench
 from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
+    DeltaConfig,
     MambaConfig,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     Rope,
     init_params,
 )
@@ -62,6 +64,30 @@ LLAMA = replace(
     mixers={name: HYBRID.mixers[name] for name in ("attention", "mlp")},
     logits_divisor=1.0,
 )
+QWEN = replace(
+    LLAMA,
+    layers=("delta", "mlp", "attention", "mlp"),
+    norm="rms_float32",
+    mixers=named(
+        delta=DeltaConfig(2, 6, 16, 16, norm_eps=1e-6),
+        attention=AttentionConfig(
+            *(4, 2, 16),
+            rope=Rope(1e4, 8),
+            qk_norm_eps=1e-6,
+            qk_norm_float32=True,
+            gated=True,
+        ),
+        mlp=MLPConfig(64),
+    ),
+)
+EXPERTS = MoEConfig(6, 2, 32, shared=MLPConfig(64), shared_gate=True)
+QWEN_MOE = replace(
+    QWEN,
+    layers=("delta", "moe", "attention", "moe"),
+    mixers=named(
+        delta=QWEN.mixers["delta"], attention=QWEN.mixers["attention"], moe=EXPERTS
+    ),
+)
 
 
 def params_of(config):
@@ -78,7 +104,9 @@ def to_bfloat16(x):
 
 @pytest.mark.parametrize("dtype", gguf_writer.KINDS)
 @pytest.mark.parametrize(
-    "config", [HYBRID, MAMBA2, LLAMA], ids=["hybrid", "mamba2", "llama"]
+    "config",
+    [HYBRID, MAMBA2, LLAMA, QWEN, QWEN_MOE],
+    ids=["hybrid", "mamba2", "llama", "qwen35", "qwen35moe"],
 )
 def test_a_file_reads_back(config, dtype, tmp_path):
     gguf = pytest.importorskip("gguf")
@@ -101,7 +129,9 @@ def test_a_file_reads_back(config, dtype, tmp_path):
             blocks, apart = (z.reshape(-1, 32) for z in (ours[name], back - ours[name]))
             step = np.abs(blocks).max(1, keepdims=True) / 127
             assert (np.abs(apart) <= (0.5 + 127 * 2**-11) * step).all()
-        if name.startswith(("token_embd", "blk.0.ssm_in", "blk.1.attn_q")):
+        if name.startswith(
+            ("token_embd", "blk.0.ssm_in", "blk.1.attn_q.", "blk.0.attn_qkv")
+        ):
             kinds.add(kind.name)
     if dtype == "float32":  # it also loads as the same model, except for padding
         ours_again = stree_jax.load(file).config
@@ -172,6 +202,11 @@ def test_tensors_are_in_the_layout_of_llama_cpp():
         HYBRID.with_mixers(mlp=MLPConfig(64, bias=True)),
         replace(MAMBA2, logits_divisor=2.0),
         replace(MAMBA2, norm="layer"),
+        replace(QWEN, layers=("delta", "mlp")),
+        replace(QWEN, mtp=("attention", "mlp")),
+        QWEN.with_mixers(delta=replace(QWEN.mixers["delta"], value_dim=8)),
+        QWEN.with_mixers(attention=replace(QWEN.mixers["attention"], gated=False)),
+        QWEN_MOE.with_mixers(moe=replace(EXPERTS, shared_gate=False)),
     ],
 )
 def test_models_unsupported_by_llama_cpp_are_refused(config):

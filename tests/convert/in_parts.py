@@ -122,7 +122,7 @@ class Cases:
             self.tried(f"native {name}", self.same, path, "float32", two)
         path = self.made("mambainllama")
         self.tried("mambainllama", self.same, path, "float32", two)
-        for name in ("granite-hybrid-moe", "nemotron-h-latent"):
+        for name in ("granite-hybrid-moe", "nemotron-h-latent", "qwen35moe"):
             GGUF_CASES[name][1]().save_pretrained(self.folder / f"{name}-hf")
             file = self.folder / f"{name}.gguf"
             write_gguf(self.folder / f"{name}-hf", name, file)

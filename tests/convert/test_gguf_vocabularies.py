@@ -18,7 +18,8 @@ from tests.support.vocabularies import (
     write_pieces,
 )
 
-PRES = ("gpt-2", "olmo", "smollm", "refact", "llama-bpe", "dbrx", "qwen2", "falcon-h1")
+PRES = ("gpt-2", "olmo", "smollm", "refact", "llama-bpe", "dbrx", "qwen2", "qwen35")
+PRES += ("falcon-h1",)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from tests.support.gguf_qwen import (
+    QWEN,
+    QWEN_CASES,
+    describe_qwen,
+    mtp_tensors,
+    qwen_layout,
+)
 from tests.support.hf_checkpoints import (
     GRANITE_MOE,
     NEMOTRON_MOE,
@@ -114,6 +121,7 @@ GGUF_CASES = {
         "nemotron_h_moe",
         lambda: nemotron(**EXPERTS, moe_latent_size=12),
     ),
+    **QWEN_CASES,
 }
 # The converter reorders q and k of these architectures, for a rotary embedding that
 # rotates neighbouring channels.
@@ -131,16 +139,21 @@ def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
     """
     arch = GGUF_CASES[name][0]
     config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=shards)
-    describe(writer, arch, config)
+    if arch in QWEN:
+        tensors |= mtp_tensors(config) if name.endswith("-mtp") else {}
+        describe_qwen(writer, arch, config, int("mtp.fc.weight" in tensors))
+        placed = qwen_layout(arch, config, tensors)
+    else:
+        describe(writer, arch, config)
+        placed = layout(arch, config, tensors)
     if extra is None:
         writer.add_tokenizer_model("no_vocab")
     else:
         extra(writer)
     stored = gguf.GGMLQuantizationType[kind]
-    for tensor, values in layout(
-        arch, config, load_file(directory / "model.safetensors")
-    ):
+    for tensor, values in placed:
         plain = gguf.GGMLQuantizationType.F32
         matrix = values.ndim > 1 and not any(s in tensor for s in ("ssm_", "_inp"))
         matrix |= "ssm_in" in tensor or "ssm_out" in tensor

@@ -14,6 +14,7 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
 TEXTS = (
     "The quick brown fox doesn't jump over 12345 lazy dogs; it's 3.14 o'clock!",
@@ -36,7 +37,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SPACE = "\u2581"  # used by sentencepiece
 PLAIN = "<fim>"  # an added token that is not special
 
-COMPOSED = ("qwen2", "deepseek-r1-qwen", "mpt", "olmo")
+COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen", "mpt", "olmo")
 BYTES = {"add_prefix_space": False, "use_regex": False}
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -62,6 +63,8 @@ def words(pre):
             return split(LLAMA3)
         case "qwen2":
             return split(LLAMA3.replace("{1,3}", ""))
+        case "qwen35":
+            return split(PRETOKENIZE_REGEX)
     raise ValueError(pre)
 
 

@@ -1,0 +1,317 @@
+"""Qwen3-Next and Qwen3.5: the gated delta rule, gated attention, MLPs or experts.
+
+Differences from the Hugging Face directories, beside those in `names`:
+
+- Norms hold 1 + w, except that of the delta rule's output, which is w in both.
+- Value heads of "qwen35" and "qwen35moe" are tiled: first one of every key head, then
+  the second of every key head. Here those of one key head are neighbours, as in the
+  directories. "qwen3next" has the directories' order.
+- "qwen3next" has b and a of each key head together. Files from before its support was
+  merged also have q, k, v and z of each key head together.
+- The multi-token prediction (MTP) layer is one more block, with names of "nextn".
+
+Sources: llama.cpp's `conversion/qwen.py` and `models/qwen35*.cpp`, `qwen3next.cpp`.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from stree_jax.convert.families import read
+from stree_jax.convert.families.huggingface import with_mlps
+from stree_jax.convert.families.table import Field, read_fields
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.gguf.keys import (
+    INNER,
+    MOE,
+    MTP_COUNT,
+    SHARED,
+    attention_config,
+    further_count,
+    layer_count,
+    mlp_config,
+    model_options,
+)
+from stree_jax.convert.gguf.names import (
+    HALVES,
+    attention_rows,
+    moe_rows,
+)
+from stree_jax.convert.gguf.rotary import ROTATED, rope
+from stree_jax.convert.rows import (
+    Groups,
+    Names,
+    Part,
+    Path,
+    Row,
+    layer_rows,
+    norm_rows,
+    plain,
+)
+from stree_jax.models import (
+    AttentionConfig,
+    DeltaConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+)
+from stree_jax.models.config import blocks, named
+
+RECURRENT = "attention.recurrent_layers"  # True for layers of the delta rule
+INTERVAL = "full_attention_interval"  # if that key is absent; each n-th is attention
+SECTIONS = "rope.dimension_sections"
+MAX_HEADS = 2**12
+
+# Tensors
+
+
+def delta_rows(
+    ours: Path, block: str, c: DeltaConfig, tensors: Collection[str]
+) -> Iterator[Row]:
+    """Yields the rows of the delta rule's mixer in the order of "qwen3next".
+
+    Args:
+      ours: path of the parameters.
+      block: prefix of the tensors' names.
+      c: the config.
+      tensors: names of the file's tensors.
+    """
+    many = c.value_heads // c.key_heads
+    if (old := f"{block}ssm_in.weight") in tensors:
+        sizes = c.key_dim, c.key_dim, many * c.value_dim, many * c.value_dim
+        yield Row((*ours, "in_proj"), (old,), groups=(Groups(c.key_heads, sizes),))
+    else:
+        yield _in_proj(ours, block, c)
+    both = Groups(c.key_heads, (many, many))
+    yield Row((*ours, "gates"), (f"{block}ssm_ba.weight",), groups=(both,))
+    yield from _other_rows(ours, block, c)
+
+
+def tiled_delta_rows(ours: Path, block: str, c: DeltaConfig) -> Iterator[Row]:
+    """Yields the rows of the delta rule's mixer with tiled value heads; arguments as in
+    `delta_rows`."""
+    many = c.value_heads // c.key_heads
+    # The file has `many` groups, each with a head of every key head.
+    one, whole = (Groups(many, (n,) * c.key_heads) for n in (1, c.value_dim))
+    keys = plain(2 * c.d_key)
+    orders = {
+        "in_proj": (keys, whole, whole),
+        "gates": (one, one),
+        "conv_weight": (keys, whole),
+        "dt_bias": (one,),
+        "A_log": (one,),
+        "out_proj": (whole,),
+    }
+    gates = tuple(f"{block}ssm_{name}.weight" for name in ("beta", "alpha"))
+    sizes = (c.value_heads,) * 2
+    yield from _ordered(
+        (
+            _in_proj(ours, block, c),
+            Row((*ours, "gates"), gates, "concat", sizes),
+            *_other_rows(ours, block, c),
+        ),
+        # With one head per key head or one key head, both orders are the same.
+        orders if 1 not in (many, c.key_heads) else {},
+    )
+
+
+def _ordered(
+    rows: Iterable[Row], orders: Mapping[str, tuple[Groups, ...]]
+) -> Iterator[Row]:
+    """Yields rows with the file's orders, by names of parameters. That of `out_proj` is
+    an order of columns."""
+    for row in rows:
+        name = row.path[-1]
+        axis = int(name == "out_proj")
+        yield replace(row, groups=orders.get(name, ()), group_axis=axis)
+
+
+def _in_proj(ours: Path, block: str, c: DeltaConfig) -> Row:
+    sources = f"{block}attn_qkv.weight", f"{block}attn_gate.weight"
+    return Row((*ours, "in_proj"), sources, "concat", (c.d_qkv, c.d_inner))
+
+
+def _other_rows(ours: Path, block: str, c: DeltaConfig) -> Iterator[Row]:
+    """Yields the rows of all parameters except the projections of the input."""
+    yield Row((*ours, "conv_weight"), (f"{block}ssm_conv1d.weight",))
+    yield Row((*ours, "dt_bias"), (f"{block}ssm_dt.bias",))
+    yield Row((*ours, "A_log"), (f"{block}ssm_a",), "decay", (c.value_heads,))
+    yield Row((*ours, "norm"), (f"{block}ssm_norm.weight",))
+    yield Row((*ours, "out_proj"), (f"{block}ssm_out.weight",))
+
+
+def gated_attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
+    """Yields the rows of attention whose output has a gate: `attn_q` has the rows of
+    query and gate for one head after another."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    both = Groups(c.num_heads, (c.head_dim,) * 2, order=(1, 0))
+    for row in attention_rows(ours, block, c):
+        if row.how == "concat":
+            sizes, groups = (2 * q, kv, kv), (both, plain(2 * kv))
+            row = replace(row, sizes=sizes, groups=groups)
+        yield row
+
+
+def spelled_moe_rows(
+    ours: Path, block: str, c: MoEConfig, tensors: Collection[str]
+) -> Iterator[Row]:
+    fused = f"{block}ffn_gate_up_exps.weight" in tensors
+    return moe_rows(ours, block, c, fused)
+
+
+def mtp_rows(
+    tensors: Collection[str], names: Names, config: ModelConfig
+) -> Iterator[Row]:
+    """Yields the rows of the MTP layer, the block after the last layer."""
+    block = names.layer.format(i=len(config.layers) // 2)
+    for norm in ("enorm", "hnorm"):
+        yield from norm_rows(("mtp", norm), f"{block}nextn.{norm}")
+    yield Row(("mtp", "eh_proj"), (f"{block}nextn.eh_proj.weight",))
+    final = f"{block}nextn.shared_head_norm"
+    # llama.cpp uses the model's final norm if the layer has none.
+    own = f"{final}.weight" in tensors
+    yield from norm_rows(("mtp", "norm"), final if own else names.norm)
+    for i, layer in enumerate(config.mtp):
+        yield from layer_rows(names, config, ("mtp", f"layers_{i}"), block, layer)
+
+
+def names(tensors: Collection[str] = ()) -> Names:
+    """Returns the names of "qwen3next" in a file with these tensors."""
+    return replace(
+        HALVES, mlp_norm="post_attention_norm", mtp_rows=partial(mtp_rows, tensors)
+    ).with_parts(
+        delta=Part("", partial(delta_rows, tensors=tensors)),
+        attention=Part("", gated_attention_rows),
+        moe=Part("", partial(spelled_moe_rows, tensors=tensors)),
+    )
+
+
+def tiled_names(tensors: Collection[str] = ()) -> Names:
+    """Returns the names of "qwen35" and "qwen35moe" in a file with these tensors."""
+    return names(tensors).with_parts(delta=Part("", tiled_delta_rows))
+
+
+# Metadata
+
+
+def _heads(fields: ConfigFields, name: str, default: Any) -> int:
+    return fields.size(name, top=MAX_HEADS)
+
+
+VALUE_HEADS = Field("ssm.time_step_rank", "value_heads", _heads)
+DELTA = (
+    Field("ssm.group_count", "key_heads", read.divisor(VALUE_HEADS)),
+    VALUE_HEADS,
+    Field("ssm.state_size", "key_dim", read.size),
+    Field("ssm.conv_kernel", "d_conv", read.size),
+)
+
+
+def _delta(fields: ConfigFields, eps: float) -> DeltaConfig:
+    values = read_fields(DELTA, fields)
+    size = fields.divide(INNER, fields.size(INNER), values["value_heads"])
+    return DeltaConfig(**values, value_dim=size, norm_eps=eps)
+
+
+def _attention(fields: ConfigFields, eps: float) -> AttentionConfig:
+    """Reads gated attention with norms of q and k."""
+    attention = attention_config(fields)
+    _check_sections(fields, fields.size(ROTATED, attention.head_dim) // 2)
+    return replace(
+        attention,
+        rope=rope(fields, attention.head_dim, partial=True),
+        qk_norm_eps=eps,
+        qk_norm_float32=True,
+        gated=True,
+    )
+
+
+def _check_sections(fields: ConfigFields, pairs: int) -> None:
+    """Checks that every pair of channels rotates by the position of its token.
+
+    The three sections share the pairs in turns, each up to its size, for positions in
+    time, height and width. In a text these are equal. llama.cpp does not rotate the
+    other pairs in a text.
+
+    Raises:
+      CheckpointError: the sections are malformed, or some pairs belong to no section.
+    """
+    sections = fields.get(SECTIONS, None)
+    if sections is None:
+        return
+    odd = not isinstance(sections, np.ndarray) or sections.dtype.kind not in "iu"
+    if odd or len(sections) not in (3, 4) or min(sections) < 0:
+        raise fields.wants(SECTIONS, "three or four sizes", sections)
+    sizes = sections.tolist()
+    cycle = min(pairs, sum(sizes)) if sum(sizes) else pairs
+    if any(i >= 3 * sizes[i % 3] for i in range(cycle)):
+        what = f"{sizes} leave some of {pairs} pairs of channels without a position"
+        raise fields.error(SECTIONS, what)
+
+
+def _mixers(fields: ConfigFields) -> list[str]:
+    """Returns the token mixer of each layer, without MTP layers."""
+    count, flags = layer_count(fields), fields.get(RECURRENT, None)
+    if flags is None:
+        interval = fields.size(INTERVAL, 4)
+        flags = np.arange(1, count + 1) % interval != 0
+    elif isinstance(flags, bool):
+        flags = np.full(count, flags)
+    odd = not isinstance(flags, np.ndarray) or flags.dtype.kind not in "biu"
+    if odd or len(flags) != count:
+        raise fields.wants(RECURRENT, f"{count} flags", flags)
+    kinds = ["delta" if flag else "attention" for flag in flags.tolist()]
+    return kinds[: count - further_count(fields)]
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    """Parses the metadata of the three architectures."""
+    model, mixers = model_options(fields), tuple(_mixers(fields))
+    eps = model["norm_eps"]
+    second = "moe" if fields.size("expert_count", 0, low=0) else "mlp"
+    moe = mlp = None
+    if second == "moe":
+        shared = MLPConfig(**read_fields(SHARED, fields))
+        moe = MoEConfig(**read_fields(MOE, fields), shared=shared, shared_gate=True)
+    else:
+        mlp = mlp_config(fields)
+    return ModelConfig(
+        **model,
+        norm="rms_float32",  # the files store 1 + w in float32
+        layers=blocks(with_mlps(mixers, second)),
+        mixers=named(
+            delta=_delta(fields, eps) if "delta" in mixers else None,
+            attention=_attention(fields, eps) if "attention" in mixers else None,
+            mlp=mlp,
+            moe=moe,
+        ),
+    )
+
+
+def add_mtp(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
+    """Returns the config with the MTP layers, if there are any.
+
+    Raises:
+      CheckpointError: there are several MTP layers, their tensors are missing, or they
+        have their own embedding or head.
+    """
+    if not (count := further_count(fields)):
+        return config
+    if count > 1:
+        raise fields.error(MTP_COUNT, f"{count} is not supported (want 1)")
+    block = f"blk.{len(config.layers) // 2}.nextn."
+    if not fields.has_tensor("eh_proj.weight", block):
+        raise fields.error(MTP_COUNT, f"1, but the file has no {block}eh_proj.weight")
+    for name in ("embed_tokens", "shared_head_head"):
+        if found := fields.tensor_named(f"{name}.weight", block):
+            raise fields.error(
+                MTP_COUNT, f"{found} is not supported (want the model's own)"
+            )
+    attention = config.mixers.get("attention") or _attention(fields, config.norm_eps)
+    second = str(config.layers[1])
+    return replace(
+        config.with_mixers(attention=attention), mtp=blocks(("attention", second))
+    )
