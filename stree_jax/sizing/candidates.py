@@ -86,7 +86,7 @@ def by_speed(
         rates of each source.
     """
     found = []
-    sources = list(alternatives(source_of(drafter)))
+    sources = list(alternatives(source_of(drafter, target.config)))
     paces = _paces(target, sources, room)
     for source, pace in zip(sources, paces, strict=True):
         table = acceptance
