@@ -126,7 +126,7 @@ def warn_of_drafter(
       drafter: a drafter that was checked.
       name: the drafter's name in the warning.
     """
-    for one in source_of(drafter).vocabularies(name):
+    for one in source_of(drafter, target.config).vocabularies(name):
         warn_of_other_tokens(one.name, target, one.num_tokens, one.tokenizer)
 
 

@@ -23,7 +23,7 @@ def spec_for(
 ) -> Spec:
     """Returns the configuration of a decoder. Raises ValueError for arguments that do
     not fit together."""
-    source = source_of(drafter)
+    source = source_of(drafter, model.config)
     if source.value is None and tree is not None:
         raise ValueError("tree: a tree needs a drafter to fill it; give drafter=")
     source.check(model)

@@ -49,10 +49,9 @@ from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy, StepTimes
 from stree_jax.speculation.decoding import RUNNING, Decoding
-from stree_jax.speculation.drafters.table import AnyDrafter, source_of
+from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, source_of
 from stree_jax.speculation.loop import FOREVER, advance, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
-from stree_jax.speculation.specs import AUTO
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
     Auto,
@@ -125,7 +124,7 @@ def checked(
     model = as_loaded(model)
     keep_past, take_past = flag("keep_past", keep_past), flag("take_past", take_past)
     limit = None if memory is None else bytes_named(memory)
-    source = source_of(drafter)
+    source = source_of(drafter, model.config)
     source.check(model)
     check_mesh(model, source, limit)
     spec = spec_for(model, source, tree, rule, times)
@@ -278,17 +277,18 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
         differ; each prompt has at least one token.
       max_new_tokens: maximum number of new tokens per prompt; by row. The default is
         128.
-      drafter: what proposes draft tokens. "auto" (default) is "lookup": prompt lookup,
-        which copies from earlier in the text and needs no model. None is plain
-        decoding, which compiles fastest. Others: a draft model with the same tokenizer;
-        `Heads` of the target (`load_heads`); "mtp" for the multi-token prediction
-        layers of the target (`load(mtp=True)`); `Staged`, a draft model that is itself
-        sped up by speculation; `NGrams`; or a custom `Drafter`.
+      drafter: what proposes draft tokens. "auto" (default) is "mtp" if the target is
+        loaded with its layers for multi-token prediction (`load(mtp=True)`), which
+        predict several tokens ahead, and otherwise "lookup": prompt lookup, which
+        copies from earlier in the text and needs no model. None is plain decoding,
+        which compiles fastest. Others: a draft model with the same tokenizer; `Heads`
+        of the target (`load_heads`); `Staged`, a draft model that is itself sped up by
+        speculation; `NGrams`; or a custom `Drafter`.
       tree: the shape of the draft. "auto" (default) chooses the nodes and their number
         at every step, and decodes plainly if that is faster. Others: a `Tree` or
         `Beam`; a list of parents; or a name: "A" .. "E" ("E" is the default for
-        n-grams alone and "mtp"), "chain:4", "binary:4", "beam:3x4", and for heads
-        "sparse:16" or "cartesian:4x2x2".
+        n-grams alone), "chain:4", "binary:4", "beam:3x4", and for heads "sparse:16" or
+        "cartesian:4x2x2".
       times: step times for tree "auto". If None, they are measured when first needed
         and kept in the cache folder; see `stree_jax.tune`.
       rule: how sampled drafts are drawn and accepted: "naive/coupled" (default),

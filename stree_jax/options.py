@@ -207,13 +207,13 @@ DRAFTER_HELP = (
     "what proposes draft tokens: a draft model or Medusa heads (directory, GGUF file, "
     "hub id, demo or demo-heads), a file of n-grams, lookup (prompt lookup: copy from "
     "earlier text), mtp (MTP layers of the target), MODULE:NAME (a custom drafter from "
-    "a Python module) or none (default: lookup; the bundled draft model for --model "
-    "demo)"
+    "a Python module) or none (default: mtp if the target has MTP layers, otherwise "
+    "lookup; the bundled draft model for --model demo)"
 )
 TREE_HELP = (
     "shape of the draft tree: auto (chosen at every step), A..E, chain:N, binary:L, "
     "cartesian:4x2x2, pruned:4x4x32, beam:WxD, sparse:N (Medusa heads) or "
-    "parents:0,0,1 (default: auto; E with a file of n-grams, mtp or a custom drafter)"
+    "parents:0,0,1 (default: auto; E with a file of n-grams or a custom drafter)"
 )
 RULE_HELP = (
     "how sampled draft tokens are accepted: naive/coupled, naive, leviathan, mss, "

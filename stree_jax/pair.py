@@ -22,8 +22,7 @@ from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.mtp import MTP
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.staged import AHEAD, WIDTH, Staged
-from stree_jax.speculation.drafters.table import AnyDrafter
-from stree_jax.speculation.specs import AUTO
+from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, default_drafter
 from stree_jax.speculation.tree import DEEPEST
 
 DEMO, NO_DRAFTER = "demo", "none"
@@ -37,8 +36,8 @@ def drafter_name(
     ngram_levels: int | None = None,
     ngram_width: int | None = None,
 ) -> str:
-    """Returns the drafter's name, or the default if it is None. Reads no model, but
-    imports the module of a custom drafter.
+    """Returns the drafter's name. Reads no model, but imports the module of a custom
+    drafter. The result is "auto" if the target decides (`default_drafter`).
 
     Args:
       target, drafter, ngrams, ngram_levels, ngram_width: as in `load_pair`.
@@ -47,9 +46,10 @@ def drafter_name(
       ValueError: the drafter does not exist, or does not go with the other options.
     """
     if drafter in (None, AUTO):
-        drafter = DEMO if target == DEMO else LOOKUP
+        drafter = DEMO if target == DEMO else AUTO
     name = str(drafter)
     _check_drafter(name)
+    needs_no_model = name in (AUTO, LOOKUP, MTP, NO_DRAFTER) or is_custom(name)
     for option, value, most in (
         ("--ngram-levels", ngram_levels, DEEPEST),
         ("--ngram-width", ngram_width, MAX_NGRAM_WIDTH),
@@ -58,7 +58,7 @@ def drafter_name(
             raise ValueError(f"{option}: needs n-grams; add --ngrams FILE")
         if value is not None:
             integer(option, value, 1, most, f"1..{most}")
-    if ngrams is not None and (name in (LOOKUP, MTP, NO_DRAFTER) or is_custom(name)):
+    if ngrams is not None and needs_no_model:
         raise ValueError(
             "--ngrams: proposes tokens for a draft model; give one with --drafter (to "
             "draft with n-grams alone, use --drafter FILE)"
@@ -83,7 +83,8 @@ def load_pair(
         a directory or hub id of Medusa heads ("demo-heads" are the bundled ones); a
         file of n-grams; "lookup"; "mtp", which loads the target with its MTP layers; a
         custom drafter as "MODULE:NAME"; or "none". None and "auto" are the bundled
-        draft model for the bundled target, and "lookup" for others.
+        draft model for the bundled target, "mtp" for others that have MTP layers, and
+        "lookup" for the rest.
       dtype: "float32", "bfloat16" or "int8" weights. If None, each model keeps the
         dtype that it is stored in, as with `load`.
       ngrams: a file of n-grams that propose tokens for the draft model, or None.
@@ -96,7 +97,10 @@ def load_pair(
     """
     name = drafter_name(target, drafter, ngrams, ngram_levels, ngram_width)
     table = None if ngrams is None else load_ngrams(ngrams)
-    model = load(target, dtype=dtype, mtp=name == MTP, mesh=mesh)
+    mtp = None if name == AUTO else name == MTP
+    model = load(target, dtype=dtype, mtp=mtp, mesh=mesh)
+    if name == AUTO:
+        name = default_drafter(model.config)
     if name == NO_DRAFTER:
         return model, None
     if name in (LOOKUP, MTP):
@@ -140,6 +144,8 @@ def pair_configs(target: str, drafter: str | None) -> PairConfigs:
     with headers(target) as directory:
         found = described(directory)
     name = drafter_name(target, drafter)
+    if name == AUTO:
+        name = default_drafter(found.config)
     if is_custom(name):
         custom = custom_drafter(name, load(target))
         return PairConfigs(found.config, custom, found.dtype.name)
@@ -169,7 +175,7 @@ def _check_drafter(name: str) -> None:
     drafter that cannot be imported."""
     if is_custom(name):
         import_drafter(name)
-    elif name not in DRAFTERS and "/" not in name and not Path(name).exists():
+    elif name not in (AUTO, *DRAFTERS) and "/" not in name and not Path(name).exists():
         hint = suggestion(name, DRAFTERS)
         raise ValueError(f"--drafter: {name} is not a file or directory; {hint}")
 

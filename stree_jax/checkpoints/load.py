@@ -47,7 +47,7 @@ def load(
     dtype: Any = None,
     *,
     dt_floor: bool = False,
-    mtp: bool = False,
+    mtp: bool | None = False,
     mesh: Mesh | None = None,
     whole: bool = False,
 ) -> Model:
@@ -69,6 +69,7 @@ def load(
       dt_floor: if True, dt of Nemotron-H and Zamba2 is clamped to at least
         `time_step_min`, as in transformers 5.23 (the authors' code does not).
       mtp: if True, the layers for multi-token prediction are read, for drafter "mtp".
+        If None, they are read if the checkpoint has them.
       mesh, whole: see `shard`. If mesh is None, the model is put on one device. All
         processes of a mesh must load it at the same time. Each process checks all files
         of a converted directory.
@@ -85,8 +86,8 @@ def load(
     # of a file.
     level()
     check_not_forked()
-    dt_floor, mtp = flag("dt_floor", dt_floor), flag("mtp", mtp)
-    whole = flag("whole", whole)
+    dt_floor, whole = flag("dt_floor", dt_floor), flag("whole", whole)
+    mtp = None if mtp is None else flag("mtp", mtp)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"mesh: want a mesh of stree_jax.make_mesh, got {shown(mesh)}")
     if mesh is not None:
@@ -96,12 +97,13 @@ def load(
     files, warn, cut = CheckpointFiles(resolve(path_or_hub_id)), warnings.warn, WHOLE
     opened = open_local(files, dt_floor, warn, mtp)
     kept = weights_named(opened.dtype if dtype is None else dtype)
-    config = opened.config if mtp else replace(opened.config, mtp=())
+    own_layers = mtp is not False
+    config = opened.config if own_layers else replace(opened.config, mtp=())
     checkpoint = None if opened.source is None else checked(opened, kept)
     if mesh is not None:
         cut = cut_for(config, mesh, kept, whole)
     if checkpoint is None:
-        params = read_params(files, opened.config, kept, mtp, mesh, cut)
+        params = read_params(files, opened.config, kept, own_layers, mesh, cut)
     else:
         params = checkpoint.read(mesh=mesh, cut=cut)
     if mesh is None:

@@ -39,7 +39,7 @@ from stree_jax.generation import Options, stream
 from stree_jax.models import parameter_count
 from stree_jax.result import Generation, Past
 from stree_jax.sizing.plan import Request
-from stree_jax.speculation.specs import AUTO
+from stree_jax.speculation.drafters.table import AUTO
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from stree_jax import models
-from stree_jax.models.memory import weights_read
+from stree_jax.models.memory import state_bytes, weights_read
 from stree_jax.sizing import step_times
 from stree_jax.sizing.memory import BufferSizes, abstract_program
 from stree_jax.sizing.pass_time import PassTime
-from stree_jax.sizing.traffic import state_and_caches
 from stree_jax.speculation.drafters.table import (
     WITHOUT_MODEL,
     alternatives,
@@ -86,7 +85,7 @@ def by_speed(
         rates of each source.
     """
     found = []
-    sources = list(alternatives(source_of(drafter)))
+    sources = list(alternatives(source_of(drafter, target.config)))
     paces = _paces(target, sources, room)
     for source, pace in zip(sources, paces, strict=True):
         table = acceptance
@@ -188,7 +187,7 @@ def _pace(target: models.Model, source: Source, room: BufferSizes) -> _Pace:
             verify = _between(found.by_size)
             level = found.level if source.by_level else 0.0
             return _Pace(verify, found.draft, level, measured=True)
-    whole = _seconds(target, room)
+    whole = _seconds(models.without_mtp(target), room)
     verify = PassTime(whole * (1 - EXTRA_NODE), whole * EXTRA_NODE)
     work = source.work(target)
     level = sum(_seconds(model, room) for model in work.models)
@@ -198,9 +197,9 @@ def _pace(target: models.Model, source: Source, room: BufferSizes) -> _Pace:
 
 def _seconds(model: models.Model, room: BufferSizes) -> float:
     """Estimates the seconds of a pass, which reads weights, states and caches once."""
-    spec, decoding = abstract_program(models.without_mtp(model), None, "chain:0", room)
-    read = weights_read(spec.target) + sum(state_and_caches(decoding.state))
-    return read / BANDWIDTH
+    dtype = models.param_dtype(model.params)
+    state = state_bytes(model.config, room.batch, room.capacity, dtype)
+    return (weights_read(model) + state) / BANDWIDTH
 
 
 def _between(by_size: dict[int, float]) -> Seconds:

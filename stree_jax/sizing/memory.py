@@ -152,7 +152,7 @@ def abstract_program(
     def spec_of(target: Model, source: Source) -> Spec:
         return specs.make_spec(target, source, tree, rule)
 
-    spec = jax.eval_shape(spec_of, target, source_of(drafter))
+    spec = jax.eval_shape(spec_of, target, source_of(drafter, target.config))
     least = loop.cache_capacity(1, room.max_new_tokens, loop.deepest(spec.policy))
     if room.capacity < least:
         raise ValueError(

@@ -28,10 +28,9 @@ from stree_jax.sizing.memory import (
     memory_of,
 )
 from stree_jax.sizing.units import bytes_named
-from stree_jax.speculation.drafters.table import abstract_source
+from stree_jax.speculation.drafters.table import AUTO, abstract_source
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.loop import cache_capacity
-from stree_jax.speculation.specs import AUTO
 from stree_jax.speculation.tree import Auto
 
 KEPT = 5  # the maximum number of choices to return
@@ -290,7 +289,7 @@ def _wish(
     acceptance: Acceptance | None,
 ) -> _Wish:
     """Returns the request with its target in one dtype, and its candidates."""
-    source = abstract_source(drafter, dtype)
+    source = abstract_source(drafter, dtype, config)
     own_layers = config.mtp if source.needs_mtp else ()
     target = abstract_model(replace(config, mtp=blocks(own_layers)), dtype)
     source.check(target)

@@ -342,8 +342,8 @@ def generate_tokens(
 
     Args:
       target: the target model, which verifies the draft tokens.
-      drafter: proposes draft tokens: a draft model, heads of the target, "lookup" (or
-        "auto", as in `generate`) or "mtp". None for plain decoding, with the tree
+      drafter: proposes draft tokens: a draft model, heads of the target, "lookup",
+        "mtp", or "auto", as in `generate`. None for plain decoding, with the tree
         `chain(0)`.
       tree: the draft tree, its name, or a list of parents. "auto" chooses a tree at
         every step.

@@ -15,7 +15,13 @@ import jax
 import numpy as np
 
 from stree_jax.checks import shown
-from stree_jax.models import Model, ModelConfig, init_state, param_dtype
+from stree_jax.models import (
+    Model,
+    ModelConfig,
+    init_state,
+    param_dtype,
+    without_mtp,
+)
 from stree_jax.models.mixer import Leaf, map_leaves
 from stree_jax.models.sharding.parts import part_config
 from stree_jax.models.sharding.placement import axis_size
@@ -176,7 +182,7 @@ class Source:
 
     def work(self, target: Model) -> Work:
         """Returns the work of drafting for a target."""
-        return Work(self.models)
+        return Work(tuple(map(without_mtp, self.models)))
 
 
 def picked_tree(tree: Topology) -> Topology:

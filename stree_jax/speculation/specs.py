@@ -23,8 +23,6 @@ from stree_jax.speculation.source import Source, picked_tree
 from stree_jax.speculation.step import Spec, passes_skip
 from stree_jax.speculation.tree import Auto, Topology
 
-AUTO = "auto"  # default drafter of the API and of all commands except the demo
-
 
 def check_times(times: Any) -> None:
     """Raises ValueError unless `times` is None or a `StepTimes`."""
@@ -56,6 +54,7 @@ def make_spec(
         - "lookup" (prompt lookup), which copies continuations from earlier in the text.
           Tree "auto" does so with any drafter,
         - "mtp", which uses the target's MTP layers,
+        - "auto", which is "mtp" for a target with MTP layers, and otherwise "lookup",
         - a custom drafter, which fills static trees, and trees of "auto" if it has a
           `search`,
         - None, for plain decoding.
@@ -73,7 +72,7 @@ def make_spec(
             f"tree: {tree.children} children per node, but the vocabulary has only {V} "
             "tokens"
         )
-    source = source_of(drafter)
+    source = source_of(drafter, target.config)
     source.check(target)
     source.check_tree(tree)
     # A plain `Model`, without the fields that only the API's model has.

@@ -15,7 +15,12 @@ import stree_jax
 from stree_jax import models
 from stree_jax.generation import begin
 from stree_jax.models import Rope, extend, forward_hidden, init_state, tree_nodes
+from stree_jax.models.memory import size_of
+from stree_jax.pair import load_pair, pair_configs
 from stree_jax.sampling.settings import Sampling
+from stree_jax.sizing.candidates import by_speed
+from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
+from stree_jax.sizing.plan import plan
 from stree_jax.speculation import loop, step
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.adaptive.best_first import best_first
@@ -319,11 +324,10 @@ def test_tree_auto_works_with_the_layers(generate):
 
 
 def test_greedy_text_is_identical_to_plain_decoding(generate):
-    """With the default tree; the result has the origins of tokens and the memory
+    """With a fixed tree; the result has the origins of tokens and the memory
     traffic."""
-    plain, result = generate(), generate(drafter="mtp")
+    plain, result = generate(), generate(drafter="mtp", tree="E")
     assert result.tokens == plain.tokens
-    assert result.tree_sizes == (resolve_tree("E").size,)
     assert set(np.concatenate(result.origins)) == {0, 1}
     own, stage = result.traffic
     assert (own.stage, stage.stage) == ("target", "drafter")
@@ -331,6 +335,59 @@ def test_greedy_text_is_identical_to_plain_decoding(generate):
     assert plain.traffic[0].weights // plain.traffic[0].passes == (
         own.weights // own.passes
     )
+
+
+def test_the_layers_are_the_default_drafter(source, target, generate, prompts):
+    """Of `generate`, if the model is loaded with them, and of commands, which load
+    them. The default tree is "auto", and a fixed one for rules that it excludes."""
+    fast = times([1.0, 1.01, 1.02, 1.03], 0.01, 0.01)
+    result, plain = generate(drafter="auto", times=fast), generate()
+    assert result.tokens == plain.tokens
+    assert result.tree_sizes == resolve_tree("auto").sizes
+    assert [t.stage for t in result.traffic] == ["target", "mtp"]
+    sampling = Sampling(temperature=0.8)
+    fixed = generate(drafter="auto", rule="mss", sampling=sampling)
+    assert fixed.tree_sizes == (resolve_tree("E").size,)
+
+    loaded, drafter = load_pair(str(source), None, None)
+    assert (drafter, loaded.config.mtp) == ("mtp", target.config.mtp)
+    assert pair_configs(str(source), "auto").drafter == "mtp"
+    for other in ("lookup", "none"):
+        loaded, drafter = load_pair(str(source), other, None)
+        assert loaded.config.mtp == () and "mtp" not in loaded.params
+    bare = stree_jax.load(source)
+    options = dict(max_new_tokens=NEW, stop_tokens=(), times=fast)
+    looked_up = stree_jax.generate(bare, prompts, **options)
+    assert [t.stage for t in looked_up.traffic] == ["target"]
+    assert looked_up.tokens == plain.tokens
+
+
+def test_layers_are_loaded_if_there_are_any(source, tmp_path):
+    assert stree_jax.load(source, mtp=None).config.mtp
+    stree_jax.save(stree_jax.load(source, mtp=True), tmp_path / "with")
+    stree_jax.save(stree_jax.load(source), tmp_path / "without")
+    assert stree_jax.load(tmp_path / "with", mtp=None).config.mtp
+    assert stree_jax.load(tmp_path / "without", mtp=None).config.mtp == ()
+    assert load_pair(str(tmp_path / "without"), None, None)[1] == "lookup"
+    with pytest.raises(ValueError, match="mtp: want True or False"):
+        stree_jax.load(source, mtp="yes")
+
+
+def test_plans_count_the_layers(target):
+    """For setups that draft with them. Estimates of their speed once failed."""
+    room = BufferSizes(1, 512, 64)
+    whole = abstract_model(target.config, "float32")
+    own = size_of(target.params["mtp"])
+    counted = {
+        way.source: memory_of(whole, way.drafter, way.tree, room).drafter_weights
+        for way in by_speed(whole, "auto", room)
+    }
+    assert counted == {"mtp": own, "lookup": 0, "none": 0}
+    options = dict(context=256, max_new_tokens=64, dtypes=["float32"])
+    every = plan(target.config, "1GB", **options).choices
+    few = plan(target.config, "1GB", drafter="lookup", **options).choices
+    assert {choice.drafter for choice in few} <= {"lookup", "none"}
+    assert {choice.drafter for choice in every} <= set(counted)
 
 
 def test_unused_layers_cost_nothing(source, target, generate, prompts):

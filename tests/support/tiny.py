@@ -6,9 +6,11 @@ import jax.numpy as jnp
 from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
+    DeltaConfig,
     MambaConfig,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     Rope,
     init_params,
 )
@@ -33,6 +35,41 @@ def tiny(seed, layers=("mamba", "mlp", "attention", "mlp", "mamba"), d_model=32)
     )
     params = init_params(config, jax.random.key(seed), jnp.float32)
     return Model(params=perturbed(params, 0.2, seed), config=config)
+
+
+def tiny_delta(seed, layers=("delta", "mlp", "delta", "moe", "attention", "mlp")):
+    """Returns a model with layers as in Qwen3.5, whose MTP layers sometimes predict its
+    next token.
+
+    Embeddings are large beside what layers add to them, and MTP layers mostly pass on
+    the embedding. So the last token decides much about the next, here and there.
+    """
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_tokens=REAL,
+        d_model=32,
+        layers=layers,
+        mtp=("attention", "moe"),
+        norm="rms_float32",
+        stop_tokens=(STOP,),
+        mixers=named(
+            delta=DeltaConfig(2, 4, 8, 12, norm_eps=1e-4),
+            attention=AttentionConfig(
+                *(4, 2, 8),
+                rope=Rope(1e4, 4),
+                qk_norm_eps=1e-4,
+                qk_norm_float32=True,
+                gated=True,
+            ),
+            mlp=MLPConfig(48),
+            moe=MoEConfig(6, 2, 16, shared=MLPConfig(24), shared_gate=True),
+        ),
+    )
+    params = perturbed(init_params(config, jax.random.key(seed), jnp.float32), 0.2, seed)
+    embedding, d = 20 * params["embedding"], config.d_model
+    passed = jnp.eye(d, 2 * d) + 0.1 * params["mtp"]["eh_proj"]
+    mtp = params["mtp"] | {"eh_proj": passed, "norm": params["norm"]}
+    return Model(params | {"embedding": embedding, "mtp": mtp}, config)
 
 
 def perturbed(params, scale, seed):

@@ -53,6 +53,7 @@ class MTPSource(Source):
 
     value = name = MTP
     needs_mtp = True
+    prefers_auto = True
 
     def check(self, target: Model) -> None:
         if not target.config.mtp:

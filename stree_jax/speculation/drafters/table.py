@@ -11,12 +11,13 @@ from stree_jax.speculation.drafters.custom import METHODS, Custom
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.medusa import HeadsSource
 from stree_jax.speculation.drafters.model import ModelSource
-from stree_jax.speculation.drafters.mtp import MTPSource
+from stree_jax.speculation.drafters.mtp import MTP, MTPSource
 from stree_jax.speculation.drafters.ngrams import NGrams, NGramsSource
 from stree_jax.speculation.drafters.staged import Staged, StagedSource
 from stree_jax.speculation.drafters.text import LookupSource, PlainSource
 from stree_jax.speculation.source import Source, not_a_source
 
+AUTO = "auto"  # default drafter of the API and of all commands except the demo
 AnyDrafter = Model | Heads | Drafter | str | None  # what users pass as `drafter`
 
 SOURCES: dict[type, Any] = {  # by the type of the value that users pass
@@ -30,11 +31,19 @@ WITHOUT_MODEL = LookupSource(), PlainSource()  # they work with any target
 NAMED = {source.value: source for source in (*WITHOUT_MODEL, MTPSource())}
 
 
-def source_of(drafter: Any) -> Source:
+def default_drafter(config: ModelConfig) -> str:
+    """Returns the drafter that "auto" stands for: a target's own layers for multi-token
+    prediction if it is loaded with them, otherwise prompt lookup."""
+    return MTP if config.mtp else LOOKUP
+
+
+def source_of(drafter: Any, config: ModelConfig | None = None) -> Source:
     """Returns the draft source for a value that users pass as `drafter`.
 
     Args:
       drafter: the `drafter` argument of `generate`, or a source.
+      config: the target's architecture, which decides what "auto" is. It may be None if
+        the drafter is not "auto".
 
     Raises:
       ValueError: the value is not a drafter.
@@ -46,9 +55,10 @@ def source_of(drafter: Any) -> Source:
             f"drafter: got the string {drafter!r}; give None for plain decoding"
         )
     if drafter is None or isinstance(drafter, str):
-        name = LOOKUP if drafter == "auto" else drafter
-        if name in NAMED:
-            return NAMED[name]
+        if drafter == AUTO:
+            drafter = LOOKUP if config is None else default_drafter(config)
+        if drafter in NAMED:
+            return NAMED[drafter]
     for kind, source in SOURCES.items():
         if isinstance(drafter, kind):
             return source(drafter)
@@ -69,14 +79,19 @@ def alternatives(source: Source) -> Iterator[Source]:
     yield plain
 
 
-def abstract_source(drafter: Any, dtype: Any) -> Source:
+def abstract_source(
+    drafter: Any, dtype: Any, target: ModelConfig | None = None
+) -> Source:
     """Returns a source of `jax.ShapeDtypeStruct`.
 
     Args:
       drafter: the architecture of a draft model or of heads, an object that has one as
         its `config`, or the `drafter` argument of `generate`.
       dtype: dtype of the weights of a draft model or of heads.
+      target: the target's architecture, as `config` of `source_of`.
     """
     config = getattr(drafter, "config", drafter)
     kind = ABSTRACT.get(type(config))
-    return source_of(drafter) if kind is None else kind.abstract(config, dtype)
+    if kind is not None:
+        return kind.abstract(config, dtype)
+    return source_of(drafter, target)
