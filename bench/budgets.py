@@ -9,7 +9,7 @@ those of our planner (Fig. 13), and the paper's formula compared with ours.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from stree_jax.bench import charts, tables
 from stree_jax.bench.device_memory import cache_row_bytes
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 Rows = list[dict[str, Any]]
 
 DTYPE = "bfloat16"  # dtype of the published models' weights
-DRAFTERS = {"mamba2-2.7b": "mamba2-130m"}  # other shapes have Medusa heads
+# Of the other shapes, those with MTP layers draft with them; the rest has Medusa heads.
+DRAFTERS = {"mamba2-2.7b": "mamba2-130m"}
 HEADS = 4
 NEW_TOKENS = 128
 BATCHES, CONTEXTS = (1, 2, 4, 8), (1024, 4096, 16384)
@@ -62,13 +63,14 @@ class Subject:
 
     Attributes:
       target, drafter: the models. Their parameters are arrays, or
-        `jax.ShapeDtypeStruct` for models that are not allocated.
+        `jax.ShapeDtypeStruct` for models that are not allocated. The drafter may be
+        "mtp", the target's own layers.
       dtype: dtype of all weights.
       limit: available memory in bytes.
     """
 
     target: Model
-    drafter: Model | Heads
+    drafter: Model | Heads | Literal["mtp"]
     dtype: str
     limit: int
 
@@ -88,12 +90,15 @@ class Subject:
 
 @cache
 def subject_of(shape: str, limit: int) -> Subject:
-    """Returns a published shape in bfloat16 with its draft model or Medusa heads."""
-    config = config_of(shape)
+    """Returns a published shape in bfloat16 with its draft model, MTP layers or Medusa
+    heads."""
+    config = config_of(shape, mtp=True)
     target = abstract_model(config, DTYPE)
     if shape in DRAFTERS:
         drafter = abstract_model(config_of(DRAFTERS[shape]), DTYPE)
         return Subject(target, drafter, DTYPE, limit)
+    if config.mtp:
+        return Subject(target, "mtp", DTYPE, limit)
     own = HeadsConfig(config.d_model, config.vocab_size, HEADS, own_output=True)
     return Subject(target, abstract_source(own, DTYPE).value, DTYPE, limit)
 
@@ -294,11 +299,11 @@ def _beside(
 
 def _planned(subject: Subject, queries: int) -> dict[str, Any]:
     """Returns the planner's choice; plain decoding is known to fit."""
-    request = served(queries)
+    request, drafter = served(queries), subject.drafter
     found = plan(
         subject.target.config,
         subject.limit,
-        drafter=subject.drafter.config,
+        drafter=drafter if isinstance(drafter, str) else drafter.config,
         context=request.context,
         queries=queries,
         max_new_tokens=request.max_new_tokens,

@@ -21,9 +21,12 @@ from stree_jax.models.weights.int8 import Quantized
 from stree_jax.models.weights.linear import linear
 from stree_jax.options import DTYPES, add, add_dtype
 from stree_jax.pallas_kernels import (
+    DeltaInputs,
+    DeltaReplayed,
     Implementation,
     Replayed,
     ScanInputs,
+    delta_replay_scan,
     replay_tree_scan,
     tree_attention,
 )
@@ -33,6 +36,15 @@ NAME, REPEATS = "kernels", 20
 
 class Scan(NamedTuple):
     """Heads, groups, head size and state size of a Mamba2 layer."""
+
+    H: int
+    G: int
+    P: int
+    N: int
+
+
+class Delta(NamedTuple):
+    """Value heads, key heads and their sizes of a Gated DeltaNet layer."""
 
     H: int
     G: int
@@ -63,13 +75,18 @@ class Multiply(NamedTuple):
     group: int | None = None
 
 
-SHAPES: dict[str, Scan | Attend | Multiply] = {
+Shape = Scan | Delta | Attend | Multiply
+
+SHAPES: dict[str, Shape] = {
     "mamba2-2.7b": Scan(80, 1, 64, 128),
     "granite-4 mamba": Scan(48, 1, 64, 128),
     "mambainllama-8b mamba": Scan(32, 32, 128, 128),
     "falcon-h1 mamba": Scan(24, 1, 64, 256),
     "nemotron-h mamba": Scan(128, 8, 64, 128),
     "small state": Scan(24, 1, 64, 64),
+    "qwen3.5-0.8b delta": Delta(16, 16, 128, 128),
+    "qwen3.5-9b delta": Delta(32, 16, 128, 128),
+    "qwen3.5-27b delta": Delta(48, 16, 128, 128),
     "mamba2-130m mamba": Scan(24, 1, 64, 128),
     "mamba2-130m in_proj": Multiply(3352, 768, 24),
     "mamba2-130m out_proj": Multiply(768, 1536, 24),
@@ -88,7 +105,7 @@ Case = tuple[Callable[..., Any], list[tuple[tuple[int, ...], Any]]]
 
 
 def op_case(
-    shape: Scan | Attend | Multiply,
+    shape: Shape,
     batch: int,
     T: int,
     dtype: Any,
@@ -116,6 +133,8 @@ def op_case(
 
         return attend, [q, new, new, cache, cache, ((batch,), i32), mask]
 
+    if isinstance(shape, Delta):
+        return _delta_case(shape, batch, T, dtype, implementation)
     H, G, P, N = shape
     tokens = [((batch, T, H, P), dtype), ((batch, T, H), f32), ((batch, T, H), f32)]
     tokens += [((batch, T, G, N), dtype)]
@@ -129,6 +148,33 @@ def op_case(
         return h, y
 
     return scan, [((batch, H, P, N), f32), *tokens, *path, *tokens, *rest]
+
+
+def _delta_case(
+    shape: Delta, batch: int, T: int, dtype: Any, implementation: Implementation | None
+) -> Case:
+    H, G, P, N = shape
+    f32, i32 = jnp.dtype("float32"), jnp.dtype("int32")
+    head, key = ((batch, T, H), f32), ((batch, T, G), f32)
+    keys, value = ((batch, T, G, N), dtype), (batch, T, H, P)
+    past = [
+        (value, f32),
+        keys,
+        key,
+        head,
+        ((batch, min(PATH, T)), i32),
+        ((batch,), i32),
+    ]
+    tree = [keys, key, keys, key, (value, dtype), head, head]
+
+    def scan(h0, *arrays):
+        *rest, mask = arrays
+        args = DeltaReplayed(*rest[:6]), DeltaInputs(*rest[6:]), mask
+        y, _, h = delta_replay_scan(h0, *args, implementation=implementation)
+        return h, y
+
+    mask = ((batch, T, T), jnp.dtype(bool))
+    return scan, [((batch, H, P, N), f32), *past, *tree, mask]
 
 
 def _multiply_case(
@@ -167,7 +213,9 @@ def arguments(shapes: Sequence[tuple[tuple[int, ...], Any]], S: int) -> list[jax
             value = rng.integers(-127, 128, shape, np.int8)
         else:
             value = 0.1 * rng.standard_normal(shape, np.float32)
-            decays = len(shape) == 3  # a, and dt with it: no state may grow
+            # a, and dt with it: no state may grow. The delta rule's factors are small
+            # enough for any sign.
+            decays = len(shape) == 3
             value = -np.abs(value) if decays else value
         made.append(jnp.asarray(np.broadcast_to(value, shape).astype(dtype)))
     return made
@@ -214,7 +262,7 @@ def implementations() -> tuple[Implementation, ...]:
 
 
 def time_case(
-    shape: Scan | Attend | Multiply, batch: int, T: int, dtype: str, repeats: int
+    shape: Shape, batch: int, T: int, dtype: str, repeats: int
 ) -> dict[str, Any]:
     """Times a case; the record has bytes moved, and seconds or a refusal by arm."""
     loops = 50 if jax.default_backend() == "gpu" else 5
@@ -227,7 +275,7 @@ def time_case(
             function, shapes = op_case(shape, batch, T, dtype, implementation)
             args = arguments(shapes, S)
             # The state is written as well.
-            written = args[0].nbytes if isinstance(shape, Scan) else 0
+            written = args[0].nbytes if isinstance(shape, Scan | Delta) else 0
             record["bytes"] = sum(z.nbytes for z in args) + written
             call = partial(_seconds, _looped(function, loops), args, loops)
             call()

@@ -1,7 +1,7 @@
 """Builds the architectures of published models with random weights, for benchmarks."""
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import (
     AttentionConfig,
+    DeltaConfig,
     MambaConfig,
     MLPConfig,
     ModelConfig,
@@ -31,8 +32,43 @@ MAMBA2_SIZES = {  # d_model, layers
     "mamba2-1.3b": (2048, 48),
     "mamba2-2.7b": (2560, 64),
 }
+
+
+@dataclass(frozen=True)
+class Qwen35:
+    """The sizes in which published Qwen3.5 models differ.
+
+    Attributes:
+      d_model, layers: width, and number of token mixers.
+      value_heads: value heads of the delta rule.
+      num_heads, num_kv_heads: heads of the attention layers.
+      mlp: width of the MLPs, or None for the mixture of experts.
+      tied: True if the head's weight is the embedding.
+    """
+
+    d_model: int
+    layers: int
+    value_heads: int
+    num_heads: int
+    num_kv_heads: int
+    mlp: int | None
+    tied: bool
+
+
+# 9B and 35B-A3B are the defaults of transformers' Qwen3_5TextConfig and
+# Qwen3_5MoeTextConfig; the others are from the config.json of the releases.
+QWEN35_SIZES = {
+    "qwen3.5-0.8b": Qwen35(1024, 24, 16, 8, 2, 3584, True),
+    "qwen3.5-2b": Qwen35(2048, 24, 16, 8, 2, 6144, True),
+    "qwen3.5-4b": Qwen35(2560, 32, 32, 16, 4, 9216, True),
+    "qwen3.5-9b": Qwen35(4096, 32, 32, 16, 4, 12288, False),
+    "qwen3.5-27b": Qwen35(5120, 64, 48, 24, 4, 17408, False),
+    "qwen3.5-35b-a3b": Qwen35(2048, 40, 32, 16, 2, None, False),
+}
+QWEN35_EXPERTS = MoEConfig(256, 8, 512, shared=MLPConfig(512), shared_gate=True)
 NAMES = (
     *MAMBA2_SIZES,
+    *QWEN35_SIZES,
     "hybrid-130m",
     "llama-135m",
     "mambainllama-8b",
@@ -59,18 +95,50 @@ def mamba2(d_model: int, n_layer: int) -> ModelConfig:
     )
 
 
-def mixers(count: int, attention: Collection[int], behind: str) -> tuple[str, ...]:
+def mixers(
+    count: int, attention: Collection[int], behind: str, recurrent: str = "mamba"
+) -> tuple[str, ...]:
     """Returns the layers of a hybrid model.
 
     Args:
       count: number of token mixers.
-      attention: indices of the token mixers that are attention; the others are Mamba2.
+      attention: indices of the token mixers that are attention.
       behind: name of the layer after each token mixer, such as "mlp".
+      recurrent: name of the other token mixers.
     """
     layers: tuple[str, ...] = ()
     for i in range(count):
-        layers += ("attention" if i in attention else "mamba", behind)
+        layers += ("attention" if i in attention else recurrent, behind)
     return layers
+
+
+def qwen35(size: Qwen35) -> ModelConfig:
+    """Returns the config of a Qwen3.5 model with its MTP layer: three layers of Gated
+    DeltaNet to one of attention, each followed by an MLP or a mixture of experts."""
+    behind = "mlp" if size.mlp else "moe"
+    every_fourth = range(3, size.layers, 4)
+    return ModelConfig(
+        vocab_size=248320,
+        num_tokens=248320,
+        d_model=size.d_model,
+        layers=blocks(mixers(size.layers, every_fourth, behind, "delta")),
+        norm="rms_float32",
+        norm_eps=1e-6,
+        tie_embeddings=size.tied,
+        mtp=blocks(("attention", behind)),
+        mixers=named(
+            delta=DeltaConfig(16, size.value_heads, key_dim=128, value_dim=128),
+            attention=AttentionConfig(
+                *(size.num_heads, size.num_kv_heads, 256),
+                rope=Rope(theta=1e7, dim=64),
+                qk_norm_eps=1e-6,
+                qk_norm_float32=True,
+                gated=True,
+            ),
+            mlp=MLPConfig(size.mlp) if size.mlp else None,
+            moe=None if size.mlp else QWEN35_EXPERTS,
+        ),
+    )
 
 
 def mambainllama(attention: int = 16) -> ModelConfig:
@@ -222,10 +290,21 @@ def granite_small() -> ModelConfig:
     )
 
 
-def config_of(shape: str) -> ModelConfig:
-    """Returns the config of a published shape. Raises ValueError for another name."""
+def config_of(shape: str, mtp: bool = False) -> ModelConfig:
+    """Returns the config of a published shape.
+
+    Args:
+      shape: one of `NAMES`.
+      mtp: if True, with the MTP layers of a model that has some.
+
+    Raises:
+      ValueError: an unknown name.
+    """
     if shape in MAMBA2_SIZES:
         return mamba2(*MAMBA2_SIZES[shape])
+    if shape in QWEN35_SIZES:
+        config = qwen35(QWEN35_SIZES[shape])
+        return config if mtp else replace(config, mtp=())
     others = {
         "hybrid-130m": hybrid_130m,
         "llama-135m": llama_135m,

@@ -1,4 +1,4 @@
-"""Prints predicted bytes beside the compiler's, for 20 configurations.
+"""Prints predicted bytes beside the compiler's, for 28 configurations.
 
     python -m tests.memory_table [--only WORD]
 
@@ -9,11 +9,13 @@ prediction is off by more than `LIMIT`.
 import argparse
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from stree_jax.models import (
     AttentionConfig,
+    DeltaConfig,
     MambaConfig,
     MLPConfig,
     Model,
@@ -33,6 +35,7 @@ LAYERS = {
     "mamba2": ("mamba",) * 8,
     "hybrid": ("mamba", "mlp", "mamba", "mlp", "attention", "mlp") * 2,
     "attention": ("attention", "mlp") * 4,
+    "delta": ("delta", "mlp", "delta", "mlp", "delta", "mlp", "attention", "mlp") * 2,
 }
 
 
@@ -75,28 +78,54 @@ CASES = [
     Case("attention", "E", "lookup", 1, "bfloat16"),
     Case("attention", "E", "model", 8, "float32"),
     Case("attention", "binary:6", "model", 2, "bfloat16"),
+    Case("delta", "chain:0", "none", 1, "float32"),
+    Case("delta", "chain:0", "none", 8, "bfloat16"),
+    Case("delta", "chain:4", "mtp", 1, "float32"),
+    Case("delta", "E", "mtp", 1, "bfloat16"),
+    Case("delta", "E", "mtp", 8, "float32"),
+    Case("delta", "E", "lookup", 8, "bfloat16", vocab=32000),
+    Case("delta", "binary:6", "mtp", 1, "bfloat16"),
+    Case("delta", "binary:6", "mtp", 8, "float32"),
 ]
 
 
 def model_of(case: Case, layers: tuple, width: int) -> Model:
+    kind = _delta if case.kind == "delta" else _mamba
     config = ModelConfig(
         vocab_size=case.vocab,
         num_tokens=case.vocab,
         d_model=width,
         layers=layers,
         tie_embeddings=True,
-        mixers=named(
-            mamba=MambaConfig(num_heads=2 * width // 64, head_dim=64, d_state=64),
-            attention=AttentionConfig(width // 32, width // 64, 32, rope=Rope(1e4, 32)),
-            mlp=MLPConfig(2 * width),
-        ),
+        mixers=named(**kind(width), mlp=MLPConfig(2 * width)),
+        mtp=("attention", "mlp") if case.drafter == "mtp" else (),
     )
     return abstract_model(config, np.dtype(case.dtype))
 
 
+def _mamba(width: int) -> dict[str, Any]:
+    return dict(
+        mamba=MambaConfig(num_heads=2 * width // 64, head_dim=64, d_state=64),
+        attention=AttentionConfig(width // 32, width // 64, 32, rope=Rope(1e4, 32)),
+    )
+
+
+def _delta(width: int) -> dict[str, Any]:
+    """Returns mixers as in Qwen3.5."""
+    heads, kv_heads = width // 32, width // 64
+    rope = Rope(1e4, 8)
+    return dict(
+        delta=DeltaConfig(width // 64, 2 * width // 64, key_dim=64, value_dim=64),
+        attention=AttentionConfig(
+            heads, kv_heads, 32, rope=rope, qk_norm_eps=1e-6, gated=True
+        ),
+    )
+
+
 def arguments(case: Case) -> tuple:
     """Returns the arguments of `memory_of` and `compiled_bytes`."""
-    drafter = {"none": None, "lookup": "lookup"}.get(case.drafter)
+    named = {"none": None, "lookup": "lookup", "mtp": "mtp"}
+    drafter = named.get(case.drafter)
     if case.drafter == "model":
         drafter = model_of(case, ("mamba", "mamba"), case.width // 2)
     room = BufferSizes(case.batch, case.capacity, max_new_tokens=128)

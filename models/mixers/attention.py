@@ -421,7 +421,8 @@ class AttentionMixer(Mixer[AttentionConfig]):
 
     def work_bytes(self, c: AttentionConfig, batch: int, nodes: int, dtype: Any) -> int:
         rows = padded_rows(batch * nodes)
-        products = rows * (c.d_qkv + 2 * c.d_mlp + c.num_heads * c.head_dim)
+        outputs = c.d_gate + c.d_qkv + 2 * c.d_mlp
+        products = rows * (outputs + c.num_heads * c.head_dim)
         return max(FLOAT * products, _scores_bytes(c, batch, nodes, dtype))
 
 

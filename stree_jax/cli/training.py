@@ -66,6 +66,11 @@ def add_training_parsers(command: Command) -> None:
     text = "mixer layers, each followed by an MLP"
     add(size, "--mixers", int, 6, text)
     add(size, "--attention", int, 2, "how many of the mixers are attention layers")
+    text = "the other mixers: Mamba2, or Gated DeltaNet in a model like Qwen3.5"
+    add(size, "--recurrent", str, "mamba", text, choices=("mamba", "delta"))
+    text = "train an MTP layer too, which drafts with --drafter mtp; only with "
+    text += "--recurrent delta"
+    size.add_argument("--mtp", action="store_true", help=text)
     text = "tokenizer.json to use (default: train a tokenizer)"
     add(size, "--tokenizer", Path, None, text, metavar="FILE")
     add(size, "--vocab-size", int, 2048, "entries of the tokenizer to train")
@@ -198,7 +203,9 @@ def run_training(args: argparse.Namespace) -> None:
     elif args.command == "distill":
         run_distill(args, job)
     else:
-        size = recipe.TargetSize(args.width, args.mixers, args.attention)
+        size = recipe.TargetSize(
+            args.width, args.mixers, args.attention, args.recurrent, args.mtp
+        )
         recipe.train_target(job, size, args.tokenizer, args.vocab_size)
 
 

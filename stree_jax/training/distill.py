@@ -14,6 +14,7 @@ from stree_jax import models
 from stree_jax.checkpoints.load import Model, load
 from stree_jax.models import base_model
 from stree_jax.training.kept import GENERATED, PROMPT, keep_own_text, spread_windows
+from stree_jax.training.losses import distillation_loss
 from stree_jax.training.recipe import (
     Job,
     TrainingData,
@@ -25,7 +26,6 @@ from stree_jax.training.train import (
     Examples,
     Text,
     TrainConfig,
-    distillation_loss,
     learn,
     text_examples,
 )

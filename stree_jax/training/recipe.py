@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from stree_jax.convert.export import export_hf
 from stree_jax.convert.tokenizer import check_text_ids, read_tokenizer_file
 from stree_jax.models import (
     AttentionConfig,
+    DeltaConfig,
     MambaConfig,
     MLPConfig,
     ModelConfig,
@@ -27,6 +28,7 @@ from stree_jax.models import (
 from stree_jax.models.config import blocks, named
 from stree_jax.records import Spell
 from stree_jax.training import corpus
+from stree_jax.training.losses import next_token_loss, with_mtp_loss
 from stree_jax.training.saves import Params
 from stree_jax.training.texts import PREPARED, Spelled, Tally
 from stree_jax.training.train import (
@@ -34,7 +36,6 @@ from stree_jax.training.train import (
     check_optax,
     check_times,
     fit,
-    next_token_loss,
 )
 
 if TYPE_CHECKING:
@@ -101,13 +102,19 @@ class TargetSize:
 
     Attributes:
       width: d_model, a multiple of 128.
-      mixers: number of Mamba2 and attention layers together.
+      mixers: number of recurrent and attention layers together.
       attention: number of attention layers, evenly spaced among them.
+      recurrent: kind of the recurrent layers: Mamba2, or Gated DeltaNet. With the
+        latter, attention and norms are those of Qwen3.5 as well.
+      mtp: if True, the model also has an MTP layer. Only with Gated DeltaNet, because
+        no Hugging Face class has MTP layers and dense Mamba2 layers.
     """
 
     width: int = 384
     mixers: int = 6
     attention: int = 2
+    recurrent: Literal["mamba", "delta"] = "mamba"
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         if self.width < 128 or self.width % 128:
@@ -117,16 +124,18 @@ class TargetSize:
                 f"--attention: want 0..{self.mixers} of {self.mixers} mixers, "
                 f"got {self.attention}"
             )
+        if self.mtp and self.recurrent != "delta":
+            raise ValueError("--mtp: want --recurrent delta too")
 
 
 def target_config(vocab_size: int, size: TargetSize) -> ModelConfig:
-    """Returns the architecture of a target: Mamba2 or attention layers alternating with
-    gated MLPs. All heads have a width of 64."""
+    """Returns the architecture of a target: recurrent or attention layers alternating
+    with gated MLPs. All heads have a width of 64."""
     layers: tuple[str, ...] = ()
     for i in range(size.mixers):
         before, after = (n * size.attention // size.mixers for n in (i, i + 1))
-        layers += ("attention" if after > before else "mamba", "mlp")
-    heads = size.width // 64
+        layers += ("attention" if after > before else size.recurrent, "mlp")
+    kind = _mamba_hybrid if size.recurrent == "mamba" else _delta_hybrid
     return ModelConfig(
         vocab_size=vocab_size,
         num_tokens=vocab_size,
@@ -134,12 +143,30 @@ def target_config(vocab_size: int, size: TargetSize) -> ModelConfig:
         layers=blocks(layers),
         tie_embeddings=True,
         stop_tokens=(0,),
-        mixers=named(
-            mamba=MambaConfig(num_heads=2 * heads, head_dim=64, d_state=64),
-            attention=AttentionConfig(heads, 2, 64, rope=Rope(theta=10000.0, dim=64)),
-            mlp=MLPConfig(-(-size.width * 5 // 192) * 64),
-        ),
+        mtp=blocks(("attention", "mlp") if size.mtp else ()),
+        **kind(size.width // 64, MLPConfig(-(-size.width * 5 // 192) * 64)),
     )
+
+
+def _mamba_hybrid(heads: int, mlp: MLPConfig) -> dict[str, Any]:
+    """Returns the mixers of a model like Granite 4."""
+    attention = AttentionConfig(heads, 2, 64, rope=Rope(theta=10000.0, dim=64))
+    mamba = MambaConfig(num_heads=2 * heads, head_dim=64, d_state=64)
+    return {"mixers": named(mamba=mamba, attention=attention, mlp=mlp)}
+
+
+def _delta_hybrid(heads: int, mlp: MLPConfig) -> dict[str, Any]:
+    """Returns the mixers and norms of a model like Qwen3.5."""
+    attention = AttentionConfig(
+        *(heads, 2, 64),
+        rope=Rope(theta=10000.0, dim=16),
+        qk_norm_eps=1e-6,
+        qk_norm_float32=True,
+        gated=True,
+    )
+    delta = DeltaConfig(heads, 2 * heads, key_dim=64, value_dim=64)
+    mixers = named(delta=delta, attention=attention, mlp=mlp)
+    return {"mixers": mixers, "norm": "rms_float32", "norm_eps": 1e-6}
 
 
 def drafter_config(
@@ -263,7 +290,7 @@ def train_target(
     params, _ = fit(
         config,
         job.train,
-        next_token_loss,
+        with_mtp_loss if size.mtp else next_token_loss,
         data.train,
         data.heldout,
         job.work,

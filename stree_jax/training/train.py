@@ -20,19 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from stree_jax.models import (
-    Model,
-    ModelConfig,
-    cast_params,
-    chain_nodes,
-    forward_hidden,
-    init_params,
-    init_state,
-    logits_of,
-    param_dtype,
-)
+from stree_jax.models import Model, ModelConfig, cast_params, init_params
 from stree_jax.models.keys import default_numbers, key_of
 from stree_jax.training.corpus import sample_batches
+from stree_jax.training.losses import Loss
 from stree_jax.training.saves import (
     History,
     Params,
@@ -48,8 +39,6 @@ if TYPE_CHECKING:
     import optax
 
 Batch = Any  # a pytree of arrays
-# (model, windows [B, T+1], teacher or None) -> a scalar.
-Loss = Callable[[Model, jax.Array, Model | None], jax.Array]
 
 MAX_WARMUP = 150  # maximum default number of warm-up steps
 EVALUATED_BATCHES = 32  # maximum number of held-out batches per evaluation
@@ -173,42 +162,6 @@ class Examples:
     settings: dict[str, Any]
 
 
-def sequence_logits(model: Model, tokens: jax.Array) -> jax.Array:
-    """Returns the logits [B, T, V] float32 of whole sequences [B, T], each from an
-    empty state."""
-    batch, T = tokens.shape
-    config = model.config
-    state = init_state(config, batch, 1, param_dtype(model.params))
-    nodes = chain_nodes(batch, T, config.conv_taps)
-    hidden, _, _ = forward_hidden(model, state, tokens, nodes)
-    return logits_of(model, hidden)
-
-
-def next_token_loss(
-    model: Model, windows: jax.Array, teacher: Model | None = None
-) -> jax.Array:
-    """Returns the mean cross-entropy of windows [B, T+1], in nats per token. The
-    teacher is not used."""
-    import optax
-
-    logits = sequence_logits(model, windows[:, :-1])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
-    return losses.mean()
-
-
-def distillation_loss(
-    model: Model, windows: jax.Array, teacher: Model | None
-) -> jax.Array:
-    """Returns the mean KL(teacher || model) over windows [B, T+1], in nats per
-    token."""
-    if teacher is None:
-        raise ValueError("teacher: distillation needs a teacher, got None")
-    tokens = windows[:, :-1]
-    p = jax.nn.log_softmax(jax.lax.stop_gradient(sequence_logits(teacher, tokens)))
-    q = jax.nn.log_softmax(sequence_logits(model, tokens))
-    return (jnp.exp(p) * (p - q)).sum(axis=-1).mean()
-
-
 def check_optax() -> None:
     """Raises ValueError if the extra that training needs is not installed."""
     if find_spec("optax") is None:
@@ -281,7 +234,7 @@ def fit(
     Args:
       config: architecture of the model.
       train: the training settings.
-      loss: `next_token_loss`, `distillation_loss`, or a function like them.
+      loss: a function such as those of `training.losses`.
       tokens, heldout: [n] token streams, uint16 or uint32.
       directory, teacher, minutes, save_minutes, progress: see `learn`.
 

@@ -18,7 +18,7 @@ from stree_jax.models import init_params
 from stree_jax.models.keys import key_of
 from stree_jax.sampling.threefry import as_threefry, uniform
 from stree_jax.server.batch import Batch, Sizes, TextRequest, requests_of
-from stree_jax.training import train
+from stree_jax.training import losses, train
 from stree_jax.training.ngrams import sample_text
 from tests.support.tiny import perturbed, tiny
 
@@ -172,7 +172,7 @@ def test_training_starts_from_the_same_weights(target, name):
     config = target.config
     want = init_params(config, jax.random.key(4, impl="threefry2x32"), jnp.float32)
     settings = train.TrainConfig(steps=1, warmup=0, seed=4)
-    subject = train.Text(config, train.next_token_loss)
+    subject = train.Text(config, losses.next_token_loss)
     examples = train.Examples(lambda step: iter(()), [], {})
     learner = train._Learner(subject, settings, None, examples, False)
     with SETTINGS[name]():
@@ -188,7 +188,7 @@ def test_training_works_under_strict_dtype_promotion(tmp_path):
         steps=1, batch=1, length=8, warmup=0, compute_dtype="float32"
     )
     tokens = np.arange(40, dtype=np.uint16)
-    fit = (config, settings, train.next_token_loss, tokens, tokens, tmp_path / "run")
+    fit = (config, settings, losses.next_token_loss, tokens, tokens, tmp_path / "run")
     with jax.numpy_dtype_promotion("strict"):
         _, history = train.fit(*fit, progress=False)
     assert np.isfinite(history[0]["train_loss"])
@@ -216,7 +216,7 @@ def test_debug_settings_give_the_same_text_or_one_line(name, value, said):
 def test_training_without_jit_is_refused(tmp_path):
     tokens = np.arange(40, dtype=np.uint16)
     settings = train.TrainConfig(steps=1, batch=1, length=8, warmup=0)
-    fit = (tiny(1).config, settings, train.next_token_loss, tokens, tokens)
+    fit = (tiny(1).config, settings, losses.next_token_loss, tokens, tokens)
     with jax.disable_jit(), pytest.raises(ValueError, match="jax_disable_jit: .*unset"):
         train.fit(*fit, tmp_path / "run")
     assert not (tmp_path / "run").exists()

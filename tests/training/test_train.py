@@ -14,7 +14,7 @@ import pytest
 
 import stree_jax
 from stree_jax.models import base_model
-from stree_jax.training import train
+from stree_jax.training import losses, train
 from stree_jax.training.recipe import TargetSize, drafter_config, target_config
 from tests.support.tiny import tiny
 
@@ -44,7 +44,7 @@ def tokens():
 def test_sequence_logits_match_score(tokens):
     model = tiny(1)
     batch = jnp.asarray(tokens[:140].reshape(2, 70), jnp.int32)
-    whole = train.sequence_logits(model, batch)
+    whole = losses.sequence_logits(model, batch)
     scores = stree_jax.score(model, batch)
     chex.assert_trees_all_close(whole, scores, rtol=1e-4, atol=1e-4)
 
@@ -62,7 +62,7 @@ class Fuse:
 
     def loss(self, *args):
         jax.debug.callback(self.burn)
-        return train.next_token_loss(*args)
+        return losses.next_token_loss(*args)
 
 
 FUSE = Fuse()
@@ -160,7 +160,7 @@ def test_distillation_brings_the_draft_model_closer_to_the_target(tokens, tmp_pa
     _, history = train.fit(
         drafter.config,
         CONFIG,
-        train.distillation_loss,
+        losses.distillation_loss,
         tokens,
         tokens[:600],
         tmp_path,
@@ -169,7 +169,7 @@ def test_distillation_brings_the_draft_model_closer_to_the_target(tokens, tmp_pa
     )
     assert history[-1]["heldout_loss"] < history[0]["heldout_loss"]
     windows = jnp.asarray(tokens[:142].reshape(2, 71), jnp.int32)
-    same = train.distillation_loss(target, windows, target)
+    same = losses.distillation_loss(target, windows, target)
     assert abs(float(same)) < 1e-5
 
 
@@ -179,7 +179,7 @@ def test_teachers_share_the_compiled_step(tokens, tmp_path):
 
     def loss(*args):
         traces.append(1)
-        return train.distillation_loss(*args)
+        return losses.distillation_loss(*args)
 
     drafter, count, losses = tiny(2, layers=("mamba",)), [], []
     for seed in (1, 3):
