@@ -36,7 +36,7 @@ is in float32):
 Keys are kept apart from their factors so that records can hold them in 16 bits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +250,66 @@ def _substituted(
     return lax.fori_loop(0, right.shape[2], row, u)
 
 
+SOLVE_BLOCK = 16  # rows of the diagonal blocks that `_solved` inverts
+
+
+def _solved(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Solves (I + left) x = right for strictly lower triangular systems.
+
+    `lax.linalg.triangular_solve` is not used because two of its calls that run at the
+    same time on a CPU can wait for each other for ever: each blocks threads of XLA's
+    pool until other threads of this pool have solved its batch (jaxlib 0.10.2).
+
+    Args:
+      left: [n, H, T, T] float32, 0 on and above the diagonal.
+      right: [n, H, T, W] float32.
+
+    Returns:
+      [n, H, T, W] float32. Gradients are those of the exact solution.
+    """
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.matmul(a, b, precision=_HIGHEST)
+
+    def transposed(_: Any, b: jax.Array) -> jax.Array:
+        # The transposed system is upper triangular; backwards it is lower triangular.
+        backwards = jnp.flip(left.swapaxes(2, 3), (2, 3))
+        return jnp.flip(_by_blocks(backwards, jnp.flip(b, 2)), 2)
+
+    return lax.custom_linear_solve(
+        lambda x: x + product(left, x),
+        right,
+        lambda _, b: _by_blocks(left, b),
+        transposed,
+    )
+
+
+def _by_blocks(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Solves (I + left) x = right as `_solved`, block after block: the diagonal blocks
+    are inverted by rows, and the rest are products."""
+    n, H, T, _ = left.shape
+    size = min(SOLVE_BLOCK, T)
+    count, pad = -(-T // size), -T % size
+    left = jnp.pad(left, ((0, 0), (0, 0), (0, pad), (0, pad)))
+    right = jnp.pad(right, ((0, 0), (0, 0), (0, pad), (0, 0)))
+    blocks = left.reshape(n, H, count, size, count, size)
+    diagonal = jnp.stack([blocks[:, :, i, :, i] for i in range(count)], axis=2)
+    diagonal = diagonal.reshape(n, H * count, size, size)
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), diagonal.shape)
+    places = jnp.arange(size, dtype=jnp.int32)
+    inverse = _substituted(diagonal, identity, places, jnp.zeros_like(diagonal))
+    inverse = inverse.reshape(n, H, count, size, size)
+    found: list[jax.Array] = []
+    for i in range(count):
+        rest = right[:, :, i * size : (i + 1) * size]
+        if found:
+            before = left[:, :, i * size : (i + 1) * size, : i * size]
+            known = jnp.concatenate(found, axis=2)
+            rest = rest - jnp.matmul(before, known, precision=_HIGHEST)
+        found.append(jnp.matmul(inverse[:, :, i], rest, precision=_HIGHEST))
+    return jnp.concatenate(found, axis=2)[:, :, :T]
+
+
 def delta_replay(h0: jax.Array, past: DeltaReplayed) -> jax.Array:
     """Computes the state after an accepted path from the records of its tokens.
 
@@ -369,14 +429,7 @@ def delta_chunks(
     by_column = from_state if from_state.ndim == 4 else from_state[..., None]
     heads = _per_head(k, H).swapaxes(1, 2)  # [n, H, chunk, N]
     right = [v.astype(jnp.float32).swapaxes(1, 2), heads * by_column]
-    identity = jnp.eye(chunk, dtype=jnp.float32)
-    solved = lax.linalg.triangular_solve(
-        left + identity[None, None],
-        beta * jnp.concatenate(right, axis=-1),
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
-    )
+    solved = _solved(left, beta * jnp.concatenate(right, axis=-1))
     U, W = jnp.split(solved, [P], axis=-1)
     # What a chunk adds to the state: its keys, decayed to the chunk's end.
     to_end = decay[:, :, -1]  # [n, H, chunk], or with a last axis N
