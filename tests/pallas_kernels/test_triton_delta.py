@@ -116,7 +116,7 @@ def test_a_chain_of_equal_keys():
     inputs, h0 = equal_keys(64, 2, 16, 16)
     parents = chain(64)[None]
     expected = delta_tree(inputs, h0, parents)[:2]
-    near(jit_scan(inputs, h0, masks_of(parents)), expected, 3 * TOLERANCE)
+    near(jit_scan(inputs, h0, masks_of(parents)), expected, 8 * TOLERANCE)
 
 
 def test_any_partial_order():
