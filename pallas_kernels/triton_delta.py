@@ -13,9 +13,9 @@ unit triangular system of `delta`,
 
     u_t = right_t - sum_{s < t} left_ts u_s
 
-in as many rounds as a token has ancestors at most: round i computes the tokens with i
-ancestors, from those of the rounds before it. All products are in the precision of
-float32; the powers of `left`, which would need fewer rounds, are not (see `delta`).
+in rounds: round i computes the tokens that have i ancestors, from those of earlier
+rounds. Powers of `left` would need fewer rounds, but lose all precision where keys
+repeat (see `delta`).
 
 Programs share no results, so the scores are computed once per block of values.
 

@@ -44,6 +44,12 @@ dnn_version_info { major: 9 minor: 12 }
 runtime_version { major: 13 }
 """
 
+# Key heads, value heads, P and N of Gated DeltaNet layers.
+DELTAS = {
+    "qwen3.5-9b": (16, 32, 128, 128),  # and 4b
+    "qwen3.5-27b": (16, 48, 128, 128),
+    "olmo-hybrid": (30, 30, 192, 96),
+}
 PROGRAMS = {"mamba2-2.7b, plain": 1, "mamba2-2.7b, 16 nodes": 16}
 
 
@@ -87,14 +93,70 @@ def program_case(nodes: int) -> tuple:
     return run, (decoding, target, drafter), (0,)
 
 
+def delta_case(
+    heads: tuple[int, int, int, int],
+    batch: int,
+    T: int,
+    dtype: str,
+    path: int = 6,
+    rows: int | None = None,
+) -> tuple:
+    """The delta rule over a tree of T nodes after a path, or for `rows` of T nodes."""
+    import jax.numpy as jnp
+
+    from stree_jax.pallas_kernels import DeltaInputs, DeltaReplayed, triton_delta
+
+    G, H, P, N = heads
+    f32, i32, short = (jnp.dtype(name) for name in ("float32", "int32", dtype))
+    Tq = T if rows is None else rows
+    keys, queries = ((batch, n, G, N) for n in (T, Tq))
+    k = [(keys, short), ((batch, T, G), f32)]
+    q = [(queries, short), ((batch, Tq, G), f32)]
+    a, beta = (((batch, n, H), f32) for n in (T, Tq))
+    inputs = [*q, *k, ((batch, Tq, H, P), short), a, beta]
+    u, h0 = ((batch, T, H, P), f32), ((batch, H, P, N), f32)
+    mask = ((batch, T, T), jnp.dtype(bool))
+
+    def scan(h0, rows, u, mask, *inputs):
+        return triton_delta.delta_scan(DeltaInputs(*inputs), h0, mask, rows, u)
+
+    def replay_scan(h0, mask, *arrays):
+        past, inputs = DeltaReplayed(*arrays[:6]), DeltaInputs(*arrays[6:])
+        return triton_delta.delta_replay_scan(h0, past, inputs, mask)
+
+    if rows is not None:
+        return scan, [h0, ((rows,), i32), u, mask, *inputs], ()
+    past = [u, *k, a, ((batch, path), i32), ((batch,), i32)]
+    return replay_scan, [h0, mask, *past, *inputs], (0,)
+
+
+def delta_cases() -> dict[str, Callable[[], tuple]]:
+    """Returns the cases of the delta rule, as `cases` does."""
+    table: dict[str, Callable[[], tuple]] = {}
+    for dtype in ("bfloat16", "float32"):
+        for name, heads in DELTAS.items():
+            for batch in (1, 8) if name == "qwen3.5-9b" else (1,):
+                for T in (16, 32, 64):
+                    label = f"{name} delta, triton, T={T}, B={batch}, {dtype}"
+                    table[label] = partial(delta_case, heads, batch, T, dtype)
+        case = partial(delta_case, DELTAS["qwen3.5-9b"], 1)
+        for T in (1, 64):
+            label = f"delta, triton, T={T}, path of {T}, {dtype}"
+            table[label] = partial(case, T, dtype, path=T)
+        for T, rows in ((32, 4), (32, 20), (64, 4), (64, 40)):
+            label = f"delta, triton, {rows} of {T}, {dtype}"
+            table[label] = partial(case, T, dtype, rows=rows)
+    return table
+
+
 def cases() -> dict[str, Callable[[], tuple]]:
     """Returns functions, argument shapes and donated arguments, by name."""
-    from stree_jax.bench.kernels import SHAPES, Multiply, Scan, op_case
+    from stree_jax.bench.kernels import SHAPES, Attend, Scan, op_case
 
-    table: dict[str, Callable[[], tuple]] = {}
+    table = delta_cases()
     for name, shape in SHAPES.items():
-        if isinstance(shape, Multiply):  # on a GPU, XLA's own attention
-            continue
+        if not isinstance(shape, Scan | Attend):
+            continue  # products are XLA's own on a GPU
         scans = isinstance(shape, Scan)
         for implementation in ("triton", "mosaic_gpu") if scans else ("triton",):
             for T in (16, 64) if scans else (1, 16, 64):

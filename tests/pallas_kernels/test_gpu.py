@@ -17,12 +17,19 @@ from stree_jax import Sampling
 from stree_jax.models import cast_params
 from stree_jax.models.weights.int8 import quantize, rounded
 from stree_jax.models.weights.linear import linear
-from stree_jax.pallas_kernels import mosaic_scan, triton_attention, triton_scan
+from stree_jax.pallas_kernels import (
+    mosaic_scan,
+    triton_attention,
+    triton_delta,
+    triton_scan,
+)
+from tests.support import deltas
 from tests.support.chains import logits_of_chain
 from tests.support.reference import (
     OP_TOLERANCE,
     assert_near,
     attend_tree,
+    chain,
     random_parents,
 )
 from tests.support.scans import Shape, definition, masks_of, normal, replay_inputs
@@ -45,6 +52,14 @@ SHAPES = {
 }
 if INTERPRET:
     SHAPES = {"small": Shape(1, 16, 2, 1, 64, 64)}
+DELTAS = {
+    "qwen": deltas.Shape(1, 16, 6, 3, 128, 128),
+    "two rows": deltas.Shape(2, 33, 8, 4, 128, 128),
+    "wide values": deltas.Shape(1, 64, 4, 4, 192, 96),
+    "plain step": deltas.Shape(2, 1, 4, 2, 128, 128),
+}
+if INTERPRET:
+    DELTAS = {"small": deltas.Shape(1, 16, 2, 1, 32, 32)}
 REPEATS = 2 if INTERPRET else 100
 SCANS = {"triton": partial(triton_scan.replay_tree_scan, interpret=INTERPRET)}
 if not INTERPRET:  # its interpreter takes seconds a head
@@ -92,6 +107,59 @@ def test_scan_is_reproducible(kernel):
     first = jax.tree.map(np.asarray, run(*inputs))
     for _ in range(REPEATS):
         jax.tree.map(np.testing.assert_array_equal, run(*inputs), first)
+
+
+run_delta = jax.jit(partial(triton_delta.delta_replay_scan, interpret=INTERPRET))
+run_delta_rows = jax.jit(partial(triton_delta.delta_scan, interpret=INTERPRET))
+
+
+@dtypes
+@pytest.mark.parametrize("shape", DELTAS.values(), ids=DELTAS)
+@pytest.mark.parametrize("seed", range(3))
+def test_delta_rule_computes_the_recurrence(dtype, shape, seed):
+    """Products with a bfloat16 factor are exact, so one tolerance serves both."""
+    rng = np.random.default_rng(seed)
+    parents = random_parents(rng, shape.batch, shape.T)
+    extreme = seed == 2
+    h0, past, tree = deltas.replayed_inputs(rng, shape, dtype=dtype, extreme=extreme)
+    mask = masks_of(parents)
+    poison(1 << 16)
+    found = jax.tree.map(np.asarray, run_delta(h0, past, tree, mask))
+    h = deltas.delta_path(h0, past)
+    y, u, _ = deltas.delta_tree(tree, h, parents)
+    for got, wanted in zip(found, (y, u, h), strict=True):
+        assert_near(got, wanted, TOLERANCE["float32"])
+    for _ in range(REPEATS):
+        again = run_delta(h0, past, tree, mask)
+        jax.tree.map(np.testing.assert_array_equal, again, found)
+
+
+@dtypes
+@pytest.mark.parametrize("T", [16, 64])
+def test_delta_rule_level_by_level(dtype, T):
+    """A first group that is a chain, then the rest of a random tree in two groups."""
+    rng = np.random.default_rng(T)
+    shape = next(iter(DELTAS.values()))._replace(T=T)
+    parents = np.array([[-1, 0, 1, *(rng.integers(0, t) for t in range(3, T))]])
+    inputs, h0 = deltas.delta_inputs(rng, shape, dtype=dtype)
+    y_once, u_once, _ = deltas.delta_tree(inputs, h0, parents)
+    u = np.full(u_once.shape, 1e4, np.float32)
+    for rows in (np.arange(3), np.arange(3, T // 2), np.arange(T // 2, T)):
+        rows = rows.astype(np.int32)
+        some = deltas.queries(inputs, rows)
+        y, u = run_delta_rows(some, h0, masks_of(parents), rows, u)
+        assert_near(y, y_once[:, rows], TOLERANCE["float32"])
+    assert_near(u, u_once, TOLERANCE["float32"])
+
+
+def test_delta_rule_of_equal_keys():
+    """Errors of tf32x3 products grow along such a chain, but stay small."""
+    inputs, h0 = deltas.equal_keys(64, 2, 16, 16)
+    parents = chain(64)[None]
+    found = run_delta_rows(inputs, h0, masks_of(parents))
+    expected = deltas.delta_tree(inputs, h0, parents)[:2]
+    for got, wanted in zip(found, expected, strict=True):
+        assert_near(got, wanted, 10 * TOLERANCE["float32"])
 
 
 @dtypes
