@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: the gated delta rule, gated attention, MLPs or experts.
+"""Converts the architectures of Qwen3-Next and Qwen3.5 to ours.
 
 Differences from the Hugging Face directories, beside those in `names`:
 
