@@ -1,6 +1,6 @@
-"""Qwen3-Next and Qwen3.5: the gated delta rule, gated attention, MLPs or experts.
+"""Converts the architectures of Qwen3-Next and Qwen3.5 to ours.
 
-Differences from the Hugging Face directories, beside those in `names`:
+Differences from the Hugging Face directories, in addition to those in `names`:
 
 - Norms hold 1 + w, except that of the delta rule's output, which is w in both.
 - Value heads of "qwen35" and "qwen35moe" are tiled: first one of every key head, then

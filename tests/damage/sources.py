@@ -43,7 +43,7 @@ GGUF = {
     "gguf-granite": ("granite-hybrid-moe", "F32", 0),
     "gguf-falcon": ("falcon-h1", "F16", 9),
     "gguf-nemotron": ("nemotron-h-moe", "F32", 0),
-    "gguf-qwen": ("qwen35moe-mtp", "F32", 0),
+    "gguf-qwen": ("qwen35moe", "F32", 0),
 }
 SOURCES = [*HF_CASES, *NATIVES, "mambainllama", *QUANTIZED, *GGUF, *OWN]
 LAYOUTS = ("safetensors", "safetensors shards", "bin", "bin shards")

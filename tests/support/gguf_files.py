@@ -6,6 +6,8 @@ tests.gguf_peers` checks that llama.cpp itself can read the files.
 """
 
 import json
+import tempfile
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -17,6 +19,7 @@ from tests.support.gguf_qwen import (
     QWEN_CASES,
     describe_qwen,
     mtp_tensors,
+    qwen35,
     qwen_layout,
 )
 from tests.support.hf_checkpoints import (
@@ -31,6 +34,7 @@ from tests.support.hf_checkpoints import (
     qwen2,
     qwen3,
 )
+from tests.support.vocabularies import byte_level, write_byte_level
 
 NO_LIMITS = {"time_step_limit": (0.0, float("inf"))}
 MIXER = {**NO_LIMITS, "mamba_proj_bias": False, "mamba_conv_bias": True}
@@ -165,6 +169,16 @@ def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def write_predicting(file):
+    """Writes a file of a tiny Qwen3.5 with an MTP layer and a tokenizer."""
+    tokenizer = byte_level("qwen35")
+    model = qwen35(vocab_size=tokenizer.get_vocab_size() + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        extra = write_byte_level(tokenizer, "qwen35", add_bos_token=False)
+        return write_gguf(Path(folder), "qwen35-mtp", file, extra=extra)
 
 
 def describe(writer, arch, c):

@@ -33,6 +33,7 @@ from tokenizers import Tokenizer, models
 
 from stree_jax.cli import main as cli
 from tests.support import mtp
+from tests.support.gguf_files import write_predicting
 from tests.support.hf_checkpoints import granite, nemotron
 from tests.support.native_checkpoints import write_native
 from tests.support.table_models import byte_level, follow, write_gguf
@@ -137,6 +138,7 @@ def _models(root):
     tokens = byte_level()
     chain = follow(tokens, ["O", "n", "c", "e"])
     write_gguf(root / "model-Q4_K_M.gguf", tokens, chain, eos="</s>")
+    write_predicting(root / "Qwen3.5-9B-Q4_K_M.gguf")
     make = f"ngrams --drafter demo --out {root / 'ngrams.safetensors'}"
     assert cli.main([*make.split(), *SHORT["ngrams"]]) == 0
     return root
