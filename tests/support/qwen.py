@@ -312,6 +312,16 @@ def with_mtp(directory, fused=False, seed=3):
     return directory
 
 
+def fuse_experts(directory, prefix):
+    """Fuses the experts of the tensors of a one-file checkpoint whose names begin with
+    `prefix`; see `fuse`."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    chosen = {n: t for n, t in tensors.items() if n.startswith(prefix)}
+    others = {n: t for n, t in tensors.items() if n not in chosen}
+    save_file(others | fuse(chosen), file, {"format": "pt"})
+
+
 def fuse(tensors):
     """Returns the tensors with one for all experts of a layer, as Qwen3.5 has them."""
     tensors, found = dict(tensors), {}
