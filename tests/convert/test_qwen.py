@@ -1,6 +1,5 @@
 """Test Qwen3-Next and Qwen3.5: logits, spellings of files, and planted mistakes."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import stree_jax
@@ -393,7 +392,9 @@ class Mistakes:
         )
 
     def decay_without_bias(o):
-        o.decay = lambda a, p: np.exp(-np.exp(o.tensors[f"{p}A_log"]) * qwen.softplus(a))
+        o.decay = lambda a, p: np.exp(
+            -np.exp(o.tensors[f"{p}A_log"]) * qwen.softplus(a)
+        )
 
     def no_decay(o):
         o.decay = lambda a, p: np.ones_like(a)
@@ -608,5 +609,3 @@ def test_planted_mistakes_in_rows_are_seen(source, monkeypatch, mistake):
         convert, "rows_of", lambda *args: [ROWS[mistake](r) for r in rows_of(*args)]
     )
     assert np.abs(score(stree_jax.load(source("qwen3-next"))) - right).max() > SEEN
-
-

@@ -212,7 +212,9 @@ class Recomputed:
     def turned(self, x):
         """Rotates the first channels of heads x [n, heads, head_dim]."""
         dim = int(self.head_dim * self.share)
-        angles = np.outer(np.arange(len(x)), self.theta ** -(np.arange(0, dim, 2) / dim))
+        angles = np.outer(
+            np.arange(len(x)), self.theta ** -(np.arange(0, dim, 2) / dim)
+        )
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
         first, second, rest = np.split(x, [dim // 2, dim], axis=-1)
         turned = first * cos - second * sin, second * cos + first * sin
@@ -288,20 +290,24 @@ def with_mtp(directory, fused=False, seed=3):
     generator = torch.Generator().manual_seed(seed)
     file = directory / "model.safetensors"
     tensors, layers = load_file(file), {}
-    like = "layers.3."  # the layer with attention
+    prefix = "model.language_model."
+    if f"{prefix}norm.weight" not in tensors:
+        prefix = "model."
+    like = f"{prefix}layers.3."  # the layer with attention
+
+    def normal(*shape):
+        noise = torch.randn(shape, generator=generator)
+        # Scales of norms have few bits; see `hf_checkpoints.randomize_offset`.
+        rounded = torch.round(256 * 0.3 * noise) / 256
+        return noise * shape[-1] ** -0.5 if len(shape) > 1 else rounded
+
     for name, tensor in tensors.items():
-        if like in name and "visual" not in name:
-            noise = torch.randn(tensor.shape, generator=generator)
-            rounded = torch.round(64 * noise * 0.3) / 256  # few bits, as in the models
-            size = tensor.shape[-1] ** -0.5
-            new = rounded if tensor.ndim == 1 else noise * size
-            layers[MTP + name.partition(like)[2]] = new.to(tensor.dtype)
-    d = next(t for n, t in tensors.items() if n.endswith("embed_tokens.weight")).shape[1]
+        if name.startswith(like):
+            layers[MTP + name.removeprefix(like)] = normal(*tensor.shape)
+    d = tensors[f"{prefix}embed_tokens.weight"].shape[1]
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        noise = torch.randn(d, generator=generator)
-        layers[f"mtp.{name}.weight"] = torch.round(64 * noise * 0.3) / 256
-    noise = torch.randn(d, 2 * d, generator=generator)
-    layers["mtp.fc.weight"] = noise * (2 * d) ** -0.5
+        layers[f"mtp.{name}.weight"] = normal(d)
+    layers["mtp.fc.weight"] = normal(d, 2 * d)
     if fused:
         layers = fuse(layers)
     save_file(tensors | layers, file, {"format": "pt"})
@@ -331,9 +337,7 @@ def fuse(tensors):
         found.setdefault(prefix, {})[int(number), module] = tensors.pop(name)
     for prefix, each in found.items():
         numbers = sorted({e for e, _ in each})
-        both = [
-            torch.cat([each[e, "gate_proj"], each[e, "up_proj"]]) for e in numbers
-        ]
+        both = [torch.cat([each[e, "gate_proj"], each[e, "up_proj"]]) for e in numbers]
         tensors[f"{prefix}.experts.gate_up_proj"] = torch.stack(both)
         down = [each[e, "down_proj"] for e in numbers]
         tensors[f"{prefix}.experts.down_proj"] = torch.stack(down)
