@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import stree_jax
 from stree_jax import convert, models
 from stree_jax.checkpoints.info import info
+from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf
 from stree_jax.convert.rows import Groups
@@ -154,6 +155,33 @@ def test_text_model_within_a_multimodal_one(source, tmp_path, name):
     assert facts.pop("left_out") == ["model.visual.*"]
     for key in ("parameters", "weight_bytes", "mtp_layers", "mtp_weight_bytes"):
         assert facts[key] == text[key]
+
+
+@pytest.mark.parametrize("field", ["text_config", "tie_word_embeddings"])
+def test_odd_fields_of_multimodal_models(source, tmp_path, field):
+    """An error of one line that names the field."""
+    path = shutil.copytree(source("qwen3-5"), tmp_path / "both")
+    edit_json(path / "config.json", in_text_config)
+    for odd in (7, "x", [-1], [], True if field == "text_config" else 1.5):
+        edit_json(path / "config.json", lambda v, odd=odd: v.update({field: odd}))
+        with pytest.raises(CheckpointError, match=field) as caught:
+            stree_jax.load(path)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3-5"])
+def test_verify_in_bfloat16(source, tmp_path, name, capsys):
+    """Scales of norms keep their bits, and so does the comparison's other side."""
+    path = shutil.copytree(source(name), tmp_path / "many-bits")
+
+    def change(tensors):
+        for tensor in tensors.values():
+            if tensor.ndim == 1:
+                tensor *= 0.9173
+
+    edit_tensors(path, change)
+    words = ["convert", path, tmp_path / "ours", "--verify", "--dtype", "bfloat16"]
+    assert cli.main([str(word) for word in words]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("experts", [False, True])
