@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5 with their MTP layers in float64 NumPy, and checkpoints with
-MTP layers.
+"""Qwen3-Next and Qwen3.5 with their MTP layers: tiny checkpoints, and the models in
+float64 NumPy.
 
 transformers has no class for the MTP layers. The recomputation follows the equations
 token by token, reads raw tensors, and shares no code with the library. Every step is a
@@ -7,11 +7,17 @@ method, so that a test can plant a mistake by replacing one.
 """
 
 import json
+from functools import cache
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+import stree_jax
+from stree_jax import models
+from stree_jax.models import extend, init_state, logits_of
+from tests.support import hf_checkpoints as hf
 from tests.support.hf_checkpoints import VOCAB
 
 MTP = "mtp.layers.0."
@@ -346,3 +352,44 @@ def fuse(tensors):
 
 def tokens_of(seed, count):
     return np.random.default_rng(seed).integers(0, VOCAB, count)
+
+
+TOKENS = tokens_of(1, 40)
+MAKERS = {
+    "qwen3-next": hf.qwen3_next,  # dense layers among experts, grouped projections
+    "qwen3-5": lambda: hf.qwen3_5(tie_word_embeddings=True),
+    "qwen3-5-moe": hf.qwen3_5_moe,
+}
+
+
+def checkpoints(root):
+    """Returns a function: name of a maker -> its checkpoint, with MTP layers.
+
+    Each directory is made once. Copy it before changing it.
+    """
+
+    @cache
+    def make(name):
+        MAKERS[name]().save_pretrained(root / name)
+        return with_mtp(root / name)
+
+    return make
+
+
+# Logits of the library
+
+
+def score(model, tokens=TOKENS):
+    return np.asarray(stree_jax.score(model, tokens[None])[0])
+
+
+def mtp_score(model, tokens=TOKENS):
+    """Returns the logits of a model's MTP layers for a text."""
+    size = jnp.asarray([len(tokens) - 1], jnp.int32)
+    state = init_state(model.config, 1, len(tokens), jnp.float32)
+    ids = jnp.asarray(tokens[None], jnp.int32)
+    hidden, _ = extend(model, state, ids[:, :-1], size)
+    layers = models.mtp_model(model)
+    state = init_state(layers.config, 1, len(tokens), jnp.float32)
+    hidden, _ = extend(layers, state, ids[:, 1:], size, hidden)
+    return np.asarray(logits_of(layers, hidden)[0])
