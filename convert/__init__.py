@@ -303,8 +303,9 @@ def convert_checkpoint(
       progress: True to show a progress bar, on a terminal only.
       dt_floor: see `configs.read_config`.
       warn: called with one line for each problem that is not an error: a weight with
-        NaN or infinity, an invalid stop token, MTP layers that are left out, a
-        tokenizer of an unknown kind, or leftovers of an interrupted conversion.
+        NaN or infinity, an invalid stop token, MTP layers or a vision encoder that are
+        left out, a tokenizer of an unknown kind, or leftovers of an interrupted
+        conversion.
 
     Raises:
       CheckpointError: the checkpoint is invalid or unsupported, or `dst` cannot be

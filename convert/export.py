@@ -10,6 +10,7 @@ import numpy as np
 from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.configs import GENERATION, export_format, hf_config
 from stree_jax.convert.families import NAMES
+from stree_jax.convert.families.qwen3_5 import TEXT
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.checkpoint import source_config
 from stree_jax.convert.rows import split
@@ -90,6 +91,8 @@ def _kept_fields(config: ModelConfig, source: Path | None) -> dict[str, int]:
     else:
         file = SOURCE_CONFIG if is_ours(files) else CONFIG
         values = files.fields_if_any(file).values
+        if isinstance(text := values.get(TEXT), dict):  # of a multimodal model
+            values = {**values, **text}
     limits = {
         "bos_token_id": config.vocab_size,
         "pad_token_id": config.vocab_size,

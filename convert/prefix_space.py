@@ -14,7 +14,12 @@ from stree_jax.convert.special_tokens import tokenizer_class
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BYTE_LEVEL_CLASSES = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")
+BYTE_LEVEL_CLASSES = (
+    "GPT2Tokenizer",
+    "GPTNeoXTokenizer",
+    "Qwen2Tokenizer",
+    "Qwen3_5Tokenizer",
+)
 PIECE_CLASS = "LlamaTokenizer"
 SETTING = "add_prefix_space"
 Part = dict[str, Any]

@@ -27,6 +27,7 @@ from stree_jax.convert.source import (
 )
 
 CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
+TEXT_CONFIG = "text_config"
 OLD_CONFIG = "compression_config"  # the field's name in compressed-tensors before 2025
 FP8 = Scheme("fp8", "F8_E4M3")
 INT8 = Scheme("int8", "I8")
@@ -259,6 +260,9 @@ def _recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
     """Reads the schemes from config.json or from Model Optimizer's own file. Returns
     None if neither mentions quantization."""
     config = files.fields(tensors=source.tensors)
+    if all(config.get(name, None) is None for name in (CONFIG, OLD_CONFIG)):
+        text = config.object(TEXT_CONFIG)  # of a multimodal model
+        config = text if text.get(CONFIG, None) is not None else config
     name = CONFIG if config.get(CONFIG, None) is not None else OLD_CONFIG
     if config.get(name, None) is None:
         has_file = files.has(MODELOPT_FILE)

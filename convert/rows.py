@@ -75,8 +75,9 @@ class Row:
       sources: names of the source tensors.
       how: conversion of the sources to the parameter. "copy"; "concat" along axis 0;
         "halves": concatenate along axis 1; "stack" along a new axis 0; "experts": stack
-        pairs of sources, each concatenated along axis 0; "swap" the halves of axis 0; "conv": drop the middle axis of [C, 1, K]; "shape": flatten;
-        "decay": flatten, and take log(-source); "offset": add 1, in float32.
+        pairs of sources, each concatenated along axis 0; "swap" the halves of axis 0;
+        "conv": drop the middle axis of [C, 1, K]; "shape": flatten; "decay": flatten,
+        and take log(-source); "offset": add 1, in float32.
       sizes: for "concat" and "halves", the size of each source along the axis; for
         "shape" and "decay", the source's shape.
       heads: for "concat", number of heads of each source whose rows are ordered in

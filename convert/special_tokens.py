@@ -28,18 +28,19 @@ EXTRA = ("extra_special_tokens", "additional_special_tokens")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _END = "<|endoftext|>"
 _ENDS = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
+_QWEN_ENDS = {"eos_token": _END, "unk_token": _END, "pad_token": _END}
 # Defaults of transformers' tokenizer classes for special tokens.
 CLASS_ROLES = {
     "GPT2Tokenizer": _ENDS,
     "GPTNeoXTokenizer": _ENDS | {"pad_token": "<|padding|>"},
-    "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+    "Qwen2Tokenizer": _QWEN_ENDS,
+    "Qwen3_5Tokenizer": _QWEN_ENDS,
 }
 FAMILY_CLASSES = {
     "mamba2": "GPTNeoXTokenizer",
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), "Qwen2Tokenizer"),
+    "qwen3_next": "Qwen2Tokenizer",
 }
 
 

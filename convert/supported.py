@@ -23,6 +23,7 @@ class Family(NamedTuple):
 THEIRS = "transformers 5.23"
 YES, NO = "yes", "no"
 OURS = "an independent float64 recomputation"
+QWEN = "Qwen3.5, 3.6 and 3.8: Gated DeltaNet and attention, "
 FAMILIES = (
     Family(
         "ssm_cfg (state-spaces)",
@@ -34,6 +35,23 @@ FAMILIES = (
     Family("llama", "LlamaForCausalLM, llama3 rotary scaling", THEIRS, YES),
     Family("qwen2", "Qwen2, Qwen2.5 (dense)", THEIRS, YES),
     Family("qwen3", "Qwen3 (dense)", THEIRS, YES),
+    Family(
+        "qwen3_next",
+        "Qwen3-Next: Gated DeltaNet and attention, with experts",
+        THEIRS,
+        "yes; as qwen3_5_moe_text if all layers have experts",
+    ),
+    Family(
+        "qwen3_5", QWEN + "dense, within a multimodal model", THEIRS, "as qwen3_5_text"
+    ),
+    Family("qwen3_5_text", QWEN + "dense", THEIRS, YES),
+    Family(
+        "qwen3_5_moe",
+        QWEN + "with experts, within a multimodal model",
+        THEIRS,
+        "as qwen3_5_moe_text",
+    ),
+    Family("qwen3_5_moe_text", QWEN + "with experts", THEIRS, YES),
     Family(
         "mistral", "MistralForCausalLM without a sliding window", THEIRS, "as llama"
     ),

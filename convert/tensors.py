@@ -107,8 +107,8 @@ def without_left_out(
         return source, ()
     if warn is not None:
         warn(
-            f"{source.directory}: {prefix}* (the vision encoder) is left out; the model "
-            "reads text only"
+            f"{source.directory}: {prefix}* (the vision encoder) is left out; "
+            "the model reads text only"
         )
     kept = {n: t for n, t in source.tensors.items() if not n.startswith(prefix)}
     return replace(source, tensors=kept), (f"{prefix}*",)

@@ -1,6 +1,7 @@
 """Compares the logits of a converted checkpoint with those of transformers."""
 
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ GGUF_READ = ("llama", "qwen2", "qwen3")  # architectures that transformers 5.23 
 NOT_READ = ("head_dim", "attention_bias", "mlp_bias")
 # Parameters that are always float32, by their names in transformers.
 UNROUNDED = ("A_log", "dt_bias", "D", "e_score_correction_bias")
+OFFSET_NORM = re.compile(r"(?<!linear_attn\.)\b\w*norm\.weight$")
 
 
 class Difference(NamedTuple):
@@ -130,7 +132,8 @@ def largest_difference(src: Path, dst: Path, dt_floor: bool = False) -> Differen
     config, dtype = opened.config, opened.dtype
     tokens = np.random.default_rng(0).integers(0, config.num_tokens, (1, TOKENS))
     no_floor = format in ("nemotron_h", "zamba2") and not dt_floor
-    theirs = _their_logits(src, tokens, dtype, no_floor)
+    offset_norms = config.norm == "rms_float32"
+    theirs = _their_logits(src, tokens, dtype, no_floor, offset_norms)
     model = load(dst, dtype="float32")
     with jax.default_matmul_precision("highest"):
         ours = np.asarray(score(model, tokens))
@@ -141,13 +144,18 @@ def largest_difference(src: Path, dst: Path, dt_floor: bool = False) -> Differen
 
 
 def _their_logits(
-    src: Path, tokens: np.ndarray, dtype: np.dtype, no_floor: bool
+    src: Path,
+    tokens: np.ndarray,
+    dtype: np.dtype,
+    no_floor: bool,
+    offset_norms: bool,
 ) -> np.ndarray:
     """Returns logits [1, T, V] of transformers, with weights rounded to `dtype`.
 
     Args:
       no_floor: if True, `time_step_limit` is used as in the authors' code; transformers
         uses `time_step_min` instead.
+      offset_norms: True if norms that store scale - 1 keep their bits (Qwen3-Next).
     """
     import torch
 
@@ -161,7 +169,10 @@ def _their_logits(
         with torch.no_grad():
             if dtype != np.float32:
                 for name, param in other.named_parameters():
-                    if name.rsplit(".", 1)[-1] not in UNROUNDED:
+                    kept = name.rsplit(".", 1)[-1] in UNROUNDED
+                    if offset_norms and OFFSET_NORM.search(name):
+                        kept = True
+                    if not kept:
                         param.copy_(param.to(torch.bfloat16))
             return other(torch.from_numpy(tokens), use_cache=False).logits.numpy()
 

@@ -19,7 +19,7 @@ from stree_jax.models.mixers.delta import DeltaConfig
 
 FORMAT = "qwen3_5_text"
 TEXT = "text_config"  # fields of the language model of a multimodal model
-# Fields that files have beside `text_config` as well as in it.
+# Fields that files have outside `text_config` as well as in it.
 SHARED_FIELDS = ("eos_token_id", *qwen3_next.MTP_COUNTS)
 TIED = "tie_word_embeddings"
 
@@ -80,8 +80,8 @@ def parse_text(
 
 
 def text_fields(fields: ConfigFields, format: str) -> ConfigFields:
-    """Returns the fields of the language model of a multimodal model, including those
-    that the file has beside them.
+    """Returns the fields of a multimodal model's language model, including those that
+    the file has outside `text_config`.
 
     The embeddings are tied if either place says so. Where a file has a head of its own
     that differs, `tensors.settle_names` unties them.
@@ -90,9 +90,9 @@ def text_fields(fields: ConfigFields, format: str) -> ConfigFields:
     text = fields.object(TEXT)
     text.choice("model_type", format, (format,))
     names = (name for name in SHARED_FIELDS if text.get(name, None) is None)
-    beside = {name: fields.get(name, None) for name in names}
+    outside = {name: fields.get(name, None) for name in names}
     tied = fields.flag(TIED, False) or text.flag(TIED, False)
-    return replace(text, values={**text.values, **beside, TIED: tied})
+    return replace(text, values={**text.values, **outside, TIED: tied})
 
 
 def export(config: ModelConfig) -> dict[str, Any]:

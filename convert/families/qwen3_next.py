@@ -95,7 +95,7 @@ def inner_delta_rows(ours: Path, theirs: str) -> Iterator[Row]:
 def moe_rows(
     ours: Path, theirs: str, c: MoEConfig, fused: bool = False
 ) -> Iterator[Row]:
-    """Yields the rows of experts beside a shared MLP with a gate.
+    """Yields the rows of experts and of a shared MLP with a gate.
 
     Args:
       ours: path of the parameters.
@@ -187,12 +187,12 @@ NAMES = Names(
 
 
 class Tables(NamedTuple):
-    """A family's fields of config.json.
+    """The tables of one family's fields of config.json.
 
     Attributes:
       model, attention, delta: tables of `ModelConfig` and of these mixers.
       mlp: table of MLPs. Empty if all layers have experts.
-      moe, shared: tables of experts and of the MLP beside them. Empty if no layer has
+      moe, shared: tables of experts and of their shared MLP. Empty if no layer has
         experts.
       layers: default number of layers.
     """

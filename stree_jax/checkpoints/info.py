@@ -32,8 +32,8 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
 
     Numbers of parameters and bytes are those that `load` reads, without MTP layers
     (which have separate entries). "left_out" lists tensors that are not read, such as
-    those of a vision encoder; it is absent if there are none. "quantized" is the storage format of the weights,
-    such as "nvfp4", or None.
+    those of a vision encoder; it is absent if there are none. "quantized" is the
+    storage format of the weights, such as "nvfp4", or None.
     """
     return info_and_config(path_or_hub_id)[0]
 

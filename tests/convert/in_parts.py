@@ -21,7 +21,7 @@ import stree_jax
 from stree_jax.convert import CheckpointError, source
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.models import by_path
-from tests.support import mtp, quantized
+from tests.support import mtp, quantized, qwen
 from tests.support.checkpoints import HF_CASES, NATIVE_CASES, granite, write_native
 from tests.support.checkpoints import sources as sources_in
 from tests.support.gguf_files import GGUF_CASES, write_gguf
@@ -133,6 +133,9 @@ class Cases:
         self.tried("nvfp4", self.same, path, None, two)
         mtp.write(self.folder / "mtp")
         self.tried("mtp", self.same, self.folder / "mtp", None, two, mtp=True)
+        path = shutil.copytree(self.made("qwen3-next"), self.folder / "qwen-mtp")
+        qwen.with_mtp(path, fused=True)
+        self.tried("qwen mtp", self.same, path, None, two, mtp=True)
 
     def dtypes(self):
         wide = self.folder / "wide"

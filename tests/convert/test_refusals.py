@@ -312,7 +312,10 @@ def test_refusals(source, tmp_path, case):
 ODD_VALUES = [-1, 7, 1.5, 1e308, 1 << 63, math.nan, "x", [-1], {"a": 1}, True]
 
 
-@pytest.mark.parametrize("name", ["mamba2", "llama", "granite", "options"])
+NAMES_OF_FIELDS = ["mamba2", "llama", "granite", "options", "qwen3-next"]
+
+
+@pytest.mark.parametrize("name", NAMES_OF_FIELDS)
 def test_odd_fields_never_crash(source, tmp_path, name):
     """Any field with any value: an error of one line, or no effect."""
     shutil.copytree(source(name), tmp_path / name)

@@ -67,6 +67,8 @@ ROPES = {  # by the rope_type of transformers
     "mrope": [({"rope_type": "mrope"}, "'mrope' is not supported")],
     "by layer": [({"full_attention": {"rope_theta": 5.0}}, "full_attention")],
 }
+PARTIAL = {"rope_theta": 700.0, "partial_rotary_factor": 0.5}
+ALL_LINEAR = ["linear_attention"] * 3 + ["full_attention"]
 BIAS = "says that there is no bias, but the weights have"
 CASES = {
     "llama": [
@@ -108,6 +110,46 @@ CASES = {
     "qwen3": [
         ({"rope_scaling": YARN}, EQUAL),
         ({"attention_bias": False}, f"attention_bias: {BIAS}"),
+    ],
+    "qwen3-next": [
+        ({"rope_parameters": {**PARTIAL, "rope_theta": 77.0}}, EQUAL),
+        ({"rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.25}}, EQUAL),
+        ({"rope_parameters": {"rope_theta": 700.0}}, EQUAL),  # the default is a quarter
+        ({"rope_parameters": GONE, **PARTIAL}, NO_EFFECT),
+        ({"rope_parameters": GONE, "rope_scaling": YARN, **PARTIAL}, EQUAL),
+        ({"rope_parameters": {**YARN, **PARTIAL}}, EQUAL),
+        ({"partial_rotary_factor": 1.0}, NO_EFFECT),  # rope_parameters has one
+        ({"layer_types": GONE}, NO_EFFECT),
+        ({"layer_types": None, "full_attention_interval": 4}, NO_EFFECT),
+        ({"layer_types": GONE, "full_attention_interval": 2}, "tensor"),
+        ({"layer_types": ALL_LINEAR, "full_attention_interval": 2}, NO_EFFECT),
+        ({"layer_types": ALL_LINEAR[::-1]}, "tensor"),
+        ({"mlp_only_layers": []}, "tensor"),
+        ({"decoder_sparse_step": 2}, "tensor"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"num_experts_per_tok": 3}, EQUAL),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type"),
+        ({"output_gate_type": "swish"}, NO_EFFECT),
+        ({"indexer_n_heads": 4}, "indexer_n_heads: sparse attention"),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
+        ({"mtp_num_hidden_layers": 1}, NO_EFFECT),
+    ],
+    "qwen3-5": [
+        ({"rope_parameters": {**PARTIAL, "mrope_section": [1, 1, 2]}}, NO_EFFECT),
+        ({"rope_parameters": {**PARTIAL, "mrope_interleaved": False}}, NO_EFFECT),
+        ({"rope_parameters": {**YARN, **PARTIAL}}, EQUAL),
+        ({"rope_parameters": {"rope_type": "mrope", **PARTIAL}}, "'mrope'"),
+        ({"mamba_ssm_dtype": "bfloat16"}, NO_EFFECT),  # the state is always float32
+        ({"attention_bias": True}, NO_EFFECT),  # a missing bias is zero
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types: unknown"),
+    ],
+    "qwen3-5-moe": [
+        ({"norm_topk_prob": False}, NO_EFFECT),  # the class always normalizes
+        ({"mlp_only_layers": [0]}, NO_EFFECT),  # the class has no such layers
+        ({"num_experts_per_tok": 1}, EQUAL),
     ],
     "mistral": [
         ({"rope_scaling": YARN}, EQUAL),
@@ -318,6 +360,9 @@ def test_greedy_text_with_yarn(edited):
 KEPT = ("architectures", "model_type", "transformers_version", "dtype")
 # transformers divides loaded weights here; see the warning above.
 MISREAD = {("mamba2", "rescale_prenorm_residual")}
+# With the default of 1e-6, the output norms of Gated DeltaNet enlarge rounding errors:
+# in float32, transformers is up to 2e-4 off float64 (and this library 5e-5).
+ROUNDED = {(f"qwen3-{name}", "rms_norm_eps") for name in ("next", "5", "5-moe")}
 
 
 def edits(fields):
@@ -362,7 +407,7 @@ def test_no_field_is_ignored_silently(edited, family):
     foreign = [(n, v) for n, v in foreign.items() if n not in source.fields]
     wrong = []
     for name, value in [*edits(fields), *foreign]:
-        if (family, name) in MISREAD:
+        if (family, name) in MISREAD | ROUNDED:
             continue
         source.edit({name: value})
         theirs = None

@@ -5,21 +5,27 @@ The expected text and chat are those of transformers on the same directory.
 
 import io
 import json
+import shutil
 import warnings
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stree_jax.checkpoints.info import info
 from stree_jax.cli import conversation
 from stree_jax.cli import main as cli
-from tests.support import published, snippets
+from tests.support import published, quantized, snippets
 
 NEW = 6
 # Qwen2.5's generation_config.json has a repetition penalty; a warning says that it is
 # not applied.
-pytestmark = pytest.mark.filterwarnings("ignore:.*repetition_penalty:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*repetition_penalty:UserWarning"),
+    pytest.mark.filterwarnings(r"ignore:.*\(the vision encoder\) is left:UserWarning"),
+]
 PROMPT = "def f(x):"
 # "auto" would take longer to compile
 DRAFTING = ("--drafter", "lookup", "--tree", "chain:2")
@@ -135,6 +141,54 @@ def test_convert_and_export(name, made, tmp_path, capsys):
     assert reference(tmp_path / "theirs", original(PROMPT).input_ids) == expected
     stops = [info(p)["stop_tokens"] for p in (path, tmp_path / "theirs")]
     assert set(stops[0]) == set(stops[1])
+
+
+MTP = {
+    "Qwen3.5-0.8B": ["attention", "mlp"],
+    "Qwen3.5-9B": ["attention", "mlp"],
+    "Qwen3.5-35B-A3B": ["attention", "moe"],
+    "Qwen3.6-35B-A3B": ["attention", "moe"],
+    "Qwen3-Next-80B-A3B-Instruct": ["attention", "moe"],
+}
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_mtp_layers_of_qwen(name, made, capsys):
+    """`info` counts them, and the vision encoder is not counted; they draft, and the
+    text stays the same."""
+    path = made(name)
+    facts = json.loads(run(capsys, "info", path, "--json"))
+    assert facts["mtp_layers"] == MTP[name] and facts["mtp_weight_bytes"] > 0
+    multimodal = name != "Qwen3-Next-80B-A3B-Instruct"
+    assert facts.get("left_out") == (["model.visual.*"] if multimodal else None)
+    options = ("--model", path, "--drafter", "mtp", "--max-new-tokens", NEW, *FLOAT32)
+    report = json.loads(run(capsys, "generate", PROMPT, *options, "--json"))
+    assert report["tokens"] == tokens_of(capsys, path)
+    plan = "plan", "--model", path, "--drafter", "none", "--memory", "1GiB"
+    assert "chain:0" in run(capsys, *plan)
+
+
+def test_an_fp8_release_of_qwen(tmp_path, capsys):
+    """Qwen3.6-35B-A3B-FP8: the tokens are those of the same weights as plain floats,
+    also after conversion and export."""
+    source, path, plain = (tmp_path / name for name in ("bf16", "fp8", "plain"))
+    published.qwen3_5(source, experts=True)
+    exact = quantized.write(source, path, "fp8")
+    assert any("mtp.layers" in n for n, t in exact.items() if t.dtype == "f8")
+    values = json.loads((path / "config.json").read_text())
+    kept = [n.removesuffix(".weight") for n, t in exact.items() if t.dtype != "f8"]
+    values["quantization_config"]["modules_to_not_convert"] = kept
+    published.write_json(path / "config.json", values)
+    shutil.copytree(source, plain)
+    floats = {n: quantized.nearest(t, np.float32) for n, t in exact.items()}
+    save_file(floats, plain / "model.safetensors")
+    expected = tokens_of(capsys, plain)
+    facts = json.loads(run(capsys, "info", path, "--json"))
+    assert facts["quantized"] == "fp8" and facts["mtp_layers"] == ["attention", "moe"]
+    assert tokens_of(capsys, path) == expected
+    run(capsys, "convert", path, tmp_path / "ours", *FLOAT32)
+    run(capsys, "export", tmp_path / "ours", tmp_path / "theirs")
+    assert tokens_of(capsys, tmp_path / "theirs") == expected
 
 
 @pytest.mark.parametrize("name", published.GGUF_FILES)

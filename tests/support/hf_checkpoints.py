@@ -182,8 +182,8 @@ def with_sections(options):
 def randomize_offset(model):
     """Randomizes a model whose norms, except those of Gated DeltaNet, store scale - 1.
 
-    The scales have few bits, so that adding 1 and subtracting it gives them back. Decays
-    are slow enough that the state matters after many tokens.
+    The scales have few bits, so that adding 1 and subtracting it gives them back.
+    Decays are slow enough that the state matters after many tokens.
     """
     randomize(model)
     with torch.no_grad():

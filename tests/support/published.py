@@ -5,6 +5,7 @@ these names on the Hugging Face hub. Sizes and weights are made up.
 """
 
 import json
+from functools import partial
 
 import gguf
 import torch
@@ -20,8 +21,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from tests.support import hf_checkpoints, qwen
 from tests.support.gguf_files import describe, layout
-from tests.support.hf_checkpoints import NEMOTRON_MOE, granite, nemotron, randomize
+from tests.support.hf_checkpoints import (
+    NEMOTRON_MOE,
+    granite,
+    nemotron,
+    qwen3_5_multimodal,
+    randomize,
+)
 from tests.support.table_models import spm
 from tests.support.vocabularies import byte_level
 
@@ -256,6 +264,64 @@ def nemotron_nano(path):
     add_other_files(path, "bias.md", "privacy.md", "nano_v3_reasoning_parser.py")
 
 
+def qwen3_5(path, experts=False, tied=False, fused=()):
+    """Writes a multimodal Qwen3.5: a language model with MTP layers, and a vision
+    encoder.
+
+    Args:
+      path: the new directory.
+      experts: True for experts instead of MLPs.
+      tied: True if the head is the embedding.
+      fused: prefixes of the tensors whose experts are stored as one tensor.
+    """
+    tokenizer, settings = chatml_tokenizer("qwen2")
+    end, turn = (tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|im_end|>"))
+    text = {"vocab_size": 432, "eos_token_id": end, "rms_norm_eps": 1e-2}
+    qwen3_5_multimodal(experts, tied, **text).save_pretrained(path)
+    qwen.with_mtp(path)
+    for prefix in fused:
+        qwen.fuse_experts(path, prefix)
+    config = json.loads((path / "config.json").read_text())
+    text = config["text_config"]
+    text |= {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    text |= {"full_attention_interval": 4, "mtp_use_dedicated_embeddings": False}
+    config |= {"image_token_id": 430, "video_token_id": 431}
+    write_json(path / "config.json", config)
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    ids = {"bos_token_id": end, "pad_token_id": end, "eos_token_id": [turn, end]}
+    write_json(path / "generation_config.json", ids | sampling)
+    settings.pop("chat_template")
+    save_tokenizer(path, tokenizer, settings)
+    (path / "chat_template.jinja").write_text(CHATML)
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        write_json(path / name, {"patch_size": 4})
+    add_other_files(path)
+
+
+def qwen3_next(path):
+    """Writes Qwen3-Next-80B-A3B-Instruct: MTP layers that the config does not
+    mention."""
+    tokenizer, settings = chatml_tokenizer("qwen2")
+    end, turn = (tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|im_end|>"))
+    vocab = tokenizer.get_vocab_size()
+    options = {"vocab_size": vocab, "mlp_only_layers": [], "rms_norm_eps": 1e-2}
+    hf_checkpoints.qwen3_next(**options).save_pretrained(path)
+    qwen.with_mtp(path)
+    config = json.loads((path / "config.json").read_text())
+    share = config["rope_parameters"]["partial_rotary_factor"]
+    for name in ("layer_types", "mtp_num_hidden_layers"):
+        del config[name]
+    write_json(path / "config.json", config)
+    older = {"partial_rotary_factor": share, "full_attention_interval": 4}
+    change_config(path, **older, rope_scaling=None, use_sliding_window=False)
+    change_config(path, bos_token_id=end, eos_token_id=turn, rope_theta=700.0)
+    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    ids = {"bos_token_id": end, "pad_token_id": end, "eos_token_id": [turn, end]}
+    write_json(path / "generation_config.json", ids | sampling)
+    save_tokenizer(path, tokenizer, settings)
+    add_other_files(path)
+
+
 def lfm2(path):
     """Writes LFM2-350M, whose short convolutions are not supported yet."""
     tokenizer, settings = chatml_tokenizer("llama-bpe")
@@ -275,6 +341,11 @@ DIRECTORIES = {
     "SmolLM2-135M-Instruct": smollm2,
     "granite-4.0-h-micro": granite_hybrid,
     "NVIDIA-Nemotron-3-Nano-30B-A3B": nemotron_nano,
+    "Qwen3.5-0.8B": partial(qwen3_5, tied=True),
+    "Qwen3.5-9B": qwen3_5,
+    "Qwen3.5-35B-A3B": partial(qwen3_5, experts=True, fused=("model.",)),
+    "Qwen3.6-35B-A3B": partial(qwen3_5, experts=True, fused=("model.", "mtp.")),
+    "Qwen3-Next-80B-A3B-Instruct": qwen3_next,
 }
 
 

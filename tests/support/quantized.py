@@ -39,7 +39,7 @@ MODELS = {
     ),
 }
 LINEAR = re.compile(
-    r".*\.(in_proj|in_proj_qkvz|out_proj|[qkvo]_proj|up_proj|down_proj|gate_proj"
+    r".*\.(in_proj(?:_qkvz?|_z)?|out_proj|[qkvo]_proj|up_proj|down_proj|gate_proj"
     r"|input_linear|output_linear)|lm_head"
 )
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16

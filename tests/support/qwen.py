@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5 with their MTP layers in float64 NumPy, and checkpoints with
-MTP layers.
+"""Qwen3-Next and Qwen3.5 with their MTP layers: tiny checkpoints, and the models in
+float64 NumPy.
 
 transformers has no class for the MTP layers. The recomputation follows the equations
 token by token, reads raw tensors, and shares no code with the library. Every step is a
@@ -7,11 +7,17 @@ method, so that a test can plant a mistake by replacing one.
 """
 
 import json
+from functools import cache
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+import stree_jax
+from stree_jax import models
+from stree_jax.models import extend, init_state, logits_of
+from tests.support import hf_checkpoints as hf
 from tests.support.hf_checkpoints import VOCAB
 
 MTP = "mtp.layers.0."
@@ -212,7 +218,9 @@ class Recomputed:
     def turned(self, x):
         """Rotates the first channels of heads x [n, heads, head_dim]."""
         dim = int(self.head_dim * self.share)
-        angles = np.outer(np.arange(len(x)), self.theta ** -(np.arange(0, dim, 2) / dim))
+        angles = np.outer(
+            np.arange(len(x)), self.theta ** -(np.arange(0, dim, 2) / dim)
+        )
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
         first, second, rest = np.split(x, [dim // 2, dim], axis=-1)
         turned = first * cos - second * sin, second * cos + first * sin
@@ -288,20 +296,24 @@ def with_mtp(directory, fused=False, seed=3):
     generator = torch.Generator().manual_seed(seed)
     file = directory / "model.safetensors"
     tensors, layers = load_file(file), {}
-    like = "layers.3."  # the layer with attention
+    prefix = "model.language_model."
+    if f"{prefix}norm.weight" not in tensors:
+        prefix = "model."
+    like = f"{prefix}layers.3."  # the layer with attention
+
+    def normal(*shape):
+        noise = torch.randn(shape, generator=generator)
+        # Scales of norms have few bits; see `hf_checkpoints.randomize_offset`.
+        rounded = torch.round(256 * 0.3 * noise) / 256
+        return noise * shape[-1] ** -0.5 if len(shape) > 1 else rounded
+
     for name, tensor in tensors.items():
-        if like in name and "visual" not in name:
-            noise = torch.randn(tensor.shape, generator=generator)
-            rounded = torch.round(64 * noise * 0.3) / 256  # few bits, as in the models
-            size = tensor.shape[-1] ** -0.5
-            new = rounded if tensor.ndim == 1 else noise * size
-            layers[MTP + name.partition(like)[2]] = new.to(tensor.dtype)
-    d = next(t for n, t in tensors.items() if n.endswith("embed_tokens.weight")).shape[1]
+        if name.startswith(like):
+            layers[MTP + name.removeprefix(like)] = normal(*tensor.shape)
+    d = tensors[f"{prefix}embed_tokens.weight"].shape[1]
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        noise = torch.randn(d, generator=generator)
-        layers[f"mtp.{name}.weight"] = torch.round(64 * noise * 0.3) / 256
-    noise = torch.randn(d, 2 * d, generator=generator)
-    layers["mtp.fc.weight"] = noise * (2 * d) ** -0.5
+        layers[f"mtp.{name}.weight"] = normal(d)
+    layers["mtp.fc.weight"] = normal(d, 2 * d)
     if fused:
         layers = fuse(layers)
     save_file(tensors | layers, file, {"format": "pt"})
@@ -310,6 +322,16 @@ def with_mtp(directory, fused=False, seed=3):
     values.get("text_config", values)["mtp_num_hidden_layers"] = 1
     config.write_text(json.dumps(values))
     return directory
+
+
+def fuse_experts(directory, prefix):
+    """Fuses the experts of the tensors of a one-file checkpoint whose names begin with
+    `prefix`; see `fuse`."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    chosen = {n: t for n, t in tensors.items() if n.startswith(prefix)}
+    others = {n: t for n, t in tensors.items() if n not in chosen}
+    save_file(others | fuse(chosen), file, {"format": "pt"})
 
 
 def fuse(tensors):
@@ -321,9 +343,7 @@ def fuse(tensors):
         found.setdefault(prefix, {})[int(number), module] = tensors.pop(name)
     for prefix, each in found.items():
         numbers = sorted({e for e, _ in each})
-        both = [
-            torch.cat([each[e, "gate_proj"], each[e, "up_proj"]]) for e in numbers
-        ]
+        both = [torch.cat([each[e, "gate_proj"], each[e, "up_proj"]]) for e in numbers]
         tensors[f"{prefix}.experts.gate_up_proj"] = torch.stack(both)
         down = [each[e, "down_proj"] for e in numbers]
         tensors[f"{prefix}.experts.down_proj"] = torch.stack(down)
@@ -332,3 +352,44 @@ def fuse(tensors):
 
 def tokens_of(seed, count):
     return np.random.default_rng(seed).integers(0, VOCAB, count)
+
+
+TOKENS = tokens_of(1, 40)
+MAKERS = {
+    "qwen3-next": hf.qwen3_next,  # dense layers among experts, grouped projections
+    "qwen3-5": lambda: hf.qwen3_5(tie_word_embeddings=True),
+    "qwen3-5-moe": hf.qwen3_5_moe,
+}
+
+
+def checkpoints(root):
+    """Returns a function: name of a maker -> its checkpoint, with MTP layers.
+
+    Each directory is made once. Copy it before changing it.
+    """
+
+    @cache
+    def make(name):
+        MAKERS[name]().save_pretrained(root / name)
+        return with_mtp(root / name)
+
+    return make
+
+
+# Logits of the library
+
+
+def score(model, tokens=TOKENS):
+    return np.asarray(stree_jax.score(model, tokens[None])[0])
+
+
+def mtp_score(model, tokens=TOKENS):
+    """Returns the logits of a model's MTP layers for a text."""
+    size = jnp.asarray([len(tokens) - 1], jnp.int32)
+    state = init_state(model.config, 1, len(tokens), jnp.float32)
+    ids = jnp.asarray(tokens[None], jnp.int32)
+    hidden, _ = extend(model, state, ids[:, :-1], size)
+    layers = models.mtp_model(model)
+    state = init_state(layers.config, 1, len(tokens), jnp.float32)
+    hidden, _ = extend(layers, state, ids[:, 1:], size, hidden)
+    return np.asarray(logits_of(layers, hidden)[0])

@@ -32,9 +32,9 @@ import jax
 from tokenizers import Tokenizer, models
 
 from stree_jax.cli import main as cli
-from tests.support import mtp
+from tests.support import mtp, qwen
 from tests.support.gguf_files import write_predicting
-from tests.support.hf_checkpoints import granite, nemotron
+from tests.support.hf_checkpoints import granite, nemotron, qwen3_5
 from tests.support.native_checkpoints import write_native
 from tests.support.table_models import byte_level, follow, write_gguf
 
@@ -135,6 +135,10 @@ def _models(root):
     letters = {letter: i for i, letter in enumerate("Once def fib(n):")}
     few = Tokenizer(models.BPE(letters, []))
     few.save(str(predicting / "tokenizer.json"))
+    multimodal = root / "Qwen/Qwen3.5-9B"
+    qwen3_5(vocab_size=2048).save_pretrained(multimodal)
+    qwen.with_mtp(multimodal)
+    shutil.copy(tokenizer, multimodal)
     tokens = byte_level()
     chain = follow(tokens, ["O", "n", "c", "e"])
     write_gguf(root / "model-Q4_K_M.gguf", tokens, chain, eos="</s>")
