@@ -41,6 +41,10 @@ FAMILY_CLASSES = {
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
     "qwen3_next": "Qwen2Tokenizer",
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        "Qwen3_5Tokenizer",
+    ),
 }
 
 

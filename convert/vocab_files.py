@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.gguf.vocabulary import QWEN2
+from stree_jax.convert.gguf.vocabulary import QWEN2, QWEN35
 from stree_jax.convert.special_tokens import (
     SpecialTokens,
     add_special_tokens,
@@ -30,6 +30,7 @@ CLASSES: dict[str, tuple[str | None, bool]] = {
     "GPT2Tokenizer": (None, False),
     "GPTNeoXTokenizer": (None, True),
     "Qwen2Tokenizer": (QWEN2, True),
+    "Qwen3_5Tokenizer": (QWEN35, True),
 }
 
 

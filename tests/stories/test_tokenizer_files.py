@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 import stree_jax
 from stree_jax.checkpoints.info import info
@@ -352,6 +353,21 @@ def test_vocab_json_and_merges_txt(tmp_path, name, model_type, further):
     ]
     assert has_tokenizer(CheckpointFiles(path))
     same(path, (*WORDS, "<|im_start|>user\nhi<|im_end|>", "e\u0301", "a<fim>b"))
+
+
+def test_vocab_json_of_qwen3_5(tmp_path):
+    """transformers 5.23 reads no vocab.json for this class, so the class is made from
+    the vocabulary itself."""
+    path = write(tmp_path / "m", files=settings(), model_type="qwen3_5")
+    trained("gpt-2").model.save(str(path))
+    merges = (path / "merges.txt").read_text().splitlines()[1:]
+    vocab = json.loads((path / "vocab.json").read_text())
+    pairs = [tuple(line.split(" ")) for line in merges]
+    theirs = Qwen3_5Tokenizer(vocab=vocab, merges=pairs)
+    ours = read_tokenizer(CheckpointFiles(path))
+    for text in (*WORDS, "e\u0301", "\u0915\u093f\u0924\u093e\u092c"):
+        want = theirs(text, add_special_tokens=False)["input_ids"]
+        assert want and ours.encode(text, add_special_tokens=False).ids == want
 
 
 def write_pieces(file, tokens, scores, kind=2, charsmap=b"", spaces=0, prefix=1):
