@@ -199,7 +199,7 @@ def parts_of(spec: Spec, decoding: Decoding, room: BufferSizes) -> Memory:
         records=records,
         drafting=drafting,
         text=size_of(decoding) + size_of(spec.policy) - state - records - drafting,
-        temporaries=temporaries_of(spec, room.batch),
+        temporaries=temporaries_of(spec, room.batch, caches_of(decoding.drafting)),
         reading=reading_at_most(spec, room.batch, room.capacity),
         shared=shared,
     )
