@@ -81,7 +81,8 @@ def reading_at_most(spec: Spec, batch: int, width: int) -> int:
         args = model.config, batch, chunk, dtype
         records = jax.eval_shape(partial(init_records, *args))
         added = 0 if _in_place(chunk) else _replay(model.config, batch)
-        most = max(most, _pass(*args) + size_of(records) + added)
+        passes = _pass(*args, in_place=False)
+        most = max(most, passes + size_of(records) + added)
     return most
 
 
@@ -92,10 +93,11 @@ def caches_of(state: Any) -> int:
 
 def _phases(spec: Spec, tree: Topology, batch: int, caches: int) -> dict[str, int]:
     target, T, M = spec.target, tree.size, tree.depth
-    drafting = _drafting(spec, tree, batch) + caches
-    passes = _pass(target.config, batch, T, param_dtype(target.params))
+    drafting, in_place = _drafting(spec, tree, batch) + caches, _in_place(T)
+    dtype = param_dtype(target.params)
+    passes = _pass(target.config, batch, T, dtype, in_place)
     rows, replay = batch * T, 0
-    if not _in_place(T):  # the product with the head pads its rows
+    if not in_place:  # the product with the head pads its rows
         rows = padded_rows(rows) + batch * (M + 1)  # and the accepted path's logits
         replay = _replay(target.config, batch) if M else 0
     return {
@@ -120,11 +122,12 @@ def _replay(config: ModelConfig, batch: int) -> int:
     return size_of(leaves_of(state, "state", "window"))
 
 
-def _pass(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> int:
-    """Returns the peak bytes of a pass: the temporaries of a layer and, without CPU
-    kernels, the new records of the layers before it, which replace the old records only
-    when the step ends. CPU kernels write them in place."""
-    in_place = _in_place(nodes)
+def _pass(
+    config: ModelConfig, batch: int, nodes: int, dtype: Any, in_place: bool
+) -> int:
+    """Returns the peak bytes of a pass: the temporaries of a layer and, unless CPU
+    kernels write in place, the new records of the layers before it, which replace the
+    old records only when the step ends."""
     before = FLOAT * batch * nodes * config.d_model if in_place else 0
     most = 0
     for block in config.layers:
