@@ -130,7 +130,7 @@ def test_too_small_capacities_are_refused(target):
 
 @pytest.mark.parametrize("only", ["hybrid, chain:4", "mamba2, E, model, 1"])
 def test_predictions_match_the_compiler(only):
-    """For some of the table's 20 cases, in a process that compiles as for users."""
+    """For some of the table's cases, in a process that compiles as for users."""
     told = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}  # set by conftest.py
     env = {k: v for k, v in os.environ.items() if k not in told}
     command = [sys.executable, "-m", "tests.memory_table", "--only", only]
