@@ -465,9 +465,8 @@ class Delta(Mixer[DeltaConfig]):
         if nodes == 1 or in_kernel:
             return FLOAT * rows * (c.d_qkv + 2 * c.d_inner)
         weights = batch * c.value_heads * nodes * nodes
-        # q, k, v, z, and the carried parts of k and q, u, y in two orders; the decays,
-        # both score matrices and the system.
-        return FLOAT * (rows * (2 * c.d_qkv + 8 * c.d_inner) + 4 * weights)
+        # q, k, v, z and the carried parts of k and q; the decays or the scores.
+        return FLOAT * (rows * (c.d_qkv + 4 * c.d_inner) + weights)
 
 
 DELTA = Delta()

@@ -217,6 +217,9 @@ class MoE(nn.Module):
             return act(h, c.activation)
 
         if n * k < E:
+            # XLA:CPU has no 16-bit gather and converts to float32. Without the barrier
+            # it would convert all experts before the decoding loop and keep the copies.
+            into, down, chosen = lax.optimization_barrier((into, down, chosen))
             h = hidden(product("nd,nkfd->nkf", x, into[chosen]))
             y = product("nkf,nkdf->nkd", h, down[chosen])
             return (weight[..., None] * y).sum(axis=1)

@@ -187,7 +187,7 @@ def memory_of(
 
 def parts_of(spec: Spec, decoding: Decoding, room: BufferSizes) -> Memory:
     """Counts the bytes of a generation from its first state; arrays may be abstract."""
-    caches = caches_of(decoding.state)
+    caches, copied = caches_of(decoding.state), caches_of(decoding.drafting)
     state, records = size_of(decoding.state), size_of(decoding.pending)
     drafting, weights = size_of(decoding.drafting), size_of(spec.target)
     shared = size_of(spec.drafter.of_target)
@@ -199,8 +199,8 @@ def parts_of(spec: Spec, decoding: Decoding, room: BufferSizes) -> Memory:
         records=records,
         drafting=drafting,
         text=size_of(decoding) + size_of(spec.policy) - state - records - drafting,
-        temporaries=temporaries_of(spec, room.batch),
-        reading=reading_at_most(spec, room.batch, room.capacity),
+        temporaries=temporaries_of(spec, room.batch, copied),
+        reading=reading_at_most(spec, room.batch, room.capacity) + copied,
         shared=shared,
     )
 

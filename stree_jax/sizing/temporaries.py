@@ -53,16 +53,18 @@ class Temporaries:
         return self.phases[self.largest]
 
 
-def temporaries_of(spec: Spec, batch: int) -> Temporaries:
+def temporaries_of(spec: Spec, batch: int, drafting_caches: int = 0) -> Temporaries:
     """Predicts the temporaries of a generation's steps, for the tree that needs most.
 
     Args:
       spec: arrays may be abstract (`jax.ShapeDtypeStruct`).
       batch: B.
+      drafting_caches: bytes of the attention caches in the drafter's state. XLA copies
+        them, because a step reads them before it writes the accepted tokens into them.
     """
     phases: dict[str, int] = {}
     for tree in spec.policy.menu:
-        for name, size in _phases(spec, tree, batch).items():
+        for name, size in _phases(spec, tree, batch, drafting_caches).items():
             phases[name] = max(size, phases.get(name, 0))
     return Temporaries(phases)
 
@@ -79,7 +81,8 @@ def reading_at_most(spec: Spec, batch: int, width: int) -> int:
         args = model.config, batch, chunk, dtype
         records = jax.eval_shape(partial(init_records, *args))
         added = 0 if _in_place(chunk) else _replay(model.config, batch)
-        most = max(most, _pass(*args) + size_of(records) + added)
+        passes = _pass(*args, in_place=False)
+        most = max(most, passes + size_of(records) + added)
     return most
 
 
@@ -88,23 +91,26 @@ def caches_of(state: Any) -> int:
     return size_of(leaves_of(state, "cache"))
 
 
-def _phases(spec: Spec, tree: Topology, batch: int) -> dict[str, int]:
+def _phases(spec: Spec, tree: Topology, batch: int, caches: int) -> dict[str, int]:
     target, T, M = spec.target, tree.size, tree.depth
-    drafting = _drafting(spec, tree, batch)
-    passes = _pass(target.config, batch, T, param_dtype(target.params))
-    replay = _replay(target.config, batch) if M and not _in_place(T) else 0
-    V = target.config.vocab_size
-    logits = FLOAT * V * (padded_rows(batch * T) + batch * (M + 1))
+    drafting, in_place = _drafting(spec, tree, batch) + caches, _in_place(T)
+    dtype = param_dtype(target.params)
+    passes = _pass(target.config, batch, T, dtype, in_place)
+    rows, replay = batch * T, 0
+    if not in_place:  # the product with the head pads its rows
+        rows = padded_rows(rows) + batch * (M + 1)  # and the accepted path's logits
+        replay = _replay(target.config, batch) if M else 0
     return {
         # XLA may run the target's replay at the same time as the drafter.
         "replay and drafting": replay + drafting,
-        "pass": passes,
-        "logits": logits,
+        # MTP layers need the copies until they are updated; draft models do not.
+        "pass": passes + caches,
+        "logits": FLOAT * target.config.vocab_size * rows + caches,
     }
 
 
 def _in_place(nodes: int) -> bool:
-    """True if a compiled kernel replays the path into the state in place, and runs the
+    """True if compiled kernels replay the path into the state in place, and run the
     nodes in the same call."""
     return cpu_kernels.level() is not None and nodes <= MAX_NODES
 
@@ -116,16 +122,21 @@ def _replay(config: ModelConfig, batch: int) -> int:
     return size_of(leaves_of(state, "state", "window"))
 
 
-def _pass(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> int:
-    """Returns the peak bytes of a layer's temporaries and the new records of the layers
-    before it, which replace the old records only when the step ends."""
-    most = before = 0
+def _pass(
+    config: ModelConfig, batch: int, nodes: int, dtype: Any, in_place: bool
+) -> int:
+    """Returns the peak bytes of a pass: the temporaries of a layer and, unless CPU
+    kernels write in place, the new records of the layers before it, which replace the
+    old records only when the step ends."""
+    before = FLOAT * batch * nodes * config.d_model if in_place else 0
+    most = 0
     for block in config.layers:
         configs = [config.mixers[name] for name in config.mixer_names(block)]
         mixers = [(mixer_of(c), c) for c in configs]
         own = max(m.work_bytes(c, batch, nodes, dtype) for m, c in mixers)
         most = max(most, before + own)
-        before += sum(m.record_bytes(c, batch, nodes) for m, c in mixers)
+        if not in_place:
+            before += sum(m.record_bytes(c, batch, nodes) for m, c in mixers)
     return most
 
 

@@ -392,6 +392,7 @@ def test_a_baseline_with_too_few_leaves_is_detected(target, drafter, monkeypatch
 def test_kernels_report(monkeypatch):
     small_shapes = {
         "a scan": kernels.Scan(2, 1, 4, 8),
+        "delta": kernels.Delta(2, 1, 4, 8),
         "attention": kernels.Attend(2, 1, 8, 16),
         "products": kernels.Multiply(6, 8, 2),
         "int8": kernels.Multiply(6, 8, 2, True, 4),
@@ -414,6 +415,11 @@ def test_kernels_report(monkeypatch):
     assert sizes["products"] == 4 * (6 * 8 + 2 * 6 * 8)  # rows and two weight matrices
     assert sizes["int8"] == 4 * 6 * 8 + 2 * (6 * 8 + 4 * 6 * 2)
     assert json.loads(json.dumps(report)) == report
+    state, token = 2 * 4 * 8, 2 * 4 + 2 + 1 + 8  # H P N; u, a, k_scale, k
+    path, mask = 4 * (3 + 1), 3 * 3
+    more = 2 * 4 + 2 + 8 + 1 + 8 + 1 + 2  # v, a, q, q_scale, k, k_scale, beta
+    moved = 2 * 4 * state + 4 * 3 * (token + more) + path + mask
+    assert sizes["delta"] == 2 * moved
     xla, triton = report["results"][:2]
     assert (xla["op"], xla["batch"], xla["T"]) == ("a scan", 2, 3)
     assert xla["over_xla"] == 1 and xla["refused"] is None
@@ -421,4 +427,4 @@ def test_kernels_report(monkeypatch):
     assert triton["refused"] == "triton: not here"
     assert triton.keys() == xla.keys() and triton["us"] is None
     shown = cells(kernels.table(report))
-    assert [row[5] for row in shown[2::2]] == ["triton: not here"] * 4
+    assert [row[5] for row in shown[2::2]] == ["triton: not here"] * 5

@@ -6,12 +6,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from stree_jax.bench import shapes
+from stree_jax.bench import budgets, shapes
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import read_config
 from stree_jax.convert.source import TensorInfo
+from stree_jax.models import init_records, init_state
+from stree_jax.models.memory import size_of, weight_bytes
 
 
 def configs(directory, config, tensors, mixer=None):
@@ -114,3 +118,63 @@ def test_the_mamba2_shapes_match_their_checkpoints(tmp_path, name):
         ),
     }
     assert configs(tmp_path, config, tensors) == shapes.config_of(name)
+
+
+@pytest.mark.parametrize("name", shapes.QWEN35_SIZES)
+def test_the_qwen35_shapes_match_their_checkpoints(tmp_path, name):
+    size, config = shapes.QWEN35_SIZES[name], shapes.config_of(name)
+    fields = {
+        "model_type": "qwen3_5_text" if size.mlp else "qwen3_5_moe_text",
+        "hidden_size": size.d_model,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.num_heads,
+        "num_key_value_heads": size.num_kv_heads,
+        "head_dim": 256,
+        "linear_num_value_heads": size.value_heads,
+        "vocab_size": 248320,
+        "tie_word_embeddings": size.tied,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+        },
+        "full_attention_interval": 4,
+    }
+    if size.mlp:
+        fields["intermediate_size"] = size.mlp
+    tensors = {"model.embed_tokens.weight": (248320, size.d_model)}
+    assert configs(tmp_path, fields, tensors) == config
+    assert shapes.config_of(name, mtp=True) == replace(
+        config, mtp=("attention", "mlp" if size.mlp else "moe")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "window", "record", "billions"),
+    [
+        ("qwen3.5-0.8b", 1_048_576, 36_864, 24_704, 0.75),
+        ("qwen3.5-9b", 2_097_152, 49_152, 37_056, 8.95),
+        ("qwen3.5-27b", 3_145_728, 61_440, 49_408, 26.9),
+        ("qwen3.5-35b-a3b", 2_097_152, 49_152, 37_056, 34.7),
+    ],
+)
+def test_bytes_of_a_delta_layer(name, state, window, record, billions):
+    """Computed by hand: H P N floats, 3 rows of 2 G N + H P 16-bit inputs; and of each
+    node H P + H + G floats, and G N + 2 G N + H P 16-bit numbers."""
+    config = shapes.config_of(name)
+    mixer = jax.eval_shape(lambda: init_state(config, 1, 1, jnp.bfloat16)).layers[0]
+    assert size_of(mixer["delta"].ssm) == state
+    assert size_of(mixer["delta"].conv) == window
+    records = jax.eval_shape(lambda: init_records(config, 1, 1, jnp.bfloat16))
+    assert size_of(records[0]) == record
+    assert weight_bytes(config, jnp.bfloat16) / 2e9 == pytest.approx(billions, rel=5e-3)
+
+
+def test_budgets_of_shapes_with_mtp_layers():
+    subject = budgets.subject_of("qwen3.5-0.8b", 4 * 10**9)
+    rows = budgets.breakdown(subject, (16,))
+    (row,) = [r for r in rows if (r["axis"], r["value"]) == ("nodes", 16)]
+    assert row["parts"]["drafter's weights"] > 2e7
+    assert row["parts"]["SSM and convolution state"] > 18 * (1_048_576 + 36_864)

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.models import base_model
+from stree_jax.models import (
+    Model,
+    base_model,
+    extend,
+    init_params,
+    init_state,
+    logits_of,
+    mtp_model,
+)
 from stree_jax.training import losses, train
 from stree_jax.training.recipe import TargetSize, drafter_config, target_config
 from tests.support.tiny import tiny
@@ -181,7 +189,7 @@ def test_teachers_share_the_compiled_step(tokens, tmp_path):
         traces.append(1)
         return losses.distillation_loss(*args)
 
-    drafter, count, losses = tiny(2, layers=("mamba",)), [], []
+    drafter, count, found = tiny(2, layers=("mamba",)), [], []
     for seed in (1, 3):
         teacher = base_model(tiny(seed, layers=("mamba",)))
         _, history = train.fit(
@@ -196,8 +204,8 @@ def test_teachers_share_the_compiled_step(tokens, tmp_path):
             progress=False,
         )
         count.append(len(traces))
-        losses.append(history[0]["train_loss"])
-    assert count[0] == count[1] and losses[0] != losses[1]
+        found.append(history[0]["train_loss"])
+    assert count[0] == count[1] and found[0] != found[1]
 
 
 def test_settings_are_checked():
@@ -228,6 +236,7 @@ def test_warmup_is_a_tenth_of_the_steps_and_at_most_150(steps, warmup):
         (TargetSize(256, 4, 2), "mamba attention mamba attention"),
         (TargetSize(128, 3, 0), "mamba mamba mamba"),
         (TargetSize(128, 2, 2), "attention attention"),
+        (TargetSize(128, 4, 1, "delta"), "delta delta delta attention"),
     ],
 )
 def test_attention_is_spread_evenly(size, mixers):
@@ -236,9 +245,12 @@ def test_attention_is_spread_evenly(size, mixers):
     assert set(config.kinds[1::2]) == {"mlp"} and config.d_model == size.width
 
 
-@pytest.mark.parametrize("size", [(100, 4, 1), (128, 2, 3), (128, 0, 0), (0, 1, 0)])
+@pytest.mark.parametrize(
+    "size",
+    [(100, 4, 1), (128, 2, 3), (128, 0, 0), (0, 1, 0), (128, 4, 1, "mamba", True)],
+)
 def test_invalid_sizes_are_refused(size):
-    with pytest.raises(ValueError, match="--width|--attention"):
+    with pytest.raises(ValueError, match="--width|--attention|--mtp"):
         TargetSize(*size)
 
 
@@ -253,3 +265,47 @@ def test_sizes_of_draft_models():
     for width, layers in ((100, 2), (0, 2), (64, 0)):
         with pytest.raises(ValueError, match="--width|--layers"):
             drafter_config(target, width, layers)
+
+
+@pytest.fixture(scope="module")
+def delta():
+    """A model of one delta-rule layer, with an MTP layer."""
+    config = target_config(50, TargetSize(128, 1, 0, "delta", mtp=True))
+    return Model(init_params(config, jax.random.key(0), jnp.float32), config)
+
+
+def test_the_mtp_loss_is_that_of_the_token_after_the_next(delta, tokens):
+    windows = jnp.asarray(tokens[:24].reshape(2, 12), jnp.int32)
+    hidden = losses.sequence_hidden(delta, windows[:, :-1])
+    layers = mtp_model(delta)
+    state = init_state(layers.config, 2, 10, jnp.float32)
+    terms = []
+    for t in range(10):  # the MTP layer reads tokens 1 to t + 1, token by token
+        args = layers, state, windows[:, t + 1 : t + 2], jnp.ones((2,), jnp.int32)
+        out, state = extend(*args, previous=hidden[:, t : t + 1])
+        logits = jax.nn.log_softmax(logits_of(layers, out)[:, 0])
+        terms.append(-logits[jnp.arange(2), windows[:, t + 2]])
+    plain = losses.next_token_loss(delta, windows)
+    expected = plain + 0.3 * jnp.stack(terms).mean()
+    found = losses.with_mtp_loss(delta, windows)
+    assert found == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [30, 100])  # one chunk of the delta rule, or two
+def test_gradients_through_the_delta_rule(delta, tokens, length):
+    """Compared with a difference quotient along a random direction."""
+    windows = jnp.asarray(tokens[: 2 * length].reshape(2, length), jnp.int32)
+    at = jax.jit(lambda p: losses.with_mtp_loss(delta.replace(params=p), windows))
+    grads = jax.jit(jax.grad(at))(delta.params)
+    assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
+    keys = iter(jax.random.split(jax.random.key(3), 99))
+    along = jax.tree.map(lambda p: jax.random.normal(next(keys), p.shape), delta.params)
+    step = 1e-4
+
+    def moved(by):
+        return at(jax.tree.map(lambda p, d: p + by * d, delta.params, along))
+
+    slope = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, grads, along)))
+    assert (moved(step) - moved(-step)) / (2 * step) == pytest.approx(
+        float(slope), rel=2e-2
+    )
