@@ -159,7 +159,8 @@ def test_rows_of_a_large_batch_are_independent(target, drafters, name, tree):
 
 
 def test_texts_end_at_stops_in_the_middle_of_a_path(write, plain):
-    stops = [[tokens[place]] for tokens, place in zip(plain.tokens, (3, 6, 9, 12))]
+    places = 3, 6, 9, 12
+    stops = [[row[i]] for row, i in zip(plain.tokens, places, strict=True)]
     want = write(stop_tokens=stops)
     assert min(want.lengths) < NEW
     for tree in ("E", AUTO):

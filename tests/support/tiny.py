@@ -65,7 +65,9 @@ def tiny_delta(seed, layers=("delta", "mlp", "delta", "moe", "attention", "mlp")
             moe=MoEConfig(6, 2, 16, shared=MLPConfig(24), shared_gate=True),
         ),
     )
-    params = perturbed(init_params(config, jax.random.key(seed), jnp.float32), 0.2, seed)
+    params = perturbed(
+        init_params(config, jax.random.key(seed), jnp.float32), 0.2, seed
+    )
     embedding, d = 20 * params["embedding"], config.d_model
     passed = jnp.eye(d, 2 * d) + 0.1 * params["mtp"]["eh_proj"]
     mtp = params["mtp"] | {"eh_proj": passed, "norm": params["norm"]}
