@@ -24,7 +24,7 @@ from tests.support.tiny import perturbed, tiny
 from tests.support.toy_drafter import two_taps
 
 MESH, TREES = "2x4", ("A", "auto:1,4,8")
-WRITES = ("falcon-h1", "nemotron-h", "zamba2")
+WRITES = ("falcon-h1", "nemotron-h", "qwen3.5", "zamba2")
 
 
 def refused(call, *args, **options):

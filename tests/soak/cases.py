@@ -9,7 +9,7 @@ import stree_jax
 from stree_jax import Sampling, Tree, chain, make_tree
 from stree_jax.models import PREFILL_CHUNK
 from stree_jax.speculation.accept import ACCEPTANCES
-from tests.support.tiny import REAL, STOP, perturbed, tiny
+from tests.support.tiny import REAL, STOP, perturbed, tiny, tiny_delta
 
 PLAIN, GREEDY = "plain", "greedy"  # without a drafter; without sampling
 RULES = [
@@ -19,6 +19,7 @@ RULES = [
     for draws in acceptance.unbiased
 ]
 KINDS = [*RULES, GREEDY, PLAIN]
+TARGETS = {"mamba2": tiny, "delta": tiny_delta}  # hybrids by their recurrent layers
 MOST_PROMPTS, MOST_SAMPLES, LONGEST, MOST_NEW = 8, 2, 70, 40
 SHORT = PREFILL_CHUNK + 1  # prompts up to this length are prefilled in one chunk
 
@@ -36,6 +37,7 @@ class Group:
     least: bool
     logprobs: int
     drafters: tuple[str, ...]
+    target: str
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,19 @@ class Case:
 
 
 @cache
-def models() -> dict[str, stree_jax.Model]:
-    """Returns the target and draft models. The first three share the target's
-    programs."""
-    target = tiny(1)
+def models(target_name: str) -> dict[str, stree_jax.Model | str]:
+    """Returns the target and drafters. The first three share the target's programs;
+    "mtp" needs a target with MTP layers."""
+    make = TARGETS[target_name]
+    target = make(1)
     return {
         "right": target,
         "half": target.replace(params=perturbed(target.params, 0.05, 3)),
-        "wrong": tiny(2),
+        "wrong": make(2),
         "mamba": tiny(2, layers=("mamba", "mamba")),
         "attention": tiny(4, layers=("attention", "mlp")),
+        "delta": tiny_delta(3),
+        "mtp": "mtp",
     }
 
 
@@ -99,6 +104,9 @@ def draw_group(seed: int, number: int) -> Group:
     kind = KINDS[(seed + number) % len(KINDS)]
     own_kind = [("right", "half", "wrong")] * 4
     drafters = [*own_kind, ("mamba",), ("attention",)][rng.integers(6)]
+    target = str(rng.choice(list(TARGETS)))
+    if drafters[0] in ("mamba", "attention") and rng.random() < 0.5:
+        drafters = ("mtp" if target == "delta" else "delta",)
     chained = kind.startswith("leviathan")
     return Group(
         kind=kind,
@@ -110,6 +118,7 @@ def draw_group(seed: int, number: int) -> Group:
         least=rng.random() < 0.5,
         logprobs=int(rng.choice([0, 3])),
         drafters=drafters,
+        target=target,
     )
 
 

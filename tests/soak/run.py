@@ -18,7 +18,7 @@ GROUPS_KEPT = 5  # compiled programs are dropped after this many groups
 def generate(case: Case, **options: object) -> Generation:
     greedy = case.group.kind == GREEDY
     return stree_jax.generate(
-        models()["right"],
+        models(case.group.target)["right"],
         case.prompts,
         max_new_tokens=case.limits,
         min_new_tokens=case.least,
@@ -34,7 +34,8 @@ def speculate(case: Case) -> Generation:
     group, options = case.group, {"logprobs": case.group.logprobs}
     if group.kind != PLAIN:
         rule = "naive/top_k" if group.kind == GREEDY else group.kind
-        options |= {"drafter": models()[case.drafter], "tree": case.tree, "rule": rule}
+        drafter = models(group.target)[case.drafter]
+        options |= {"drafter": drafter, "tree": case.tree, "rule": rule}
     return generate(case, **options)
 
 
@@ -55,7 +56,7 @@ def check_case(case: Case, tally: Tally) -> Iterator[str]:
         return
     pairs = enumerate(zip(prompts, result.tokens, strict=True))
     texts = [p + t if usable(case, b, t) else p for b, (p, t) in pairs]
-    for b, logits in enumerate(scores(texts)):
+    for b, logits in enumerate(scores(case.group.target, texts)):
         row = Row(case, result, plain, b, logits)
         tally.rows += 1
         tally.greedy += row.greedy
@@ -78,7 +79,7 @@ def run(seed: int, cases: list[tuple[int, int]], *, quiet: bool = False) -> Tall
         case = draw_case(seed, number, i)
         bar.set_postfix_str(f"{case.group.kind}, {len(tally.failures)} failures")
         again = f"python -m tests.soak --seed {seed} --one {number}.{i}"
-        settings = f"{case.group.kind}, drafter {case.drafter}"
+        settings = f"{case.group.kind}, {case.group.target}, drafter {case.drafter}"
         wrong = check_case(case, tally)
         tally.failures += [f"{again}  # {settings}, {what}" for what in wrong]
         tally.generations += 1

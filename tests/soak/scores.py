@@ -12,12 +12,13 @@ from tests.support.tiny import REAL
 SCORED = MOST_PROMPTS * MOST_SAMPLES, 2 * PREFILL_CHUNK
 
 
-def scores(texts: list[list[int]]) -> np.ndarray:
-    """Returns logits [rows, places, REAL] after every token."""
+def scores(target: str, texts: list[list[int]]) -> np.ndarray:
+    """Returns logits [rows, places, REAL] of a target of `TARGETS` after every
+    token."""
     table = np.zeros(SCORED, np.int32)
     for row, text in zip(table, texts, strict=False):
         row[: len(text)] = text
-    logits = np.asarray(stree_jax.score(models()["right"], table))
+    logits = np.asarray(stree_jax.score(models(target)["right"], table))
     return logits[: len(texts), :, :REAL].astype(np.float64)
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.generation import begin
+from stree_jax.models.mixer import map_leaves
 from stree_jax.speculation import loop
 from stree_jax.speculation.drafter import Prompts
 
@@ -26,6 +27,21 @@ def decode(spec, target, prompts, max_new_tokens, steps=loop.FOREVER):
     done = loop.advance_jit(spec, begun, jnp.int32(steps))
     rows = zip(np.asarray(done.tokens), np.asarray(done.length), strict=True)
     return [row[:n].tolist() for row, n in rows], done
+
+
+def row_of(state, b):
+    """Returns the arrays of one row of a model's state: recurrent states, windows, and
+    caches up to the committed length."""
+    found, n = [], int(state.length[b])
+
+    def visit(x, metadata):
+        row, axis = np.asarray(x[b]), metadata.capacity_axis
+        found.append(row if axis is None else row.take(range(n), axis - 1))
+        return x
+
+    map_leaves(visit, state.layers)
+    assert found
+    return found
 
 
 def prompts_of(texts, update_width, capacity=64, padding=9):

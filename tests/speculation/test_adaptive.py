@@ -38,7 +38,7 @@ from tests.speculation.auto import (
     searching,
     times,
 )
-from tests.speculation.steps import decode
+from tests.speculation.steps import decode, row_of
 from tests.support.tiny import REAL
 
 
@@ -138,12 +138,8 @@ def test_state_stays_correct_after_any_sequence_of_steps(
             fresh, _ = begin(
                 drafter, [[*text, 3][: read + 1]], max_new_tokens=1, drafter=None
             )
-            chex.assert_trees_all_close(
-                [s.ssm[b] for s in looking.searching.layers if hasattr(s, "ssm")],
-                [s.ssm[0] for s in fresh.state.layers if hasattr(s, "ssm")],
-                rtol=1e-4,
-                atol=1e-4,
-            )
+            ours, theirs = row_of(looking.searching, b), row_of(fresh.state, 0)
+            chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-4)
         assert checked or steps > 5
 
 

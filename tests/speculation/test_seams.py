@@ -20,8 +20,8 @@ from stree_jax.speculation.drafters.model import ModelDrafter, fill_tree
 from stree_jax.speculation.drafters.reading import Reading
 from stree_jax.speculation.policy import FixedTree
 from stree_jax.speculation.tree import chain, resolve_tree
-from tests.speculation.steps import decode
-from tests.support.tiny import REAL, STOP
+from tests.speculation.steps import decode, row_of
+from tests.support.tiny import REAL, STOP, perturbed, tiny_delta
 
 NEW = 20
 
@@ -70,14 +70,28 @@ ORDERS = {
 }
 
 
+def delta_pair():
+    """Returns a target and a draft model with delta-rule layers."""
+    target = tiny_delta(1)
+    return target, target.replace(params=perturbed(target.params, 0.03, 3))
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"), [*(("tree", name) for name in ORDERS), ("beam", "in turns")]
+    ("kind", "name"),
+    [
+        *(("tree", name) for name in ORDERS),
+        ("beam", "in turns"),
+        ("delta", "three trees"),
+    ],
 )
 def test_state_stays_correct_after_steps_without_drafts(
     target, drafter, prompts, plain, name, kind
 ):
     """The text is that of plain decoding, and the drafter has read all of it and no
     more."""
+    if kind == "delta":
+        target, drafter = delta_pair()
+        plain = stree_jax.generate(target, prompts, max_new_tokens=NEW, drafter=None)
     menu, order = ORDERS[name]
     trees, tree = menu, "A"
     if kind == "beam":
@@ -102,12 +116,8 @@ def test_state_stays_correct_after_steps_without_drafts(
             fresh, _ = begin(
                 drafter, [text[: read + 1]], max_new_tokens=1, drafter=None
             )
-            chex.assert_trees_all_close(
-                [s.ssm[b] for s in reading.state.layers if hasattr(s, "ssm")],
-                [s.ssm[0] for s in fresh.state.layers if hasattr(s, "ssm")],
-                rtol=1e-4,
-                atol=1e-4,
-            )
+            ours, theirs = row_of(reading.state, b), row_of(fresh.state, 0)
+            chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_drafts_of_the_target_itself_are_accepted_after_plain_steps(

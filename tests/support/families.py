@@ -7,6 +7,7 @@ import numpy as np
 from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
+    DeltaConfig,
     MambaConfig,
     MLPConfig,
     ModelConfig,
@@ -98,6 +99,24 @@ FAMILIES = {
                 gated=False,
                 activation="relu2",
             ),
+        ),
+    ),
+    "qwen3.5": ModelConfig(
+        **SIZES,
+        layers=("delta", "moe", "attention", "mlp"),
+        mtp=("attention", "moe"),
+        norm="rms_float32",
+        mixers=named(
+            delta=DeltaConfig(4, 8, 6, 8),
+            attention=AttentionConfig(
+                *(8, 2, 4),
+                rope=Rope(50.0, 2),
+                qk_norm_eps=1e-3,
+                qk_norm_float32=True,
+                gated=True,
+            ),
+            mlp=MLPConfig(48),
+            moe=MoEConfig(8, 2, 16, shared=MLPConfig(24), shared_gate=True),
         ),
     ),
     "zamba2": ModelConfig(
