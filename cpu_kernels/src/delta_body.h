@@ -105,11 +105,31 @@ TARGET void delta_group(const Delta& d, void* base, int64_t b, int64_t g) {
   d.scan.bf16 ? group_of<L, uint16_t>(d, base, b, g) : group_of<L, float>(d, base, b, g);
 }
 
-// Solves the system of the queried nodes, and computes their outputs; own.x holds their v, and the
-// u of other nodes:
+// Writes norm(from) * silu(z) to y. `from` is [p].
+template <class E>
+TARGET inline void norm_row(const Delta& d, const float* from, const float* z, float* y) {
+  using V = Lanes;
+  const int64_t P = d.scan.P;
+  const E* const scale = static_cast<const E*>(d.norm);
+  V::F squares = V::F{};
+  for (int64_t i = 0; i < P; i += V::W) {
+    const V::F x = V::load(from + i, P - i);
+    squares = V::fma(x, x, squares);
+  }
+  const float mean = V::sum(squares) / static_cast<float>(P);
+  const V::F factor = V::F{} + 1.0f / __builtin_sqrtf(mean + d.eps);
+  for (int64_t i = 0; i < P; i += V::W) {
+    const int64_t count = P - i;
+    const V::F normed = V::load(from + i, V::W) * factor * V::load(scale + i, count);
+    V::store(y + i, normed * V::silu(V::load(z + i, count)), count);
+  }
+}
+
+// Solves the system of the queried nodes, and computes their outputs, normed and gated; own.x
+// holds their v, and the u of other nodes:
 //
-//   u_t = beta_t (v_t - exp(A_t) carried_t - sum over ancestors s < t of exp(A_t - A_s) (k_t . k_s) u_s)
-//   y_t = exp(A_t) carried_t + sum over ancestors s <= t of exp(A_t - A_s) (q_t . k_s) u_s
+//   u_t = beta_t (v_t - exp(A_t) S k_t - sum over ancestors s < t of exp(A_t - A_s) (k_t . k_s) u_s)
+//   y_t = exp(A_t) S q_t + sum over ancestors s <= t of exp(A_t - A_s) (q_t . k_s) u_s
 TARGET inline void solve_nodes(const Delta& d, int64_t b, int64_t head, const Shared& shared,
                                const Own& own) {
   using V = Lanes;
@@ -121,7 +141,7 @@ TARGET inline void solve_nodes(const Delta& d, int64_t b, int64_t head, const Sh
   const float* decay = own.weight;
   for (int64_t q = 0; q < s.queries[b]; q++) {
     const int64_t t = node_of(s, q);
-    float* y = s.y + ((b * s.Tq + q) * s.H + head) * s.P;
+    float* const y = s.y + ((b * s.Tq + q) * s.H + head) * s.P;
     if (t >= T) {
       for (int64_t j = 0; j < s.P; j++) y[j] = 0.0f;
       continue;
@@ -148,40 +168,26 @@ TARGET inline void solve_nodes(const Delta& d, int64_t b, int64_t head, const Sh
         const V::F added = beta * (V::load(x + j, V::W) - known);
         V::store(x + j, added, V::W);
         V::store(u + j, added, s.P - j);
-        V::store(y + j, V::fma(itself, added, *read++), s.P - j);
+        V::store(own.y + j, V::fma(itself, added, *read++), V::W);
         j += V::W;
       }
     };
     int64_t j = 0;
     for (V::F sum[2][4]; j + 4 * V::W <= width; j += 4 * V::W) outputs(j, sum);
     for (V::F sum[2][1]; j < width; j += V::W) outputs(j, sum);
+    const float* const z = d.in + (b * s.Tq + q) * d.width + d.to_z + head * s.P;
+    d.weights_bf16 ? norm_row<uint16_t>(d, own.y, z, y) : norm_row<float>(d, own.y, z, y);
   }
 }
 
-// Computes y = norm(y) * silu(z).
-TARGET inline void norm_head(const Delta& d, int64_t b, int64_t head) {
-  using V = Lanes;
+// Prefetches a head's u of the queried nodes, which will be overwritten.
+TARGET inline void fetch_record(const Delta& d, int64_t b, int64_t head) {
   const Scan& s = d.scan;
-  const auto norm = [&](const auto* scale, const float* z, float* y) TARGET {
-    V::F squares = V::F{};
-    for (int64_t i = 0; i < s.P; i += V::W) {
-      const V::F x = V::load(y + i, s.P - i);
-      squares = V::fma(x, x, squares);
-    }
-    const float mean = V::sum(squares) / static_cast<float>(s.P);
-    const V::F factor = V::F{} + 1.0f / __builtin_sqrtf(mean + d.eps);
-    for (int64_t i = 0; i < s.P; i += V::W) {
-      const int64_t count = s.P - i;
-      const V::F normed = V::load(y + i, count) * factor * V::load(scale + i, count);
-      V::store(y + i, normed * V::silu(V::load(z + i, count)), count);
-    }
-  };
   for (int64_t q = 0; q < s.queries[b]; q++) {
-    if (node_of(s, q) >= s.T) continue;
-    const float* z = d.in + (b * s.Tq + q) * d.width + d.to_z + head * s.P;
-    float* y = s.y + ((b * s.Tq + q) * s.H + head) * s.P;
-    d.weights_bf16 ? norm(static_cast<const uint16_t*>(d.norm), z, y)
-                   : norm(static_cast<const float*>(d.norm), z, y);
+    const int64_t t = node_of(s, q);
+    if (t >= s.T) continue;
+    const float* u = static_cast<const float*>(d.x) + ((b * s.now.capacity + t) * s.H + head) * s.P;
+    for (int64_t i = 0; i < s.P; i += 16) __builtin_prefetch(u + i, 1);
   }
 }
 
@@ -201,11 +207,11 @@ TARGET void head_of(const Delta& d, void* base, void* scratch, int64_t place, in
     V::store(own.x + t * p + i, V::rounded(v, static_cast<const E*>(nullptr)), p - i);
   });
   fetch_inputs(d, b, d.to_z + head * s.P, s.P);
+  fetch_record(d, b, head);
   if (next >= 0) fetch_inputs(d, next / s.H, d.to_inputs + of_v + next % s.H * s.P, s.P);
   replay_head<L>(s, b, head, next, kept, shared, own);
   sum_decays(s, b, head, shared, own);
   solve_nodes(d, b, head, shared, own);
-  norm_head(d, b, head);
 }
 
 template <class L>

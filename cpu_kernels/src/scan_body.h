@@ -25,7 +25,7 @@ struct Shared {
 struct Own {
   float *x, *carried;    // [T, p], [Tq, reads, p]
   float *weight, *past;  // weights of all nodes' ancestors; [M, P] of the path's tokens
-  float* pair;           // [2, T], weights of one node's ancestors, by key and by query
+  float *pair, *y;       // of one node: weights [2, T] by key and by query; output [p]
   double* sum;           // [T], sum of log decays along a node's path
   float* decay;          // [T], exp(sum)
 };
@@ -68,6 +68,7 @@ TARGET inline int64_t own_layout(const Scan& s, char* base, Own* own) {
   layout.place(&own->weight, s.Tq * T);
   layout.place(&own->past, s.M * s.P);
   layout.place(&own->pair, 2 * T);
+  layout.place(&own->y, p);
   layout.place(&own->sum, T);
   layout.place(&own->decay, T);
   return layout.at;

@@ -416,6 +416,10 @@ def delta_nodes(
     return *delta_scan(tokens, h0, nodes.mask, pass_.rows, u), h0
 
 
+def _in_kernel(nodes: int) -> bool:
+    return cpu_kernels.level() is not None and nodes <= MAX_NODES
+
+
 class Delta(Mixer[DeltaConfig]):
     """The implementation of `mixer.Mixer` for Gated DeltaNet."""
 
@@ -457,12 +461,12 @@ class Delta(Mixer[DeltaConfig]):
         return empty_record(c, batch, nodes, dtype)
 
     def record_bytes(self, c: DeltaConfig, batch: int, nodes: int) -> int:
-        return FLOAT * batch * nodes * (c.d_inner + c.d_qkv)
+        # The kernel writes the record over the last one.
+        return 0 if _in_kernel(nodes) else FLOAT * batch * nodes * (c.d_inner + c.d_qkv)
 
     def work_bytes(self, c: DeltaConfig, batch: int, nodes: int, dtype: Any) -> int:
         rows = padded_rows(batch * nodes)
-        in_kernel = cpu_kernels.level() is not None and nodes <= MAX_NODES
-        if nodes == 1 or in_kernel:
+        if nodes == 1 or _in_kernel(nodes):
             return FLOAT * rows * (c.d_qkv + 2 * c.d_inner)
         weights = batch * c.value_heads * nodes * nodes
         # q, k, v, z and the carried parts of k and q; the decays or the scores.

@@ -1,29 +1,32 @@
-"""Test the compiled mixer against its equations in JAX, and its reproducibility."""
+"""Test the compiled mixers against their equations in JAX, and their
+reproducibility."""
 
 from dataclasses import replace
-from functools import cache, partial
-from typing import NamedTuple
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models import MambaConfig, chain_nodes, tree_nodes
-from stree_jax.models.mixer import MixerPending
-from stree_jax.models.mixers.mamba2 import (
-    MambaRecord,
-    MambaState,
-    MixerWeights,
+from stree_jax.models import MambaConfig, chain_nodes
+from stree_jax.models.mixers.delta import DeltaConfig
+from tests.support.mixers import (
+    BATCH,
+    Case,
+    adding,
+    agree,
+    case,
     equations,
+    kernel_name,
     mixed,
+    reading,
+    replaying,
 )
-from stree_jax.models.nodes import Nodes, Pass
 from tests.support.native import built, each_level, use
-from tests.support.reference import OP_TOLERANCE, assert_near, chain, random_parents
+from tests.support.reference import chain
 
 pytestmark = built
-BATCH = 2
 # Sizes that are whole vectors or not, and all supported options.
 CONFIGS = {
     "plain": MambaConfig(3, 32, 16),
@@ -34,106 +37,10 @@ CONFIGS = {
         6, 5, 4, n_groups=3, norm=None, conv_bias=False, D_per_channel=True, d_mlp=7
     ),
     "limits": MambaConfig(2, 16, 33, norm_groups=2, dt_limit=(0.05, 0.6), d_conv=2),
+    "delta": DeltaConfig(1, 2, 16, 32),
+    "delta, groups": DeltaConfig(2, 6, 33, 17, d_conv=3, norm_eps=1e-3),
 }
-
-
-class Case(NamedTuple):
-    """The arguments of a mixer between its projections, without its config."""
-
-    zxbcdt: jax.Array
-    weights: MixerWeights
-    nodes: Nodes
-    state: MambaState
-    record: MambaRecord
-    path: jax.Array
-    length: jax.Array
-
-
-def case(c, T=6, last=6, dtype="float32", seed=0, parents=None):
-    """Returns a tree of T nodes after one of `last`, with accepted paths of 2 and 0."""
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape, dtype=dtype):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
-
-    H, P, K = c.num_heads, c.head_dim, c.d_conv
-    wide = partial(normal, dtype="float32")
-    weights = MixerWeights(
-        normal(c.d_xBC, K),
-        normal(c.d_xBC) if c.conv_bias else None,
-        normal(c.d_inner) if c.norm else None,
-        wide(H),
-        wide(H),
-        wide(c.d_inner if c.D_per_channel else H),
-    )
-    record = MambaRecord(
-        normal(BATCH, last, H, P),
-        jnp.abs(wide(BATCH, last, H)),
-        -jnp.abs(wide(BATCH, last, H)),
-        normal(BATCH, last, c.n_groups, c.d_state),
-        normal(BATCH, last, c.d_xBC),
-    )
-    parents = random_parents(rng, BATCH, T) if parents is None else parents
-    state = MambaState(wide(BATCH, H, P, c.d_state), normal(BATCH, K - 1, c.d_xBC))
-    path = jnp.broadcast_to(jnp.array([[0, last - 1, 0]], jnp.int32), (BATCH, 3))
-    return Case(
-        2 * wide(BATCH, T, c.d_in_proj),
-        weights,
-        tree_nodes(jnp.asarray(parents), 4),
-        state,
-        record,
-        path,
-        jnp.array([2, 0], jnp.int32),
-    )
-
-
-def replaying(function, c):
-    """Replays the last path of a case and runs a new tree."""
-
-    @jax.jit
-    def run(case):
-        pending = MixerPending(case.record, case.path, case.length)
-        pass_ = Pass(case.nodes, None, pending, case.length)
-        return function(c, case.zxbcdt, case.weights, pass_, case.state, None)
-
-    return run
-
-
-def reading(function, c):
-    """Runs a tree of a case from its state, without a path to replay."""
-
-    @jax.jit
-    def run(case):
-        pass_ = Pass(case.nodes, None, None, case.length)
-        return function(c, case.zxbcdt, case.weights, pass_, case.state, None)
-
-    return run
-
-
-def adding(function, c, rows):
-    """Adds nodes at these rows to the records of a tree's other nodes."""
-    rows = jnp.array(rows, jnp.int32)
-
-    @jax.jit
-    def run(case):
-        pass_ = Pass(case.nodes, rows, None, case.length)
-        zxbcdt = case.zxbcdt[:, : len(rows)]
-        args = case.weights, pass_, case.state, case.record
-        return function(c, zxbcdt, *args)
-
-    return run
-
-
-def agree(ours, wanted, dtype):
-    """Asserts equality; in bfloat16 a number may be rounded to either neighbour."""
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
-        assert a.dtype == b.dtype
-        a, b = (np.asarray(z, np.float32) for z in (a, b))
-        if dtype == "bfloat16":
-            assert_near(a, b, 4e-3)
-            assert np.mean(np.abs(a - b) > 1e-5 * np.abs(b).max()) < 0.02
-        else:
-            assert_near(a, b, OP_TOLERANCE["float32"])
+EACH = ["plain", "delta"]  # one config of each mixer
 
 
 @cache
@@ -163,11 +70,11 @@ def test_prefill(name, dtype):
     }
     for T in (5, 64):
         ours = reading(mixed, c).lower(texts[T])
-        assert "stree_mixer" in ours.as_text()
+        assert kernel_name(c) in ours.as_text()
         with pytest.MonkeyPatch.context() as patch:
             use(patch, "off")
             agree(ours.compile()(texts[T]), reading(equations, c)(texts[T]), dtype)
-    assert "stree_mixer" not in reading(mixed, c).lower(texts[65]).as_text()
+    assert kernel_name(c) not in reading(mixed, c).lower(texts[65]).as_text()
 
 
 @each_level
@@ -179,7 +86,7 @@ def test_it_matches_the_equations(name, dtype, level, monkeypatch):
     use(monkeypatch, level)
     for given, expected in zip(after, wanted, strict=True):
         run = replaying(mixed, c).lower(given)
-        assert "stree_mixer" in run.as_text()
+        assert kernel_name(c) in run.as_text()
         agree(run.compile()(given), expected, dtype)
     y, *ours = adding(mixed, c, ROWS)(added)
     wanted_y, *expected = wanted_added
@@ -188,22 +95,26 @@ def test_it_matches_the_equations(name, dtype, level, monkeypatch):
 
 
 @each_level
-def test_extreme_steps_and_gates(level, monkeypatch):
+@pytest.mark.parametrize("name", EACH)
+def test_extreme_steps_and_gates(name, level, monkeypatch):
     """exp overflows or underflows in softplus, silu and decays."""
     use(monkeypatch, level)
-    c = CONFIGS["plain"]
+    c = CONFIGS[name]
     given = case(c)
     for scale in (0.0, 60.0, 3000.0):
-        scaled = given._replace(zxbcdt=given.zxbcdt * scale)
+        scaled = given._replace(
+            projected=jax.tree.map(lambda z, by=scale: z * by, given.projected)
+        )
         agree(replaying(mixed, c)(scaled), replaying(equations, c)(scaled), "float32")
 
 
 @each_level
-def test_results_do_not_depend_on_other_rows_and_nodes(level, monkeypatch):
+@pytest.mark.parametrize("name", ["norm first", "delta, groups"])
+def test_results_do_not_depend_on_other_rows_and_nodes(name, level, monkeypatch):
     """Bitwise equal alone and in a batch, and as the last node and as an earlier
     one."""
     use(monkeypatch, level)
-    c = CONFIGS["norm first"]
+    c = CONFIGS[name]
     given = case(c, T=12, dtype="bfloat16", parents=np.stack([chain(12)] * BATCH))
     run = replaying(mixed, c)
     y, record, state = run(given)
@@ -211,7 +122,7 @@ def test_results_do_not_depend_on_other_rows_and_nodes(level, monkeypatch):
         row = slice(b, b + 1)
         nodes = given.nodes
         one = given._replace(
-            zxbcdt=given.zxbcdt[row, :T],
+            projected=jax.tree.map(lambda z, row=row, T=T: z[row, :T], given.projected),
             nodes=replace(
                 nodes,
                 mask=nodes.mask[row, :T, :T],
@@ -256,7 +167,7 @@ def test_a_smaller_tree_overwrites_records_of_a_larger_one(
         path=jnp.array([[0, 1, 2]] * BATCH, jnp.int32),
     )
     y, record, state = run(small)
-    assert record.x.shape[1] == T
+    assert record.a.shape[1] == T
     behind = jax.tree.map(lambda z: np.array(z[:, T:]), given.record)
     in_place = jax.jit(
         lambda record, given: run(given._replace(record=record)), donate_argnums=0
@@ -271,9 +182,10 @@ def test_a_smaller_tree_overwrites_records_of_a_larger_one(
     assert all(z.is_deleted() for z in jax.tree.leaves(copy))
 
 
-def test_vmap_adds_rows_to_the_batch():
+@pytest.mark.parametrize("name", EACH)
+def test_vmap_adds_rows_to_the_batch(name):
     """With shared weights, bitwise equal to separate calls; else the equations run."""
-    c = CONFIGS["plain"]
+    c = CONFIGS[name]
     first, second = case(c, last=8, seed=0), case(c, last=8, seed=1)
     second = second._replace(weights=first.weights, nodes=first.nodes)
     run = replaying(mixed, c)
@@ -291,23 +203,27 @@ def test_vmap_adds_rows_to_the_batch():
     agree(got, run(turned), "float32")
 
 
-def test_vmap_shares_the_queried_rows():
-    c = CONFIGS["plain"]
+@pytest.mark.parametrize("name", EACH)
+def test_vmap_shares_the_queried_rows(name):
+    c = CONFIGS[name]
     one = case(c)
     run = adding(mixed, c, [1, 4])
-    mapped = jax.vmap(lambda z: run(one._replace(zxbcdt=z)))
-    text = jax.jit(mapped).lower(jnp.stack([one.zxbcdt] * 2)).as_text()
-    assert text.count("@stree_mixer") == 1
-    both = mapped(jnp.stack([one.zxbcdt, -one.zxbcdt]))
-    got = jax.tree.map(lambda z: z[1], both)
-    wanted = run(one._replace(zxbcdt=-one.zxbcdt))
+    mapped = jax.vmap(lambda z: run(one._replace(projected=z)))
+    turned = jax.tree.map(jnp.negative, one.projected)
+    stacked = jax.tree.map(lambda *z: jnp.stack(z), one.projected, turned)
+    text = jax.jit(mapped).lower(stacked).as_text()
+    assert text.count(f"@{kernel_name(c)}") == 1
+    got = jax.tree.map(lambda z: z[1], mapped(stacked))
+    wanted = run(one._replace(projected=turned))
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 @pytest.mark.parametrize("T", [32, 8])
-def test_records_and_state_are_updated_in_place_if_unused(optimised, T):
+@pytest.mark.parametrize(
+    "c", [MambaConfig(8, 64, 64), DeltaConfig(4, 8, 64, 64)], ids=["mamba2", "delta"]
+)
+def test_records_and_state_are_updated_in_place_if_unused(optimised, c, T):
     """A loop copies nothing of the records' size; arrays that are read later stay."""
-    c = MambaConfig(8, 64, 64)
     given = case(c, T=T, last=32)
     run = replaying(mixed, c)
 
@@ -322,8 +238,10 @@ def test_records_and_state_are_updated_in_place_if_unused(optimised, T):
     once = jax.jit(steps, donate_argnums=0)
     args = (given.record, given.state), given
     held = once.lower(*args).compile().memory_analysis().temp_size_in_bytes
-    y = given.zxbcdt.nbytes  # of the mixer's output, and of what lies around it
-    assert held < 2 * y + given.record.x.nbytes / 2
+    # The mixer's output, and what lies around it.
+    y = sum(z.nbytes for z in given.projected)
+    largest = max(z.nbytes for z in jax.tree.leaves(given.record))
+    assert held < 2 * y + largest / 2
     before = jax.tree.map(np.array, given)
     kept = jax.jit(steps)(*args)
     jax.tree.map(np.testing.assert_array_equal, given, before)
@@ -340,35 +258,48 @@ def test_records_and_state_are_updated_in_place_if_unused(optimised, T):
     jax.tree.map(np.testing.assert_array_equal, once(own, given), kept)
 
 
-def test_unsupported_arguments_use_the_equations(monkeypatch):
+@pytest.mark.parametrize("name", EACH)
+def test_unsupported_arguments_use_the_equations(name, monkeypatch):
     """Repeated heads, norms across heads, scans of baselines, and no kernels."""
-    c = CONFIGS["plain"]
+    c = CONFIGS[name]
     given = case(c)
 
     def text(c, given):
         return replaying(mixed, c).lower(given).as_text()
 
-    assert "stree_mixer" in text(c, given)
-    odd = replace(c, norm_groups=2)  # of three heads
-    assert "stree_mixer" not in text(odd, given)
+    assert kernel_name(c) in text(c, given)
+    if name == "plain":
+        odd = replace(c, norm_groups=2)  # of three heads
+        assert kernel_name(c) not in text(odd, given)
     for scan in ("step", "chunk"):
         baseline = given._replace(nodes=replace(given.nodes, scan=scan))
-        assert "stree_mixer" not in text(c, baseline)
+        assert kernel_name(c) not in text(c, baseline)
     use(monkeypatch, "off")
-    assert "stree_mixer" not in text(c, given)
+    assert kernel_name(c) not in text(c, given)
 
 
-def test_a_path_outside_its_tree_raises():
-    given = case(CONFIGS["plain"])
+@pytest.mark.parametrize("name", EACH)
+def test_a_path_outside_its_tree_raises(name):
+    c = CONFIGS[name]
+    given = case(c)
     wild = given._replace(path=given.path + 1000)
     with pytest.raises(Exception, match="a path leads out of its tree"):
-        jax.block_until_ready(replaying(mixed, CONFIGS["plain"])(wild))
+        jax.block_until_ready(replaying(mixed, c)(wild))
 
 
-@pytest.mark.parametrize("name", ["conv_weight", "conv_bias", "norm"])
-def test_weights_of_two_dtypes_use_the_equations(name):
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        ("plain", "conv_weight"),
+        ("plain", "conv_bias"),
+        ("plain", "norm"),
+        ("delta", "conv_weight"),
+        ("delta", "norm"),
+    ],
+)
+def test_weights_of_two_dtypes_use_the_equations(of, name):
     """For example if only a model's matrices are bfloat16."""
-    c = CONFIGS["plain"]
+    c = CONFIGS[of]
     given = case(c)
     other = getattr(given.weights, name).astype(jnp.bfloat16)
     given = given._replace(weights=given.weights._replace(**{name: other}))
