@@ -34,7 +34,7 @@ from tokenizers import Tokenizer, models
 from stree_jax.cli import main as cli
 from tests.support import mtp, qwen
 from tests.support.gguf_files import write_predicting
-from tests.support.hf_checkpoints import granite, nemotron, qwen3_5
+from tests.support.hf_checkpoints import granite, nemotron, qwen3_5, qwen3_5_moe
 from tests.support.native_checkpoints import write_native
 from tests.support.table_models import byte_level, follow, write_gguf
 
@@ -135,10 +135,12 @@ def _models(root):
     letters = {letter: i for i, letter in enumerate("Once def fib(n):")}
     few = Tokenizer(models.BPE(letters, []))
     few.save(str(predicting / "tokenizer.json"))
-    multimodal = root / "Qwen/Qwen3.5-9B"
-    qwen3_5(vocab_size=2048).save_pretrained(multimodal)
-    qwen.with_mtp(multimodal)
-    shutil.copy(tokenizer, multimodal)
+    hybrids = {f"Qwen/Qwen3.5-{size}": qwen3_5 for size in ("0.8B", "2B", "4B", "9B")}
+    for name, family in (hybrids | {"Qwen/Qwen3.6-35B-A3B": qwen3_5_moe}).items():
+        family(vocab_size=2048).save_pretrained(root / name)
+        qwen.with_mtp(root / name)
+        shutil.copy(tokenizer, root / name)
+    (root / "Qwen/Qwen3.5-2B/chat_template.jinja").write_text(TEMPLATE)
     tokens = byte_level()
     chain = follow(tokens, ["O", "n", "c", "e"])
     write_gguf(root / "model-Q4_K_M.gguf", tokens, chain, eos="</s>")
