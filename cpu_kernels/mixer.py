@@ -174,8 +174,6 @@ def outputs_of(
         return jax.ShapeDtypeStruct(shape, z.dtype)
 
     state = (shaped(z.shape if replays else (z.shape[0], 0), z) for z in (ssm, conv))
-    new = (
-        shaped((z.shape[0], max(T, z.shape[1]), *z.shape[2:]), z) for z in records
-    )
+    new = (shaped((z.shape[0], max(T, z.shape[1]), *z.shape[2:]), z) for z in records)
     y = floats(*projected.shape[:2], heads * head_dim)
     return y, type(memory)(*state, *new)
