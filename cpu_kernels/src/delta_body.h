@@ -128,8 +128,10 @@ TARGET inline void norm_row(const Delta& d, const float* from, const float* z, f
 // Solves the system of the queried nodes, and computes their outputs, normed and gated; own.x
 // holds their v, and the u of other nodes:
 //
-//   u_t = beta_t (v_t - exp(A_t) S k_t - sum over ancestors s < t of exp(A_t - A_s) (k_t . k_s) u_s)
-//   y_t = exp(A_t) S q_t + sum over ancestors s <= t of exp(A_t - A_s) (q_t . k_s) u_s
+//   u_t = beta_t (v_t - exp(A_t) S k_t - sum over s < t of exp(A_t - A_s) (k_t . k_s) u_s)
+//   y_t = exp(A_t) S q_t + sum over s <= t of exp(A_t - A_s) (q_t . k_s) u_s
+//
+// where s < t means that s is an ancestor of t.
 TARGET inline void solve_nodes(const Delta& d, int64_t b, int64_t head, const Shared& shared,
                                const Own& own) {
   using V = Lanes;

@@ -29,7 +29,7 @@ inline const void* if_any(const Any& array) {
   return array.element_count() ? array.untyped_data() : nullptr;
 }
 
-// Sets what all mixers have in common, with one read of the state per query.
+// Sets what all mixers have in common, with one vector C per query.
 inline xla::ffi::Error describe(Mixer& m, MixerArrays& of) {
   const auto state = of.h0.dimensions(), taps = of.window.dimensions();
   const auto in_shape = of.in.dimensions();
