@@ -69,9 +69,12 @@ NAME, REPEATS = "peers", 3
 ARMS = ["lookup", "E", "auto"]
 LLAMA = "llama.cpp, plain"
 OURS = "stree-jax"  # in the figure
-# The largest difference of logits over the largest logit. In int8 llama.cpp rounds in
-# other blocks, so there the limit only tells other weights from other rounding.
-LIMITS = {"float32": 1e-3, "bfloat16": 0.05, "int8": 0.25}
+# The largest difference of logits over the largest logit. In bfloat16, rounding alone
+# moves the logits of random weights of the Qwen3.5-0.8B shape by 0.08 here and by 0.12
+# in transformers, relative to float32; another model is 1 or more away. In int8
+# llama.cpp rounds in other blocks, so there the limit only tells other weights from
+# other rounding.
+LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "int8": 0.25}
 READS = 10  # times that all weights are read, to measure the memory bandwidth
 CHECKED = 48  # tokens of the text on which logits are compared
 
@@ -129,7 +132,7 @@ def add_options(b: argparse.ArgumentParser) -> None:
     shapes = "random weights, decoded without trees"
     add(b, "--shapes", str, (SHAPE,), shapes, "*")
     add(b, "--dtypes", str, WEIGHTS, "of weights", "+", WEIGHTS)
-    tokens = "also time single passes over so many tokens, here and in llama.cpp"
+    tokens = "also time passes over N tokens, here and in llama.cpp (default: none)"
     group(b, MEASURING).add_argument(
         "--passes", type=int, nargs="+", default=[], metavar="N", help=tokens
     )
