@@ -56,7 +56,8 @@ class Qwen35:
 
 
 # 9B and 35B-A3B are the defaults of transformers' Qwen3_5TextConfig and
-# Qwen3_5MoeTextConfig; the others are from the config.json of the releases.
+# Qwen3_5MoeTextConfig. The others follow public descriptions of the models, such as
+# training scripts (27B) and model cards (4B); no released config.json was read.
 QWEN35_SIZES = {
     "qwen3.5-0.8b": Qwen35(1024, 24, 16, 8, 2, 3584, True),
     "qwen3.5-2b": Qwen35(2048, 24, 16, 8, 2, 6144, True),
