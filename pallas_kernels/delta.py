@@ -64,7 +64,7 @@ class DeltaInputs(NamedTuple):
 
 
 class DeltaReplayed(NamedTuple):
-    """What was recorded of the T nodes of the last tree, and the accepted path in it.
+    """The records of the T nodes of the last tree, and the accepted path in it.
 
     Attributes:
       u: [B, T, H, P] float32, the corrections that the nodes wrote.
@@ -315,7 +315,8 @@ def delta_replay(h0: jax.Array, past: DeltaReplayed) -> jax.Array:
 
         S = exp(sum_j a_j) S_0 + sum_j exp(sum_{i > j} a_i) u_j k_j^T
 
-    This is one product over the path's M tokens, whatever the size of the tree.
+    This is one product over the path's M tokens. Its cost does not depend on the size
+    of the tree.
 
     Args:
       h0: [B, H, P, N] float32, state before the path.

@@ -201,7 +201,7 @@ class Specs:
         return pl.BlockSpec((None, *z.shape[1:]), lambda b, h, p: (b, *rest))
 
     def shared(self, z: Any) -> Any:
-        """Returns the spec of z [...] of which all programs read everything."""
+        """Returns the spec of an array [...] that every program reads whole."""
         rest = (0,) * len(z.shape)
         return pl.BlockSpec(z.shape, lambda b, h, p: rest)
 

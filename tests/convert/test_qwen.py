@@ -77,7 +77,7 @@ def test_trees_of_64_nodes(source, name):
 @pytest.mark.parametrize("where", ["model.", "mtp.", ""])
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3-5-moe"])
 def test_fused_experts(source, tmp_path, name, where):
-    """Of the model, of the MTP layers, or of both, as in different releases."""
+    """Fuse the experts of the model, of the MTP layers, or both, as releases do."""
     shutil.copytree(source(name), tmp_path / "fused")
     qwen.fuse_experts(tmp_path / "fused", where)
     plain = stree_jax.load(source(name), mtp=True)
@@ -155,7 +155,7 @@ def test_verify_in_bfloat16(source, tmp_path, name, capsys):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.filterwarnings(f"ignore:.*{LEFT_OUT}:UserWarning")
 def test_multimodal_models_of_transformers(tmp_path, experts, tied):
-    """What transformers saves has the logits of its language model."""
+    """Test that a multimodal directory has the logits of its language model."""
     other = hf.qwen3_5_multimodal(experts, tied)
     other.set_experts_implementation("eager")
     other.save_pretrained(tmp_path / "both")
