@@ -247,9 +247,8 @@ def test_the_command(source, tmp_path, capsys):
         assert fact["mtp_weight_bytes"] == own
         assert fact["weight_bytes"] == info(source)["weight_bytes"]
     options = ["--model", hf, "--drafter", "mtp", "--max-new-tokens", "12"]
-    code, out, err = run(
-        capsys, "generate", "a", *options, "--compare", "--json", "--ignore-eos"
-    )
+    shown = ["--tree", "E", "--compare", "--json", "--ignore-eos"]
+    code, out, err = run(capsys, "generate", "a", *options, *shown)
     assert code == 0, err
     report = json.loads(out)
     assert report["equal_to_plain"] and report["tokens_by_origin"]["drafter"] > 0
