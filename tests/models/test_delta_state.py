@@ -143,7 +143,7 @@ def pass_of(model, state, tokens, parents, pending):
 
 
 def by_trees(model, tokens, draw):
-    """Reads a text by passes over trees, of which each accepts a path.
+    """Reads a text by passes over trees; each pass accepts a path.
 
     The other nodes are random tokens. Each pass first replays the path that the one
     before it accepted.
@@ -181,7 +181,7 @@ def chain(n):
 
 
 def trees_and_steps(rng):
-    """Draws trees of which often only the root is accepted."""
+    """Draws trees; in many, only the root is accepted."""
     parents, path = random_path(rng)
     return parents, path[: 1 + (rng.random() < 0.5) * M]
 

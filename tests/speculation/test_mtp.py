@@ -338,8 +338,9 @@ def test_greedy_text_is_identical_to_plain_decoding(generate):
 
 
 def test_the_layers_are_the_default_drafter(source, target, generate, prompts):
-    """Of `generate`, if the model is loaded with them, and of commands, which load
-    them. The default tree is "auto", and a fixed one for rules that it excludes."""
+    """Test that MTP layers draft by default: in `generate`, if the model is loaded with
+    them, and in commands, which load them. The default tree is "auto", or a fixed one
+    for rules that "auto" excludes."""
     fast = times([1.0, 1.01, 1.02, 1.03], 0.01, 0.01)
     result, plain = generate(drafter="auto", times=fast), generate()
     assert result.tokens == plain.tokens
