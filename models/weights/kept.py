@@ -141,7 +141,8 @@ class Panels(Weight):
         if self.columns is not None:
             rows = rows[:, self.columns]
         compute = _product if native else _product.definition
-        y = compute(rows, self.panels, valid_count, **self._options())
+        panels = jnp.asarray(self.panels)
+        y = compute(rows, panels, valid_count, **self._options())
         return y if self.factor is None else y * self.factor[None]
 
     def _options(self) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class Panels(Weight):
     def rows(self, ids: jax.Array) -> jax.Array:
         m = self.shape[0]
         where = jnp.clip(jnp.where(ids < 0, ids + m, ids), 0, m - 1)
-        found = _rows(self.panels, where, kind=self.kind)
+        found = _rows(jnp.asarray(self.panels), where, kind=self.kind)
         if self.factor is not None:
             found = found * self.factor[where][..., None]
         return found if self.columns is None else self._in_order(found)
