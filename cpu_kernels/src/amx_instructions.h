@@ -29,8 +29,3 @@ TARGET inline void configure_tiles(const TileShapes& shapes) {
   asm volatile("ldtilecfg %0" : : "m"(shapes));
 }
 TARGET inline void release_tiles() { asm volatile("tilerelease"); }
-
-template <int N>
-struct Constant {
-  static constexpr int value = N;
-};

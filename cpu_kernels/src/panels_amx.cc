@@ -18,29 +18,33 @@ namespace {
 #include "panels_rounded.h"
 #include "amx_instructions.h"
 
-// Least rows for which tiles are used, by planes: below, AVX512-VNNI is as fast as memory.
-constexpr int64_t LEAST_ROWS[] = {0, 5, 5};
+// Fewer rows are left to AVX512-VNNI, which multiplies them while their weights arrive. So are
+// kinds with spans of 16 columns: tiles have twice the sums to store, and are no faster.
+constexpr int64_t LEAST_ROWS = 5;
+template <class K>
+TARGET bool by_tiles(const Product& p) {
+  return K::span == 32 && p.t >= LEAST_ROWS;
+}
 
 // Blocks that are unpacked before one is multiplied, and multiplied before its sums are added: a
 // tile that is loaded from what is still on its way to the cache waits for it.
 constexpr int64_t UNPACKED = 3;
 constexpr int64_t RING = 8, SUMS = 2;  // blocks that buffers hold; measured on Sapphire Rapids
 
-// Tile registers, of which spans take turns: sums of a plane, rows of a plane, weights.
+// Tile registers, of which blocks take turns: sums of a plane, rows of a plane, weights.
 constexpr int sums_of(int turn, int plane) { return 2 * turn + plane; }
 constexpr int rows_of(int plane) { return 4 + plane; }
 constexpr int weights_of(int turn) { return 6 + turn; }
 
-// Configures this thread's tiles, for the lifetime of the object, for `rows` rows and spans of
-// `span` columns.
+// Configures this thread's tiles for `rows` rows, for the lifetime of the object.
 class PanelTiles {
  public:
-  PanelTiles(int rows, int span) {
+  explicit PanelTiles(int rows) {
     alignas(64) TileShapes shapes{};
     for (int i = 0; i < 8; i++) {
       const bool of_rows = i == rows_of(0) || i == rows_of(1);
-      shapes.bytes[i] = static_cast<uint16_t>(of_rows ? span : 64);
-      shapes.rows[i] = static_cast<uint8_t>(i < weights_of(0) ? rows : span / 4);
+      shapes.bytes[i] = static_cast<uint16_t>(of_rows ? BLOCK : 64);
+      shapes.rows[i] = static_cast<uint8_t>(i < weights_of(0) ? rows : BLOCK / 4);
     }
     configure_tiles(shapes);
   }
@@ -121,44 +125,38 @@ class Stages {
     for (int v = 0; v < 8; v++)
       _mm512_store_si512(weights_[i % RING][v],
                          K::zero ? _mm512_sub_epi8((__m512i)w[v], zero) : (__m512i)w[v]);
-#pragma GCC unroll 2
-    for (int s = 0; s < SPANS; s++) scale_[i % RING][s] = scales.scale(SPANS * b + s);
+    scale_[i % RING] = scales.scale(b);
     if constexpr (K::mins) min_[i % RING] = scales.min(b);
   }
 
-  // Multiplies block i and stores the sums of its spans and planes.
+  // Multiplies block i, and stores the sums of the block before it.
   INLINE void multiply(int64_t i) {
-    const char* const rows = x_ + i * (R * BLOCK * P);
-    if constexpr (SPANS == 2) {
-      multiply_span<0, 0>(i, rows);
-      multiply_span<1, 1>(i, rows);
-    } else if (i % 2 == 0) {
-      multiply_span<0, 0>(i, rows);
-    } else {
-      multiply_span<0, 1>(i, rows);
-    }
+    if (i % 2 == 0)
+      multiply_by<0>(i);
+    else
+      multiply_by<1>(i);
   }
 
   // Stores the sums of the last block, i.
   INLINE void finish(int64_t i) {
-    if (SPANS == 2 || i % 2 == 1) store_span<1>();
-    else store_span<0>();
+    if (i % 2 == 0)
+      store_sums<0>(i);
+    else
+      store_sums<1>(i);
   }
 
   // Adds the sums of block i to those of its group, or with one plane, for which a block is a
   // group, to the totals.
   INLINE void add(int64_t i, Floats (&acc)[R]) {
     const auto& sums = sums_[i % SUMS];
+    const Floats scale = scale_[i % RING], min = min_[i % RING];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
+      Ints sum = vector_at<Ints>(sums[0][r]);
+      if constexpr (P == 2) sum += vector_at<Ints>(sums[1][r]) << 8;
       Floats part = P == 1 ? Floats{} : acc[r];
-#pragma GCC unroll 2
-      for (int s = 0; s < SPANS; s++) {
-        Ints sum = vector_at<Ints>(sums[s][0][r]);
-        if constexpr (P == 2) sum += vector_at<Ints>(sums[s][1][r]) << 8;
-        part = fused(__builtin_convertvector(sum, Floats), scale_[i % RING][s], part);
-      }
-      if constexpr (K::mins) part = fused(all(of_rows_[i * R + r]), min_[i % RING], part);
+      part = fused(__builtin_convertvector(sum, Floats), scale, part);
+      if constexpr (K::mins) part = fused(all(of_rows_[i * R + r]), min, part);
       acc[r] = P == 1 ? fused(part, all(row_scale_[r]), acc[r]) : part;
     }
     if constexpr (P == 1) {
@@ -170,34 +168,32 @@ class Stages {
   }
 
  private:
-  static constexpr int SPANS = 32 / K::span;
-
-  template <int S, int T>  // span S, in tiles of turn T
-  INLINE void multiply_span(int64_t i, const char* rows) {
+  template <int TURN>
+  INLINE void multiply_by(int64_t i) {
     constexpr int line = BLOCK * P;
-    load_tile<weights_of(T)>(weights_[i % RING] + S * (K::span / 4), 64);
-    load_tile<rows_of(0)>(rows + S * K::span, line);
-    clear_tile<sums_of(T, 0)>();
-    dot_tiles<sums_of(T, 0), rows_of(0), weights_of(T)>();
+    const char* const rows = x_ + i * (R * line);
+    load_tile<weights_of(TURN)>(weights_[i % RING], 64);
+    load_tile<rows_of(0)>(rows, line);
+    clear_tile<sums_of(TURN, 0)>();
+    dot_tiles<sums_of(TURN, 0), rows_of(0), weights_of(TURN)>();
     if constexpr (P == 2) {
-      load_tile<rows_of(1)>(rows + S * K::span + BLOCK, line);
-      clear_tile<sums_of(T, 1)>();
-      dot_tiles<sums_of(T, 1), rows_of(1), weights_of(T)>();
+      load_tile<rows_of(1)>(rows + BLOCK, line);
+      clear_tile<sums_of(TURN, 1)>();
+      dot_tiles<sums_of(TURN, 1), rows_of(1), weights_of(TURN)>();
     }
-    store_span<1 - T>();
-    place_ = sums_[i % SUMS][S];
+    // Sums of the first block's predecessor are not used.
+    store_sums<1 - TURN>(i + SUMS - 1);
   }
 
-  template <int T>
-  INLINE void store_span() {
-    store_tile<sums_of(T, 0)>(place_[0], 64);
-    if constexpr (P == 2) store_tile<sums_of(T, 1)>(place_[1], 64);
+  template <int TURN>
+  INLINE void store_sums(int64_t i) {
+    store_tile<sums_of(TURN, 0)>(sums_[i % SUMS][0], 64);
+    if constexpr (P == 2) store_tile<sums_of(TURN, 1)>(sums_[i % SUMS][1], 64);
   }
 
   alignas(64) uint8_t weights_[RING][8][64];
-  alignas(64) int32_t sums_[SUMS][SPANS][P][R][W];
-  Floats scale_[RING][SPANS], min_[RING];
-  int32_t (*place_)[R][W] = sums_[SUMS - 1][0];  // of the sums that are stored next
+  alignas(64) int32_t sums_[SUMS][P][R][W];
+  Floats scale_[RING], min_[RING];
   const char* x_;
   const float *row_scale_, *of_rows_;
   int64_t blocks_, left_;
@@ -217,7 +213,7 @@ TARGET __attribute__((noinline)) void panel_by_tiles(const uint8_t* panel, const
   }
   int of_tile = K::blocks;
   asm("" : "+r"(of_tile));  // otherwise GCC repeats the code of a block for each of two
-  constexpr int64_t UNTIL_ADDED = UNPACKED + (K::span == 16 ? 1 : 2);
+  constexpr int64_t UNTIL_ADDED = UNPACKED + 2;
   const int64_t blocks = as.k / BLOCK;
   int64_t i = 0;
   for (; i < blocks; panel += K::bytes) {
@@ -243,22 +239,21 @@ const ProductKernel& by_vectors() {
 
 template <class K, int P>
 int64_t amx_packed_bytes(const Product& p) {
-  if (p.t < LEAST_ROWS[P]) return by_vectors<K, P>().packed_bytes(p);
+  if (!by_tiles<K>(p)) return by_vectors<K, P>().packed_bytes(p);
   const TileRows as(p, P);
   return as.groups * as.bytes();
 }
 
 template <class K, int P>
 void amx_pack(const Product& p, void* packed) {
-  if (p.t < LEAST_ROWS[P]) return by_vectors<K, P>().pack(p, packed);
+  if (!by_tiles<K>(p)) return by_vectors<K, P>().pack(p, packed);
   pack_tiles(p, P, packed);
 }
 
 template <class K, int P>
-TARGET void amx_columns(const Product& p, const void* packed, Columns now, Columns next) {
-  if (p.t < LEAST_ROWS[P]) return by_vectors<K, P>().columns(p, packed, now, next);
+TARGET void columns_by_tiles(const Product& p, const void* packed, Columns now) {
   const TileRows as(p, P);
-  const PanelTiles tiles(static_cast<int>(as.rows), K::span);
+  const PanelTiles tiles(static_cast<int>(as.rows));
   const int64_t bytes = p.k / (K::blocks * BLOCK) * K::bytes;
   alignas(64) float totals[16 * W];
   for (int64_t c = now.begin; c < now.end; c += PANEL) {
@@ -274,6 +269,13 @@ TARGET void amx_columns(const Product& p, const void* packed, Columns now, Colum
       put_totals(totals, as.count(g), p.m, now.end - c, p.out + g * as.rows * p.m + c);
     }
   }
+}
+
+template <class K, int P>
+void amx_columns(const Product& p, const void* packed, Columns now, Columns next) {
+  if constexpr (K::span == 32)
+    if (by_tiles<K>(p)) return columns_by_tiles<K, P>(p, packed, now);
+  by_vectors<K, P>().columns(p, packed, now, next);
 }
 
 template <class K, int P>
