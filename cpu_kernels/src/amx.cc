@@ -25,7 +25,7 @@ struct Int8Tiles {
   static constexpr int size = 1;
   template <int S, int W, int R>
   TARGET static inline void dot() {
-    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(S), "i"(W), "i"(R));
+    dot_tiles<S, W, R>();
   }
 };
 
@@ -45,7 +45,7 @@ template <int N>
 TARGET inline void load_weights(const Weights& w, int first, int64_t s) {
   const char* from = w.from + first * w.stride + s * LINE;
   const int64_t rest = w.bytes - s * LINE;
-  if (rest >= LINE && w.count >= first + TILE) return load<N>(from, w.stride);
+  if (rest >= LINE && w.count >= first + TILE) return load_tile<N>(from, w.stride);
   alignas(LINE) char tile[TILE][LINE];
   const __mmask64 mask = rest >= LINE ? ~0ull : (1ull << rest) - 1;
   for (int r = 0; r < TILE; r++) {
@@ -54,7 +54,7 @@ TARGET inline void load_weights(const Weights& w, int first, int64_t s) {
                                 : _mm512_setzero_si512();
     _mm512_store_si512(tile[r], line);
   }
-  load<N>(tile, LINE);
+  load_tile<N>(tile, LINE);
 }
 
 // Sums products of a panel of weights and `BLOCKS` blocks of rows, whose tiles are `apart`
@@ -62,12 +62,12 @@ TARGET inline void load_weights(const Weights& w, int first, int64_t s) {
 template <class D, int BLOCKS>
 TARGET inline void sum_tiles(const Weights& w, int64_t at, const char* rows,
                              int64_t apart) {
-  clear<sums_of(0, 0)>(), clear<sums_of(1, 0)>();
-  if constexpr (BLOCKS > 1) clear<sums_of(0, 1)>(), clear<sums_of(1, 1)>();
+  clear_tile<sums_of(0, 0)>(), clear_tile<sums_of(1, 0)>();
+  if constexpr (BLOCKS > 1) clear_tile<sums_of(0, 1)>(), clear_tile<sums_of(1, 1)>();
   const int64_t steps = (w.bytes + LINE - 1) / LINE;
   for (int64_t s = 0; s < steps; s++, rows += TILE_BYTES) {
     const char* from = w.from + s * LINE;
-    load<rows_of(0)>(rows, LINE);
+    load_tile<rows_of(0)>(rows, LINE);
     fetch_ahead(from, at + s * LINE, w.stride);
     load_weights<weights_of(0)>(w, 0, s);
     D::template dot<sums_of(0, 0), weights_of(0), rows_of(0)>();
@@ -75,7 +75,7 @@ TARGET inline void sum_tiles(const Weights& w, int64_t at, const char* rows,
     load_weights<weights_of(1)>(w, TILE, s);
     D::template dot<sums_of(1, 0), weights_of(1), rows_of(0)>();
     if constexpr (BLOCKS > 1) {
-      load<rows_of(1)>(rows + apart, LINE);
+      load_tile<rows_of(1)>(rows + apart, LINE);
       D::template dot<sums_of(0, 1), weights_of(0), rows_of(1)>();
       D::template dot<sums_of(1, 1), weights_of(1), rows_of(1)>();
     }
@@ -88,9 +88,9 @@ struct Sums16 {
 
 template <int BLOCKS>
 TARGET inline void store_tiles(Sums16& sums) {
-  store<sums_of(0, 0)>(sums.of[0][0]), store<sums_of(1, 0)>(sums.of[1][0]);
+  store_tile<sums_of(0, 0)>(sums.of[0][0]), store_tile<sums_of(1, 0)>(sums.of[1][0]);
   if constexpr (BLOCKS > 1)
-    store<sums_of(0, 1)>(sums.of[0][1]), store<sums_of(1, 1)>(sums.of[1][1]);
+    store_tile<sums_of(0, 1)>(sums.of[0][1]), store_tile<sums_of(1, 1)>(sums.of[1][1]);
 }
 
 // Transposes the sums to out[r * m + c] of `t` rows and `count` columns.

@@ -118,22 +118,22 @@ constexpr int rest_of(int pair) { return 2 * pair + 1; }
 constexpr int SHARED = 4, OWN = 7;
 
 TARGET inline void load_shared(const char* parts, int64_t line) {
-  load<SHARED>(parts, line), load<SHARED + 1>(parts + TILE * line, line);
-  load<SHARED + 2>(parts + 2 * TILE * line, line);
+  load_tile<SHARED>(parts, line), load_tile<SHARED + 1>(parts + TILE * line, line);
+  load_tile<SHARED + 2>(parts + 2 * TILE * line, line);
 }
 
 // Adds the products of a tile of weights with the shared rows.
 template <int PAIR>
 TARGET inline void add_weights(const Parts& weights, const Splitter& next) {
   using D = Bfloat16Tiles;
-  load<OWN>(weights[2], LINE);
+  load_tile<OWN>(weights[2], LINE);
   D::dot<rest_of(PAIR), OWN, SHARED>();
   next.split<0>();
-  load<OWN>(weights[1], LINE);
+  load_tile<OWN>(weights[1], LINE);
   D::dot<most_of(PAIR), OWN, SHARED>();
   D::dot<rest_of(PAIR), OWN, SHARED + 1>();
   next.split<1>();
-  load<OWN>(weights[0], LINE);
+  load_tile<OWN>(weights[0], LINE);
   D::dot<most_of(PAIR), OWN, SHARED>();
   D::dot<rest_of(PAIR), OWN, SHARED + 2>();
   D::dot<most_of(PAIR), OWN, SHARED + 1>();
@@ -144,16 +144,16 @@ TARGET inline void add_weights(const Parts& weights, const Splitter& next) {
 template <int PAIR>
 TARGET inline void add_rows(const char* rows, const Splitter& next) {
   using D = Bfloat16Tiles;
-  load<OWN>(rows, LINE);
+  load_tile<OWN>(rows, LINE);
   D::dot<rest_of(PAIR), SHARED + 2, OWN>();
   D::dot<most_of(PAIR), SHARED + 1, OWN>();
   D::dot<most_of(PAIR), SHARED, OWN>();
   if constexpr (PAIR == 0) next.split<0>();
-  load<OWN>(rows + TILE_BYTES, LINE);
+  load_tile<OWN>(rows + TILE_BYTES, LINE);
   D::dot<rest_of(PAIR), SHARED + 1, OWN>();
   D::dot<most_of(PAIR), SHARED, OWN>();
   if constexpr (PAIR == 0) next.split<1>();
-  load<OWN>(rows + 2 * TILE_BYTES, LINE);
+  load_tile<OWN>(rows + 2 * TILE_BYTES, LINE);
   D::dot<rest_of(PAIR), SHARED, OWN>();
   if constexpr (PAIR == 1) next.split<2>();
 }
@@ -182,7 +182,7 @@ TARGET inline void sum_parts(const Product& p, const char* rows, int64_t first, 
     const Splitter begin = splitter(i, 0);
     begin.split<0>(), begin.split<1>(), begin.split<2>();
   }
-  clear<0>(), clear<1>(), clear<2>(), clear<3>();
+  clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
   for (int64_t s = 0; s < steps; s++, rows += tiles) {
     const auto& now = parts[s % 2];
     // Touch the pages of the next columns one by one, because their first steps need all of
@@ -199,8 +199,8 @@ TARGET inline void sum_parts(const Product& p, const char* rows, int64_t first, 
       add_weights<1>(now[1], splitter(1, s + 1));
     }
   }
-  store<0>(sums.of[0][0]), store<1>(sums.of[0][1]);
-  store<2>(sums.of[1][0]), store<3>(sums.of[1][1]);
+  store_tile<0>(sums.of[0][0]), store_tile<1>(sums.of[0][1]);
+  store_tile<2>(sums.of[1][0]), store_tile<3>(sums.of[1][1]);
 }
 
 // Transposes the sums to out[r * m + c] of `t` rows and `count` of 16 columns.

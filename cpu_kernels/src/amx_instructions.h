@@ -6,7 +6,7 @@ TARGET inline void load_tile(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(N) : "memory");
 }
 template <int N>
-TARGET inline void store_tile(void* to, int64_t stride) {
+TARGET inline void store_tile(void* to, int64_t stride = 64) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(N) : "memory");
 }
 template <int N>

@@ -7,22 +7,9 @@
 //
 // Each element sums over k in order, independently of the rest of its tile.
 
-constexpr int TILE = 16, LINE = 64, TILE_BYTES = TILE * LINE;
+#include "amx_instructions.h"
 
-// Inline assembly, because the compilers' intrinsics do not declare the access to memory.
-template <int N>
-TARGET inline void load(const void* from, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(N) : "memory");
-}
-template <int N>
-TARGET inline void store(void* to) {
-  const int64_t stride = LINE;
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(N) : "memory");
-}
-template <int N>
-TARGET inline void clear() {
-  asm volatile("tilezero %%tmm%c0" : : "i"(N));
-}
+constexpr int TILE = 16, LINE = 64, TILE_BYTES = TILE * LINE;
 
 struct Bfloat16Tiles {
   static constexpr int size = 2;  // bytes of a number
@@ -37,22 +24,14 @@ struct Bfloat16Tiles {
 class Tiles {
  public:
   explicit Tiles(int columns = TILE, unsigned narrow = 0) {
-    alignas(LINE) Shape shape{};
-    shape.palette = 1;
+    alignas(LINE) TileShapes shapes{};
     for (int i = 0; i < 8; i++) {
-      shape.bytes[i] = static_cast<uint16_t>(narrow >> i & 1 ? 4 * columns : LINE);
-      shape.rows[i] = TILE;
+      shapes.bytes[i] = static_cast<uint16_t>(narrow >> i & 1 ? 4 * columns : LINE);
+      shapes.rows[i] = TILE;
     }
-    asm volatile("ldtilecfg %0" : : "m"(shape));
+    configure_tiles(shapes);
   }
-  ~Tiles() { asm volatile("tilerelease"); }
-
- private:
-  struct Shape {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-  };
+  ~Tiles() { release_tiles(); }
 };
 
 // Rows of a weight: `count` rows of `bytes` bytes, `stride` bytes apart.
