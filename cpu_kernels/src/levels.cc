@@ -109,6 +109,7 @@ Kernels chosen(int64_t level) {
 constexpr int ZEN4 = 0x19, ZEN5 = 0x1A;  // families; Zen 3 has the family of Zen 4
 const bool into_all_caches = amd_family() >= ZEN5, int8_into_all_caches = amd_family() > 0;
 const bool columns_in_order = amd_family() == ZEN4;
+const int64_t fetch_ahead_for_few = amd_family() > 0 ? 0 : FETCH_AHEAD;
 
 const Kernels& kernels_of(int64_t level) {
   static const Kernels levels[] = {chosen(0), chosen(1), chosen(2), chosen(3)};

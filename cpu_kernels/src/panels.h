@@ -40,6 +40,15 @@ struct PanelProduct {
   ProductKernel planes[2];
 };
 
+// Bytes from the weights that are read to those that are prefetched, for few and for many rows. 0
+// prefetches nothing: few rows read weights faster without on AMD CPUs (measured on Zen 4; on an
+// Intel Xeon, prefetching saves up to a quarter of the time).
+extern const int64_t fetch_ahead_for_few;
+constexpr int64_t FETCH_AHEAD = 2048, FEW_ROWS = 3;
+inline int64_t fetch_ahead(int64_t rows) {
+  return rows <= FEW_ROWS ? fetch_ahead_for_few : FETCH_AHEAD;
+}
+
 // Each returns kernels by kind.
 const PanelProduct* portable_panels();
 #if defined(__x86_64__)

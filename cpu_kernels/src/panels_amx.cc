@@ -15,7 +15,7 @@ namespace {
 
 #include "panels_avx512.h"
 #include "panels_kinds.h"
-#include "panels_rounded.h"
+#include "panels_shared.h"
 #include "amx_instructions.h"
 
 // Fewer rows are left to AVX512-VNNI, which multiplies them while their weights arrive. So are
@@ -118,7 +118,7 @@ class Stages {
   INLINE void unpack_block(int64_t i, const uint8_t* block, const typename K::Scales& scales,
                            int b) {
     Bytes w[8];
-    unpack<K>(w, block, vector_at<Bytes>);
+    unpack<K>(w, block, Weights{fetch_ahead(R)});
     const __m512i zero = _mm512_set1_epi8(static_cast<char>(K::zero));
 #pragma GCC unroll 8
     for (int v = 0; v < 8; v++)

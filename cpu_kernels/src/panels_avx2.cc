@@ -9,8 +9,8 @@
 namespace stree {
 namespace {
 
-constexpr int W = 8, FETCH_FROM = 17, UNROLLED = 8;
-constexpr bool BY_ROW = false;
+constexpr int W = 8, UNROLLED = 8;
+constexpr bool BY_ROW = false, FETCH = false;
 constexpr int SIZES[] = {0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4};
 template <int P>
 constexpr int PLANES = 2;

@@ -10,7 +10,7 @@
 //   PLANES<P>       P, or 2 if the same code computes any number of planes
 //   BY_ROW          true if a block's eight vectors stay in registers, false if a sum per row does
 //   UNROLLED        vectors per iteration, unless BY_ROW
-//   FETCH_FROM      least number of rows for which weights are prefetched
+//   FETCH           true if weights are prefetched
 //
 // The order of operations is fixed, so that a row has the same bits beside any other rows, on any
 // number of threads, and with any instruction set. A row is rounded in groups of columns. Sums
@@ -18,9 +18,8 @@
 // fused multiply-add, and the groups are added in order. Minima are added in the same way, times
 // the sum of the rounded row.
 
-#include "panels_rounded.h"
+#include "panels_shared.h"
 
-constexpr int64_t FETCH_AHEAD = 2048;    // bytes from a vector to the one prefetched with it
 
 // How the rows of a product are packed: in groups of `SIZES` rows. A group has blocks of
 // numbers, each followed by a number per span and row, and then scales [k / columns][rows].
@@ -100,29 +99,18 @@ TARGET void panels_pack(const Product& p, void* packed) {
   }
 }
 
-// Loads a vector of weights. If R rows are many, prefetches a later one, tied to this one:
-// otherwise GCC gathers prefetches into bursts, which take much longer.
-template <int R>
-struct Weights {
-  INLINE Bytes operator()(const uint8_t* from) const {
-    Bytes v = vector_at<Bytes>(from);
-#if defined(__x86_64__)
-    if constexpr (R >= FETCH_FROM)
-      asm volatile("prefetcht0 %1" : "+v"(v) : "m"(*(from + FETCH_AHEAD)));
-#endif
-    return v;
-  }
-};
-
 // Adds a block to the sums of its group, for R rows, or with one plane, for which a block is a
 // group, to the totals. `x` are the packed rows of the block, `row_scale` their scales, `i` the
 // block's number within its tile.
 template <class K, int R, int P>
 INLINE void add_block(Floats (&acc)[R], const uint8_t* block, const typename K::Scales& scales,
-                      int i, const char* x, const float* row_scale) {
+                      int i, const char* x, const float* row_scale, Weights weights) {
   constexpr int spans = 32 / K::span, vectors = 8 / spans;
   Bytes w[8];
-  unpack<K>(w, block, Weights<R>());
+  if constexpr (FETCH)
+    unpack<K>(w, block, weights);
+  else
+    unpack<K>(w, block, vector_at<Bytes>);
   const char* const extra = x + 8 * FOUR<P> * R;
   Floats scale[spans], min;
 #pragma GCC unroll 2
@@ -190,6 +178,7 @@ TARGET __attribute__((noinline)) void panel_of_rows(const uint8_t* panel, int la
     acc[r] = Floats{};
     __builtin_memcpy(totals + r * W, &acc[r], sizeof acc[r]);
   }
+  const Weights weights{fetch_ahead(R)};
   int64_t left = blocks;
   int of_tile = K::blocks;
   asm("" : "+r"(of_tile));  // otherwise GCC repeats the code of a block for each of two
@@ -197,7 +186,7 @@ TARGET __attribute__((noinline)) void panel_of_rows(const uint8_t* panel, int la
     const typename K::Scales scales(panel, lane);
     for (int b = 0; b < of_tile; b++, x += stride) {
       const auto* const block = panel + K::numbers + b * K::block_bytes + 4 * lane;
-      add_block<K, R, P>(acc, block, scales, b, x, scale);
+      add_block<K, R, P>(acc, block, scales, b, x, scale, weights);
       if constexpr (P == 1) {
         scale += R;
       } else if constexpr (!tile_is_group) {

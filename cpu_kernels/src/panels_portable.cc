@@ -6,8 +6,8 @@
 namespace stree {
 namespace {
 
-constexpr int W = 4, FETCH_FROM = 17;
-constexpr bool BY_ROW = false;
+constexpr int W = 4;
+constexpr bool BY_ROW = false, FETCH = false;
 constexpr int UNROLLED = 1;
 template <int P>
 constexpr int PLANES = 2;

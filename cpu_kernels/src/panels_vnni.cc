@@ -13,8 +13,7 @@ namespace {
 
 #include "panels_avx512.h"
 
-constexpr int FETCH_FROM = 4;
-constexpr bool BY_ROW = true;
+constexpr bool BY_ROW = true, FETCH = true;
 constexpr int UNROLLED = 8;
 template <int P>
 constexpr int PLANES = P;

@@ -1,6 +1,19 @@
-// Rounding of a product's rows to integers, and sums of groups. Include after panels_kinds.h.
+// Rounding of a product's rows to integers, prefetched weights, and sums of groups. Include after panels_kinds.h.
 
 constexpr float MIN_GROUP_MAX = 1e-30f;  // smaller groups are 0; same as in models/weights/panels
+
+// Loads vectors of weights, and prefetches for each the one `ahead` bytes later. The prefetch is tied
+// to the vector: otherwise GCC gathers prefetches into bursts, which take much longer.
+struct Weights {
+  int64_t ahead;
+  INLINE Bytes operator()(const uint8_t* from) const {
+    Bytes v = vector_at<Bytes>(from);
+#if defined(__x86_64__)
+    asm volatile("prefetcht0 %1" : "+v"(v) : "m"(*(from + ahead)));
+#endif
+    return v;
+  }
+};
 
 // Rounds `count` numbers (at most 256, multiples of 32) to integers up to `most`. Returns the
 // scale.
