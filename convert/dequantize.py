@@ -1,9 +1,12 @@
 """Converts quantized weights to floats: the quantization schemes and their scales.
 
-`int4.py` has the schemes of 4-bit integers. Products of a stored number and its scales are computed in float64, where they are
+`int4.py` has the schemes of 4-bit integers.
+
+Products of a stored number and its scales are computed in float64, where they are
 exact: E2M1 has 2 significant bits, E4M3 has 4, an integer of 8 bits minus a zero point
-has 9 and a float32 scale has 24. The result is rounded once, to the requested dtype. A global scale
-is never multiplied into the E4M3 scales, because most products would be subnormal.
+has 9 and a float32 scale has 24. The result is rounded once, to the requested dtype. A
+global scale is never multiplied into the E4M3 scales, because most products would be
+subnormal.
 
 Sources: NVIDIA Model Optimizer (`nvfp4_tensor.py`), compressed-tensors (`forward.py`,
 `pack_quantized`, `mxfp4`), transformers (`finegrained_fp8.py`, `mxfp4.py`), OCP's
@@ -138,10 +141,10 @@ class Scheme:
         """Returns the exact matrix in a layout that depends on `kept_as` only.
 
         "numbers" is [out, in] uint8, the bits of each number, and "scale" is [out,
-        groups]: float32, or bytes of E8M0 if the scheme has `exponents`. "factor" [] is
-        a float32 factor of the whole matrix, if there is a global scale. Leading axes
-        of the matrix are joined with its rows. Other schemes than those of four bits
-        are as stored.
+        groups]: float32, or bytes of E8M0 if the scheme has `exponents`. "factor" [out]
+        has float32 factors of the rows, if there is a global scale. Leading axes of the
+        matrix are joined with its rows. Other schemes than those of four bits are as
+        stored.
         """
         if self.stored != "U8":
             return dict(arrays.items())
@@ -152,8 +155,9 @@ class Scheme:
             "scale": scale if self.exponents else scale.astype(np.float32),
         }
         if "global_scale" in plain:
-            factor = plain["global_scale"].astype(np.float32).reshape(())
-            found["factor"] = np.float32(1) / factor if self.reciprocal else factor
+            factor = plain["global_scale"].astype(np.float64).reshape(1)
+            factor = 1 / factor if self.reciprocal else factor
+            found["factor"] = np.repeat(factor.astype(np.float32), len(scale))
         return found
 
     def unpacked(self, arrays: Mapping[Part, np.ndarray]) -> Mapping[Part, np.ndarray]:

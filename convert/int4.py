@@ -88,7 +88,7 @@ class Int4(Scheme):
         if "groups" in plain:
             order = np.argsort(plain["groups"], kind="stable")
             return {
-                "numbers": numbers[:, order],
+                "numbers": np.take(numbers, order, axis=1),
                 **found,
                 "columns": order.astype(np.int32),
             }
