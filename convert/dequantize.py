@@ -50,6 +50,7 @@ class Scheme:
       reciprocal: True if numbers are divided by the global scale instead of multiplied.
       exponents: True if a scale is a byte of E8M0, which is a power of two.
       signed_scales: True if scales may be negative.
+      adds_biases: True if each module may have a bias of zeros that the model lacks.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Scheme:
     reciprocal: bool = False
     exponents: bool = False
     signed_scales: bool = False
+    adds_biases: bool = False
 
     def endings(self) -> dict[Part, str]:
         """Returns the last component of each tensor's name."""

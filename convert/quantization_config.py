@@ -73,7 +73,7 @@ AWQ = Int4(
     signed_scales=True,
     layout="awq",
 )
-GPTQ = replace(AWQ, groups="g_idx", layout="gptq")
+GPTQ = replace(AWQ, groups="g_idx", layout="gptq", adds_biases=True)
 WEIGHTS = frozenset(s.weight for s in (*COMPRESSED.values(), AWQ, MXFP4))
 FORMATS = tuple(dict.fromkeys(format for format, _, _ in COMPRESSED))
 

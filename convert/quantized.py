@@ -31,7 +31,7 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
     """Returns the source with a float tensor in place of each quantized one.
 
     If no config file mentions quantization, the source is unchanged. Only headers are
-    read.
+    read, and biases that may have been added to the model.
 
     Args:
       source: the tensors as stored.
@@ -63,6 +63,7 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
             f"{recipe.file}: declares quantized weights, but no tensor is quantized"
         )
     used = {name for q in quantized.values() for name, _ in q.parts.values()}
+    used |= _zero_biases(source, quantized)
     tensors = {
         name: info
         for name, info in stored.items()
@@ -139,6 +140,25 @@ def _quantized(
         if part != "weight":
             _check_part(scheme, part, shapes[part], tensor, stored[tensor])
     return PackedInfo(scheme, parts)
+
+
+def _zero_biases(source: Source, quantized: Mapping[str, PackedInfo]) -> set[str]:
+    """Returns the biases that a quantizer has added to the modules of a model.
+
+    AutoGPTQ writes a bias for every module: zeros if the module has none. A module
+    counts as such if all modules of its name, such as "q_proj", have only zeros.
+    """
+    biases: dict[str, list[str]] = {}
+    for name, q in quantized.items():
+        bias = name.removesuffix("weight") + "bias"
+        if q.scheme.adds_biases and bias in source.tensors:
+            biases.setdefault(bias.split(".")[-2], []).append(bias)
+    return {
+        bias
+        for names in biases.values()
+        if not any(source.read(name).any() for name in names)
+        for bias in names
+    }
 
 
 def _check_part(

@@ -109,10 +109,10 @@ class Packed:
 
     def fits(self, other: "Packed") -> bool:
         """True if another matrix of the same layout can be stacked below this one."""
-        columns = [packed.arrays.get("columns") for packed in (self, other)]
-        if self.scheme != other.scheme or not np.array_equal(*columns):
+        if self.scheme != other.scheme or self.arrays.keys() != other.arrays.keys():
             return False
-        return self.arrays.keys() == other.arrays.keys()
+        columns = self.arrays.get("columns")
+        return columns is None or np.array_equal(columns, other.arrays["columns"])
 
     def stacked(self, other: "Packed") -> "Packed":
         """Returns the matrix with another one, that `fits`, below it."""

@@ -103,7 +103,14 @@ REFUSALS = {
     # Methods
     **{
         f"method {method}": (F8, config(quant_method=method), [FIELD, method])
-        for method in ("awq", "gptq", "bitsandbytes", "mxfp4", "quark", "torchao")
+        for method in (
+            "bitsandbytes",
+            "auto-round",
+            "marlin",
+            "hqq",
+            "quark",
+            "torchao",
+        )
     },
     "no method": (F8, config(quant_method=None), [f"{FIELD}.quant_method"]),
     "odd method": (F8, config(quant_method=["fp8"]), [f"{FIELD}.quant_method"]),
@@ -126,7 +133,7 @@ REFUSALS = {
     "group of 32": (F4, config(group_size=32), ["group_size", "16", "32"]),
     **{
         f"format {word}": (CT, config(format=word), [f"{FIELD}.format", word])
-        for word in ("mxfp4-pack-quantized", "marlin-24", "dense", "mixed-precision")
+        for word in ("mxfp8-quantized", "marlin-24", "dense", "mixed-precision")
     },
     "4 bits": (INT, group(num_bits=4), ["num_bits", "4-bit int int-quantized"]),
     "packed asymmetric": (PACK, group(symmetric=False), ["symmetric", "pack-quant"]),

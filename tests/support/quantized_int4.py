@@ -18,6 +18,9 @@ from tests.support.quantized import (
 )
 
 MODELS = {
+    "llama without biases": lambda: hf.llama(
+        hidden_size=32, intermediate_size=32, attention_bias=False, mlp_bias=False
+    ),
     "llama": lambda: hf.llama(hidden_size=64, head_dim=16, intermediate_size=128),
     "nemotron-h": lambda: hf.nemotron(
         **hf.NEMOTRON_MOE
@@ -31,6 +34,15 @@ MODELS = {
     ),
 }
 F16 = np.float16
+
+
+def with_experts():
+    """Returns a model whose experts may be in one tensor for each layer."""
+    return hf.qwen3_5_moe(
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        moe_intermediate_size=32,
+    )
 
 
 def groups_of(k, size, ordered=False):
@@ -74,19 +86,30 @@ def words(numbers, axis, places=range(8)):
     return np.ascontiguousarray(np.moveaxis(result, -1, axis)).view(np.int32)
 
 
-def gptq(size=32, symmetric=True, ordered=False, less_one=1, with_groups=True):
+def gptq(
+    size=32,
+    symmetric=True,
+    ordered=False,
+    less_one=1,
+    with_groups=True,
+    with_biases=False,
+):
     def store(module, w):
         groups = groups_of(w.shape[1], size, ordered)
         q, scale, zero, exact = int4(w, groups, symmetric)
         if less_one:  # a zero point of 0 cannot be stored
-            q, zero = q, np.maximum(zero, 1)
+            zero = np.maximum(zero, 1)
             exact = scale.astype(np.float64)[:, groups] * (q - zero[:, groups])
         tensors = {
             "qweight": words(q.T, 0),
             "qzeros": words((zero - less_one).T, 1),
             "scales": scale.T,
         }
-        return tensors | ({"g_idx": groups} if with_groups else {}), exact
+        if with_groups:
+            tensors["g_idx"] = groups
+        if with_biases:
+            tensors["bias"] = np.zeros(len(w), F16)
+        return tensors, exact
 
     return store
 
@@ -206,6 +229,7 @@ SPELLINGS = {
     "gptq v1 called v2": (gptq(), gptq_config(format="gptq_v2")),
     "gptq by channel": (gptq(0), gptq_config(group_size=-1)),
     "gptq by 16": (gptq(16, False), gptq_config(group_size=16, sym=False)),
+    "gptq with biases": (gptq(with_biases=True), gptq_config()),
     "gptq by module": (gptq_by_module, gptq_config(dynamic=DYNAMIC, lm_head=False)),
     "awq": (awq(32), awq_config(32)),
     "awq by 64": (awq(64), awq_config(64, version="GEMM")),
