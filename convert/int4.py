@@ -100,7 +100,7 @@ class Int4(Scheme):
             case "gptq":
                 numbers, scale = nibbles(weight.T), scale.T
             case "awq":
-                numbers, scale = _awq(weight).T, scale.T
+                numbers, scale = _awq(weight), scale.T
             case "compressed":
                 numbers = nibbles(weight)
         scale = scale.reshape(len(numbers), -1)
@@ -141,7 +141,7 @@ class Int4(Scheme):
         words, rows = arrays["zero_point"], grid[0]
         match self.layout:
             case "awq":
-                return _awq(words).T[:rows]
+                return _awq(words)[:rows]
             case "compressed":
                 return nibbles(words.T).T[:rows]
         stored = nibbles(words).T[:rows]
@@ -161,9 +161,15 @@ def nibbles(words: np.ndarray) -> np.ndarray:
 
 
 def _awq(words: np.ndarray) -> np.ndarray:
-    """Unpacks int32 [n, words] of AWQ to [n, 8 words] uint8."""
-    each = nibbles(words).reshape(len(words), -1, PER_WORD)
-    return each[..., np.argsort(AWQ_ORDER)].reshape(len(words), -1)
+    """Unpacks int32 [n, words] of AWQ to [8 words, n] uint8."""
+    little = np.ascontiguousarray(words.T).astype("<i4", copy=False)
+    each = little.view(np.uint8).reshape(*little.shape, 4)
+    result = np.empty((PER_WORD * len(each), each.shape[1]), np.uint8)
+    for i in range(4):
+        first, second = AWQ_ORDER[2 * i : 2 * i + 2]
+        result[first::PER_WORD] = each[..., i] & 15
+        result[second::PER_WORD] = each[..., i] >> 4
+    return result
 
 
 def _in_order(groups: np.ndarray, size: int) -> bool:

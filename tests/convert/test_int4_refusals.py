@@ -8,7 +8,15 @@ import pytest
 
 from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from tests.convert.test_quantized_refusals import UP, config, edit, gone, group, put
+from tests.convert.test_quantized_refusals import (
+    UP,
+    config,
+    count_refused_fields,
+    edit,
+    gone,
+    group,
+    put,
+)
 from tests.support.quantized import write
 from tests.support.quantized_int4 import MODELS, SPELLINGS
 
@@ -136,3 +144,9 @@ def test_refusals(quantized, tmp_path, case):
     assert str(tmp_path / "in") in message
     assert "\n" not in message and len(message) < 600
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("spelling", ["gptq by module", AWQ, CTG])
+def test_odd_fields_never_crash(quantized, tmp_path, spelling):
+    shutil.copytree(quantized(spelling), tmp_path / "in")
+    assert count_refused_fields(tmp_path / "in") > 20
