@@ -194,6 +194,32 @@ def packed_config(size, **others):
     return compressed_config("pack-quantized", weights | others)
 
 
+# Fields that publishers write, beside those of `gptq_config` and so on.
+OPTIMUM = {
+    "batch_size": 1,
+    "block_name_to_quantize": None,
+    "dataset": None,
+    "exllama_config": {"version": 1},
+    "modules_in_block_to_quantize": None,
+    "tokenizer": None,
+    "use_exllama": True,
+}
+GPTQMODEL = {
+    "checkpoint_format": "gptq",
+    "format": "gptq",
+    "lm_head": True,
+    "pack_dtype": "int32",
+    "hyb_act": False,
+    "meta": {"quantizer": ["gptqmodel:5.0.0"], "damp_percent": 0.05},
+}
+LLM_COMPRESSOR = {
+    "actorder": None,
+    "block_structure": None,
+    "observer": "minmax",
+    "observer_kwargs": {},
+    "scale_dtype": None,
+    "zp_dtype": None,
+}
 FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 32}
 DYNAMIC = {  # of GPTQModel: the first pattern that matches counts
     r"-:.*lm_head": {},
@@ -211,7 +237,7 @@ def gptq_by_module(module, w):
 
 
 SPELLINGS = {
-    "gptq": (gptq(), gptq_config()),
+    "gptq": (gptq(), gptq_config(**OPTIMUM)),
     "gptq without groups": (
         gptq(64, with_groups=False),
         gptq_config(group_size=64, checkpoint_format="gptq"),
@@ -223,9 +249,9 @@ SPELLINGS = {
     ),
     "gptq v2": (
         gptq(32, False, less_one=0),
-        gptq_config(sym=False, checkpoint_format="gptq_v2", meta={"quantizer": "x"}),
+        gptq_config(**GPTQMODEL | {"sym": False, "checkpoint_format": "gptq_v2"}),
     ),
-    "gptq v2 called v1": (gptq(less_one=0), gptq_config(format="gptq")),
+    "gptq v2 called v1": (gptq(less_one=0), gptq_config(**GPTQMODEL)),
     "gptq v1 called v2": (gptq(), gptq_config(format="gptq_v2")),
     "gptq by channel": (gptq(0), gptq_config(group_size=-1)),
     "gptq by 16": (gptq(16, False), gptq_config(group_size=16, sym=False)),
@@ -233,7 +259,7 @@ SPELLINGS = {
     "gptq by module": (gptq_by_module, gptq_config(dynamic=DYNAMIC, lm_head=False)),
     "awq": (awq(32), awq_config(32)),
     "awq by 64": (awq(64), awq_config(64, version="GEMM")),
-    "compressed int4": (compressed(32), packed_config(32)),
+    "compressed int4": (compressed(32), packed_config(32, **LLM_COMPRESSOR)),
     "compressed int4 by channel": (compressed(0), packed_config(0)),
     "compressed int4 asymmetric": (
         compressed(32, False),
