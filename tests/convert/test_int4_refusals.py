@@ -8,7 +8,9 @@ import pytest
 
 from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from tests.convert.test_quantized_refusals import (
+from tests.support.quantized import write
+from tests.support.quantized_edits import (
+    FIELD,
     UP,
     config,
     count_refused_fields,
@@ -17,7 +19,6 @@ from tests.convert.test_quantized_refusals import (
     group,
     put,
 )
-from tests.support.quantized import write
 from tests.support.quantized_int4 import MODELS, SPELLINGS
 
 
@@ -47,7 +48,7 @@ def first(value):
 
 G, ORDERED, AWQ = "gptq", "gptq in order of activations", "awq"
 CT, CTG = "compressed int4", "compressed int4 in order of activations"
-MX, FIELD = "compressed mxfp4", "quantization_config"
+MX = "compressed mxfp4"
 HEADERS = {  # seen without reading weights
     "gptq of 3 bits": (G, config(bits=3), [f"{FIELD}.bits: 3 is not supported"]),
     "gptq of no bits": (G, config(bits=None), [f"{FIELD}.bits", "missing"]),

@@ -1,20 +1,26 @@
 """Test that invalid quantized checkpoints raise one line with file and tensor or
 field."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from safetensors.numpy import save_file
 
-from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from tests.support.quantized import E4M3, MODELS, compressed_config, load_file, write
-
-UP = "model.layers.0.mlp.up_proj"
+from tests.support.quantized import E4M3, MODELS, compressed_config, write
+from tests.support.quantized_edits import (
+    FIELD,
+    UP,
+    config,
+    count_refused_fields,
+    edit,
+    gone,
+    group,
+    put,
+    tensors,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,52 +36,6 @@ def quantized(tmp_path_factory):
         return root / spelling
 
     return make
-
-
-def tensors(change):
-    def apply(directory):
-        found = load_file(directory / "model.safetensors")
-        change(found)
-        save_file(found, directory / "model.safetensors")
-
-    return apply
-
-
-def put(word, value):
-    """Puts a tensor of a layer in the place of another."""
-    return tensors(lambda t: t.update({f"{UP}.{word}": np.array(value, order="C")}))
-
-
-def edit(word, change):
-    return tensors(
-        lambda t: t.update({f"{UP}.{word}": np.array(change(t[f"{UP}.{word}"]))})
-    )
-
-
-def gone(word):
-    return tensors(lambda t: t.pop(f"{UP}.{word}"))
-
-
-def config(**changes):
-    def apply(directory):
-        file = directory / "config.json"
-        values = json.loads(file.read_text())
-        values["quantization_config"].update(changes)
-        file.write_text(json.dumps(values))
-
-    return apply
-
-
-def group(**changes):
-    def apply(directory):
-        file = directory / "config.json"
-        values = json.loads(file.read_text())
-        found = values["quantization_config"]["config_groups"]["group_0"]
-        for name, value in changes.items():
-            (found if name in found else found["weights"])[name] = value
-        file.write_text(json.dumps(values))
-
-    return apply
 
 
 def pickled(directory):
@@ -98,7 +58,6 @@ F4, F8, CT, INT = (
 )
 BLOCK, PACK = "fp8", "compressed int8 packed"
 F32 = np.float32
-FIELD = "quantization_config"
 REFUSALS = {
     # Methods
     **{
@@ -269,36 +228,6 @@ def test_refusals(quantized, tmp_path, case):
     assert str(tmp_path / "in") in message
     assert "\n" not in message and len(message) < 600
     assert list((tmp_path / "out").iterdir()) == []
-
-
-ODD = [-1, 7, 1.5, 1e308, "x", "", [-1], ["x"], {"a": 1}, True, None, []]
-
-
-def count_refused_fields(directory):
-    """Sets any field to any value: an error of one line, or no effect. Returns the
-    number of errors."""
-    file = directory / "config.json"
-    values, refused = json.loads(file.read_text()), 0
-
-    def holders(value):
-        if isinstance(value, dict):
-            yield value
-            for inner in value.values():
-                yield from holders(inner)
-
-    for holder in [values, *holders(values[FIELD])]:
-        for field in [FIELD] if holder is values else list(holder):
-            kept = holder[field]
-            for odd in ODD:
-                holder[field] = odd
-                file.write_text(json.dumps(values))
-                try:
-                    info(directory)
-                except CheckpointError as error:
-                    refused += 1
-                    assert "\n" not in str(error)
-            holder[field] = kept
-    return refused
 
 
 @pytest.mark.parametrize("spelling", [F4, "modelopt mixed", CT, PACK, BLOCK])
