@@ -70,13 +70,12 @@ _FORMATS = {format.planes: format for format in (KEPT, KEPT_INT8)}
 
 
 def _joined(blocks: Sequence[Packed]) -> list[Packed]:
-    """Stacks consecutive matrices of one scheme, unless their columns have an order of
-    their own."""
+    """Stacks consecutive matrices of one scheme whose columns are in the same
+    order."""
     joined: list[Packed] = []
     for packed in blocks:
         before = joined[-1] if joined else None
-        own = "columns" in packed.arrays
-        if before is None or own or not before.fits(packed):
+        if before is None or not before.fits(packed):
             joined.append(packed)
         else:
             joined[-1] = before.stacked(packed)
