@@ -20,6 +20,7 @@ from stree_jax.models.weights.panels.blocks import (
 from stree_jax.models.weights.panels.kind import (
     LANES,
     Field,
+    Number,
     PanelKind,
     Parts,
     Scales,
@@ -56,9 +57,24 @@ class WithMinima(PanelKind):
     def scales(self, *fields: jax.Array) -> Scales:
         q, d, dmin = fields
         a, b, c = (q[..., i : i + 4] for i in (0, 4, 8))
-        sc = jnp.concatenate([a & 63, (c & 15) | ((a >> 6) << 4)], axis=-1)
-        mn = jnp.concatenate([b & 63, (c >> 4) | ((b >> 6) << 4)], axis=-1)
+        sc = jnp.concatenate([a & 63, _joined(a, c & 15)], axis=-1)
+        mn = jnp.concatenate([b & 63, _joined(b, c >> 4)], axis=-1)
         return widened(d) * widened(sc), -(widened(dmin) * widened(mn))
+
+    def scale_of(self, number: Number, block: int) -> Scales:
+        if block < 4:
+            sc, mn = number(0, block) & 63, number(0, block + 4) & 63
+        else:
+            c = number(0, block + 4)
+            sc = _joined(number(0, block - 4), c & 15)
+            mn = _joined(number(0, block), c >> 4)
+        d, dmin = (widened(number(i, 0)) for i in (1, 2))
+        return d * widened(sc), -(dmin * widened(mn))
+
+
+def _joined(high: jax.Array, low: jax.Array) -> jax.Array:
+    """Joins the two high bits of one byte and 4 bits of another."""
+    return ((high >> 6) << 4) | low
 
 
 @dataclass(frozen=True)

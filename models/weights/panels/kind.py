@@ -18,7 +18,7 @@ A number q stands for scale * (values[q] - zero) + minimum. Letters as in
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ PACK_BYTES = 2**22  # bytes of a matrix that are rearranged at a time
 Parts = tuple[Sequence[np.ndarray], np.ndarray]
 # Scales, and minima if there are any; see `PanelKind.scales`.
 Scales = tuple[jax.Array, jax.Array | None]
+
+Number = Callable[[int, int], jax.Array]  # see `PanelKind.scale_of`
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,12 @@ class PanelKind(ABC):
     block: int = BLOCK
 
     @property
+    def has_minima(self) -> bool:
+        """True if blocks have minima."""
+        fields = [np.zeros((1, 1, 1, f.count), f.dtype) for f in self.fields]
+        return jax.eval_shape(self.scales, *fields)[1] is not None
+
+    @property
     def head(self) -> int:
         """Bytes of a tile's scales."""
         return sum(field.nbytes for field in self.fields)
@@ -164,6 +172,21 @@ class PanelKind(ABC):
         Args:
           fields: [P, 16, n, count] each.
         """
+
+    def scale_of(self, number: Number, block: int) -> Scales:
+        """Computes the scale and minimum of one block, for kernels.
+
+        Args:
+          number: a function of a field's index, and of the index of a number in it. It
+            returns these numbers of all rows.
+          block: index of the block of `self.block` columns in the tile.
+        """
+        blocks = self.tile // self.block
+        fields = (
+            number(i, block if field.count == blocks else 0)
+            for i, field in enumerate(self.fields)
+        )
+        return self.scales(*fields)
 
     def pack(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Rearranges a matrix to panels [P, n, nbytes] uint8.
