@@ -1,4 +1,4 @@
-"""Weights that stay as they are in a file, in 4 to 8 bits per number.
+"""A weight format that keeps quantized matrices as they are in their file.
 
 Matrices are stored in panels (`weights.panels`). A product rounds its input rows to 16
 bits, which changes logits by less than 1e-4 of the largest, or to 8 bits. CPU kernels
