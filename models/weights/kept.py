@@ -1,9 +1,10 @@
 """A weight format that keeps quantized matrices as they are in their file.
 
 Matrices are stored in panels (`weights.panels`). A product rounds its input rows to 16
-bits, which changes logits by less than 1e-4 of the largest, or to 8 bits. CPU kernels
-compute it if they are available, with the same bits on every CPU. All other parameters,
-caches and records are float32. Matrices that cannot be kept are plain arrays.
+bits, which changes logits by about 1e-4 of the largest at most, or to 8 bits. CPU
+kernels compute it if they are available, with equal results on every CPU, bit for bit.
+All other parameters, caches and records are float32. Matrices that cannot be kept are
+plain arrays.
 """
 
 from collections.abc import Sequence
