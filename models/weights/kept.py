@@ -1,9 +1,10 @@
-"""Weights that stay as they are in a file, in 4 to 8 bits per number.
+"""A weight format that keeps quantized matrices as they are in their file.
 
 Matrices are stored in panels (`weights.panels`). A product rounds its input rows to 16
-bits, which changes logits by less than 1e-4 of the largest, or to 8 bits. CPU kernels
-compute it if they are available, with the same bits on every CPU. All other parameters,
-caches and records are float32. Matrices that cannot be kept are plain arrays.
+bits, which changes logits by about 1e-4 of the largest at most, or to 8 bits. CPU
+kernels compute it if they are available, with equal results on every CPU, bit for bit.
+All other parameters, caches and records are float32. Matrices that cannot be kept are
+plain arrays.
 """
 
 from collections.abc import Sequence
@@ -70,13 +71,12 @@ _FORMATS = {format.planes: format for format in (KEPT, KEPT_INT8)}
 
 
 def _joined(blocks: Sequence[Packed]) -> list[Packed]:
-    """Stacks consecutive matrices of one scheme, unless their columns have an order of
-    their own."""
+    """Stacks consecutive matrices of one scheme whose columns are in the same
+    order."""
     joined: list[Packed] = []
     for packed in blocks:
         before = joined[-1] if joined else None
-        own = "columns" in packed.arrays
-        if before is None or own or not before.fits(packed):
+        if before is None or not before.fits(packed):
             joined.append(packed)
         else:
             joined[-1] = before.stacked(packed)
