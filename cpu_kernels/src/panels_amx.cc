@@ -1,8 +1,8 @@
 // Products with packed weights, with AMX tiles, for more than a few rows.
 //
 // A block of 32 columns of a panel, once unpacked to signed bytes, is a tile of weights as it is.
-// A tile of rows has up to 16 rows of one plane. Sums of a span are stored and added to their
-// group as with AVX512-VNNI, in the same order: the bits are the same.
+// A tile of rows has up to 16 rows of one plane. Sums of a block are stored, and added to their
+// group in the same order and with the same results as with AVX512-VNNI.
 #include "panels.h"
 #if STREE_AMX
 #include <immintrin.h>

@@ -3,23 +3,22 @@
 // Included once per instruction set, inside its namespace, after panels_kinds.h. Like
 // product_body.h it must not use inline functions of standard headers. The including file defines:
 //   W               lanes of a vector: rows of the weight
-//   SIZES           of n rows (up to 16), the number that are computed together first
+//   SIZES           for n rows up to 16: the number of rows in the first group
 //   Number          the numbers of a vector, in the form that `add_dot` takes
 //   Sum<P>          sums of W lanes, begun by `begun<P>(int)`; `total` returns integers
-//   FOUR<P>         bytes of four numbers of a rounded row, which `put_four<P>` writes
+//   FOUR<P>         bytes of four numbers of a rounded row, of which `put_block<P>` writes eight
 //   PLANES<P>       P, or 2 if the same code computes any number of planes
 //   BY_ROW          true if a block's eight vectors stay in registers, false if a sum per row does
 //   UNROLLED        vectors per iteration, unless BY_ROW
 //   FETCH           true if weights are prefetched
 //
-// The order of operations is fixed, so that a row has the same bits beside any other rows, on any
-// number of threads, and with any instruction set. A row is rounded in groups of columns. Sums
-// over a span of 16 or 32 columns are exact integers; a group adds them in order, each with one
-// fused multiply-add, and the groups are added in order. Minima are added in the same way, times
-// the sum of the rounded row.
+// The order of operations is fixed. A row's result is therefore equal, bit for bit, for any number
+// of rows and threads and for any instruction set. A row is rounded in groups of columns. Sums over
+// a span of 16 or 32 columns are exact integers. They are added to the sum of their group in order,
+// each with one fused multiply-add, and groups are added in order. Minima are multiplied with the
+// sum of the rounded row, and added in the same way.
 
 #include "panels_shared.h"
-
 
 // How the rows of a product are packed: in groups of `SIZES` rows. A group has blocks of
 // numbers, each followed by a number per span and row, and then scales [k / columns][rows].

@@ -1,9 +1,10 @@
-// Rounding of a product's rows to integers, prefetched weights, and sums of groups. Include after panels_kinds.h.
+// Rounding of a product's rows to integers, prefetched weights, and sums of groups. Include after
+// panels_kinds.h.
 
 constexpr float MIN_GROUP_MAX = 1e-30f;  // smaller groups are 0; same as in models/weights/panels
 
-// Loads vectors of weights, and prefetches for each the one `ahead` bytes later. The prefetch is tied
-// to the vector: otherwise GCC gathers prefetches into bursts, which take much longer.
+// Loads vectors of weights, and prefetches for each the one `ahead` bytes later. The prefetch is
+// tied to the vector: otherwise GCC gathers prefetches into bursts, which take much longer.
 struct Weights {
   int64_t ahead;
   INLINE Bytes operator()(const uint8_t* from) const {
