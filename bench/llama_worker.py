@@ -64,6 +64,29 @@ class Session:
             raise RuntimeError("llama.cpp makes no context of this model")
         return {}
 
+    def quantize(self, source: str, target: str, kind: str) -> dict[str, Any]:
+        """Writes a GGUF file again with llama.cpp's quantizer.
+
+        Args:
+          kind: a type of file, such as "Q4_K_M"; or "MXFP4" or "NVFP4", which llama.cpp
+            has for experts or not at all, and which are here the type of all matrices.
+        """
+        params = llama_cpp.llama_model_quantize_default_params()
+        if kind in ("MXFP4", "NVFP4"):
+            every = (llama_cpp.llama_model_tensor_override * 2)()  # the last is empty
+            every[0].pattern = b"weight"
+            every[0].type = getattr(llama_cpp, f"GGML_TYPE_{kind}")
+            params.ftype, params.tt_overrides = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, every
+        else:
+            number = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}", None)
+            if number is None:
+                raise RuntimeError(f"llama.cpp has no type of file {kind}")
+            params.ftype = number
+        code = llama_cpp.llama_model_quantize(source.encode(), target.encode(), params)
+        if code != 0:
+            raise RuntimeError(f"llama_model_quantize: {code}")
+        return {}
+
     def tokenize(self, text: str) -> dict[str, Any]:
         """Returns the ids of a text with special tokens, also those in the text."""
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
