@@ -140,7 +140,7 @@ def _log(name: str, a: np.ndarray) -> np.ndarray:
     return np.log(-a)
 
 
-def _places(groups: tuple[Groups, ...]) -> np.ndarray:
+def order_of(groups: tuple[Groups, ...]) -> np.ndarray:
     starts = np.cumsum([0, *(each.rows for each in groups)])
     pairs = zip(starts[:-1], groups, strict=True)
     return np.concatenate([start + each.places() for start, each in pairs])
@@ -154,7 +154,7 @@ def join(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
     """
     param = _converted(row, tensors)
     if row.groups:
-        param = np.take(param, _places(row.groups), axis=row.group_axis)
+        param = np.take(param, order_of(row.groups), axis=row.group_axis)
     return param
 
 
@@ -262,7 +262,7 @@ def _overlaps(sizes: tuple[int, ...], place: slice) -> Iterator[tuple[int, slice
 def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
     """Computes a row's source tensors from its parameter: the inverse of `join`."""
     if row.groups:
-        back = np.argsort(_places(row.groups))
+        back = np.argsort(order_of(row.groups))
         param = np.take(param, back, axis=row.group_axis)
     match row.how:
         case "concat":

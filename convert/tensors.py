@@ -18,6 +18,7 @@ from stree_jax.convert.rows import (
     can_be_cut,
     candidates,
     join,
+    order_of,
     pieces,
     source_shapes,
 )
@@ -289,7 +290,7 @@ def dtype_in_file(source: Source, row: Row) -> str:
 
 
 def packed_blocks(
-    source: Source, row: Row, keeps: Callable[[str], bool]
+    source: Source, row: Row, keeps: Callable[[str, tuple[int, ...]], bool]
 ) -> list[Packed] | None:
     """Reads a row's quantized matrices without dequantizing them.
 
@@ -299,12 +300,50 @@ def packed_blocks(
       keeps: see `Format.keeps`.
 
     Returns:
-      The matrices, to be stacked by rows. None if one of them is not quantized or its
-      scheme is not supported by `keeps`, or if rows or columns change their order.
+      The matrices, to be stacked by rows. None if one of them is not quantized or
+      `keeps` is False for it, or if the parameter is more than the rows or columns of
+      its sources in another order.
     """
-    if row.how not in ("copy", "concat") or any(row.heads) or row.groups:
+    for name in row.sources:
+        scheme, shape = source.scheme(name), source.tensors[name].shape
+        if scheme is None or len(shape) != 2 or not keeps(scheme, shape):
+            return None
+    if row.how not in ("copy", "concat", "swap"):
         return None
-    schemes = [source.scheme(name) for name in row.sources]
-    if not all(scheme is not None and keeps(scheme) for scheme in schemes):
+    orders = row_orders(row, [source.tensors[name].shape[0] for name in row.sources])
+    if orders is None:
         return None
-    return [source.packed(name) for name in row.sources]
+    matrices = [source.packed(name).in_order(order) for name, order in orders]
+    if row.groups and row.group_axis == 1:
+        columns = order_of(row.groups)
+        matrices = [matrix.with_columns(columns) for matrix in matrices]
+    return matrices
+
+
+def row_orders(row: Row, counts: list[int]) -> list[tuple[str, Any]] | None:
+    """Returns which rows of which sources a parameter consists of.
+
+    Args:
+      row: a row that changes only the order of rows.
+      counts: rows of each source.
+
+    Returns:
+      Names of sources with indices of their rows. None if the parameter's rows
+      alternate between its sources.
+    """
+    starts = np.cumsum([0, *counts])
+    indices = [
+        np.arange(start, start + n)[:, None]
+        for start, n in zip(starts, counts, strict=False)
+    ]
+    across = replace(row, groups=()) if row.group_axis == 1 else row
+    order = join(across, indices)[:, 0]
+    owner = np.searchsorted(starts, order, side="right") - 1
+    changes = np.flatnonzero(np.diff(owner)) + 1
+    if len(changes) >= len(counts):
+        return None
+    found = []
+    for part in np.split(order, changes):
+        j = int(np.searchsorted(starts, part[0], side="right") - 1)
+        found.append((row.sources[j], part - starts[j]))
+    return found

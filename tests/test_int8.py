@@ -214,5 +214,7 @@ def test_int8_models_cannot_be_saved(folders, tmp_path):
 
 
 def test_other_dtypes_are_refused_in_one_line(folders):
-    with pytest.raises(CheckpointError, match="want float32, bfloat16 or int8, got"):
+    with pytest.raises(
+        CheckpointError, match="want float32, bfloat16, int8, kept or kept-int8, got"
+    ):
         stree_jax.load(folders / "shards", dtype="int4")

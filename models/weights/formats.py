@@ -5,12 +5,19 @@ from typing import Any
 import numpy as np
 
 from stree_jax.models.weights.int8 import INT8
+from stree_jax.models.weights.kept import KEPT, KEPT_INT8
 from stree_jax.models.weights.plain import PlainWeight, plain_format
 from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Format, Weight
 
 FORMATS: dict[str, Format] = {
     format.name: format
-    for format in (plain_format(FLOAT32), plain_format(BFLOAT16), INT8)
+    for format in (
+        plain_format(FLOAT32),
+        plain_format(BFLOAT16),
+        INT8,
+        KEPT,
+        KEPT_INT8,
+    )
 }
 
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -61,6 +61,14 @@ class Weight(ABC):
         """Returns the matrix [m, k] in float32."""
         return self.rows(jnp.arange(self.shape[0]))
 
+    def unit(self, axis: int) -> int:
+        """Returns the weight's unit along an axis, see `unit`."""
+        return _unit(self, axis)
+
+    def take(self, places: Sequence[slice], axis: int) -> "Weight":
+        """Takes a device's part of the weight, see `take`."""
+        return _taken(self, places, axis)
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -69,12 +77,49 @@ class Packed:
     Attributes:
       scheme: name of the layout, such as "nvfp4" or "q4_k".
       shape: [m, k].
-      arrays: the stored arrays by name, such as "weight" and "scale".
+      arrays: the stored arrays by name, such as "weight" and "scale". The first axis of
+        each is the matrix's rows, except of "columns" [k] int32: if it is there, column
+        j of the stored matrix is column columns[j] of the matrix. "factor" [m] float32,
+        if it is there, multiplies the rows of the matrix.
     """
 
     scheme: str
     shape: tuple[int, ...]
     arrays: Mapping[str, np.ndarray]
+
+    @property
+    def by_row(self) -> dict[str, np.ndarray]:
+        """The arrays that hold the numbers of the rows."""
+        others = ("columns", "factor")
+        return {name: a for name, a in self.arrays.items() if name not in others}
+
+    def in_order(self, rows: np.ndarray) -> "Packed":
+        """Returns the matrix with rows `rows`, in that order."""
+        if np.array_equal(rows, np.arange(self.shape[0])):
+            return self
+        arrays = {n: a if n == "columns" else a[rows] for n, a in self.arrays.items()}
+        return replace(self, shape=(len(rows), *self.shape[1:]), arrays=arrays)
+
+    def with_columns(self, columns: np.ndarray) -> "Packed":
+        """Returns the matrix whose column j is column columns[j] of this one."""
+        back = np.argsort(columns).astype(np.int32)
+        stored = self.arrays.get("columns")
+        back = back if stored is None else back[stored]
+        return replace(self, arrays={**self.arrays, "columns": back})
+
+    def fits(self, other: "Packed") -> bool:
+        """True if another matrix of the same layout can be stacked below this one."""
+        if "columns" in self.arrays or self.scheme != other.scheme:
+            return False
+        return self.arrays.keys() == other.arrays.keys()
+
+    def stacked(self, other: "Packed") -> "Packed":
+        """Returns the matrix with another one, that `fits`, below it."""
+        arrays = {
+            n: np.concatenate([a, other.arrays[n]]) for n, a in self.arrays.items()
+        }
+        shape = (self.shape[0] + other.shape[0], *self.shape[1:])
+        return replace(self, shape=shape, arrays=arrays)
 
 
 @dataclass(frozen=True)
@@ -114,8 +159,8 @@ class Format(ABC):
         checkpoint is `stored`."""
         return BFLOAT16 if stored == BFLOAT16.name else FLOAT32
 
-    def keeps(self, scheme: str) -> bool:
-        """True if `keep` supports a checkpoint's quantization scheme."""
+    def keeps(self, scheme: str, shape: Sequence[int]) -> bool:
+        """True if `keep` supports matrices [m, k] of a quantization scheme."""
         return False
 
     def keep(self, blocks: Sequence[Packed]) -> Weight:
@@ -141,6 +186,10 @@ def unit(weight: Any, axis: int) -> int:
     0) or columns (axis 1) that one element of an array stands for. Works for plain
     arrays of any rank, too.
     """
+    return weight.unit(axis) if isinstance(weight, Weight) else _unit(weight, axis)
+
+
+def _unit(weight: Any, axis: int) -> int:
     arrays = [x for x in jax.tree.leaves(weight) if x.ndim > axis]
     return max(weight.shape[axis] // x.shape[axis] for x in arrays)
 
@@ -156,18 +205,28 @@ def take(weight: Any, places: Sequence[slice], axis: int) -> Any:
     Raises:
       ValueError: a slice begins or ends inside a unit.
     """
+    if isinstance(weight, Weight):
+        return weight.take(places, axis)
+    return _taken(weight, places, axis)
 
+
+def _taken(weight: Any, places: Sequence[slice], axis: int) -> Any:
     def taken(array: np.ndarray) -> np.ndarray:
         if array.ndim <= axis:
             return array
-        size = weight.shape[axis] // array.shape[axis]
-        if any(place.start % size or place.stop % size for place in places):
-            raise ValueError(f"weight: cannot split units of {size} along axis {axis}")
-        before = (slice(None),) * axis
-        pieces = [
-            array[(*before, slice(place.start // size, place.stop // size))]
-            for place in places
-        ]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=axis)
+        return slices(array, places, axis, weight.shape[axis] // array.shape[axis])
 
     return jax.tree.map(taken, weight)
+
+
+def slices(array: Any, places: Sequence[slice], axis: int, size: int) -> Any:
+    """Takes slices along an axis of an array whose elements stand for `size` rows or
+    columns each."""
+    if any(place.start % size or place.stop % size for place in places):
+        raise ValueError(f"weight: cannot split units of {size} along axis {axis}")
+    before = (slice(None),) * axis
+    pieces = [
+        array[(*before, slice(place.start // size, place.stop // size))]
+        for place in places
+    ]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=axis)

@@ -39,7 +39,7 @@ class ToyFormat(Format):
         numbers = jnp.round(parts / scale[..., None]).astype(jnp.int16)
         return Toy(jnp.concatenate([as_bytes(numbers), as_bytes(scale)], axis=-1))
 
-    def keeps(self, scheme: str) -> bool:
+    def keeps(self, scheme: str, shape: Sequence[int]) -> bool:
         return scheme == "q8_0"
 
     def keep(self, blocks: Sequence[Packed]) -> "Toy":

@@ -1,0 +1,106 @@
+"""Weights in panels: the same numbers as `gguf` decodes, and products with them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.models.weights.kept import KEPT, KEPT_INT8, Panels, Stack
+from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.panels import KINDS
+from stree_jax.models.weights.panels.ggml import GGML
+from stree_jax.models.weights.weight import Packed, take, unit
+from tests.support.panel_files import dequantized, random_blocks
+
+M, K = 37, 768
+SCHEMES = [kind.name for kind in GGML]
+
+
+def packed(scheme: str, m: int = M, k: int = K, seed: int = 0) -> Packed:
+    return Packed(scheme, (m, k), {"blocks": random_blocks(scheme, m, k, seed)})
+
+
+def exact(matrix: Packed) -> np.ndarray:
+    return dequantized(matrix.scheme, matrix.arrays["blocks"])
+
+
+def assert_near(y, wanted: np.ndarray, limit: float = 2e-4) -> None:
+    """Compares products; the limit is relative to the root mean square."""
+    assert y.shape == wanted.shape
+    assert np.abs(y - wanted).max() < limit * np.sqrt((wanted**2).mean())
+
+
+def rows(t: int, k: int = K) -> np.ndarray:
+    return np.random.default_rng(t).standard_normal((t, k)).astype(np.float32)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_panels_hold_the_numbers_of_the_file(scheme):
+    matrix = packed(scheme)
+    weight = KEPT.keep([matrix])
+    assert weight.shape == (M, K) and weight.panels.shape == KINDS[scheme].panel_shape(
+        M, K
+    )
+    np.testing.assert_array_equal(weight.matrix(), exact(matrix))
+    ids = jnp.asarray([[3, M - 1], [-1, 16]])
+    np.testing.assert_array_equal(weight.rows(ids), exact(matrix)[np.asarray(ids)])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("format", "limit"), [(KEPT, 2e-4), (KEPT_INT8, 4e-2)])
+def test_the_definition_of_products(scheme, format, limit):
+    matrix, x = packed(scheme), rows(5)
+    y = linear(x, format.keep([matrix]), implementation="xla")
+    wanted = x.astype(np.float64) @ exact(matrix).astype(np.float64).T
+    assert_near(y, wanted, limit)
+
+
+def test_a_stack_of_two_kinds():
+    matrices = [packed("q4_0", 32), packed("q4_0", 16, seed=1), packed("q8_0", 20)]
+    weight = KEPT.keep(matrices)
+    assert isinstance(weight, Stack) and len(weight.parts) == 2
+    whole = np.concatenate([exact(matrix) for matrix in matrices])
+    assert weight.shape == whole.shape
+    np.testing.assert_array_equal(weight.matrix(), whole)
+    x = rows(3)
+    assert_near(linear(x, weight, implementation="xla"), x @ whole.T)
+
+
+def test_parts_for_devices():
+    matrix = packed("q4_k", 64, 1024)
+    weight = KEPT.keep([matrix])
+    assert (unit(weight, 0), unit(weight, 1)) == (16, 256)
+    some = take(weight, (slice(16, 32), slice(48, 64)), 0)
+    np.testing.assert_array_equal(some.matrix(), exact(matrix)[np.r_[16:32, 48:64]])
+    some = take(weight, (slice(256, 768),), 1)
+    np.testing.assert_array_equal(some.matrix(), exact(matrix)[:, 256:768])
+    with pytest.raises(ValueError, match="units of 256"):
+        take(weight, (slice(0, 128),), 1)
+
+
+def test_columns_in_another_order_and_factors():
+    order = np.random.default_rng(0).permutation(K)
+    factor = rows(1, M)[0]
+    matrix = packed("q4_0")
+    other = Packed("q4_0", (M, K), {**matrix.arrays, "factor": factor})
+    weight = KEPT.keep([other.with_columns(order)])
+    assert isinstance(weight, Panels)
+    wanted = (exact(matrix) * factor[:, None])[:, order]
+    np.testing.assert_allclose(weight.matrix(), wanted, rtol=1e-6)
+    x = rows(4)
+    assert_near(linear(x, weight, implementation="xla"), x @ wanted.T)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_damaged_scale_is_seen(bad):
+    matrix = packed("q4_0")
+    matrix.arrays["blocks"][5, :2] = np.asarray([bad], "<f2").view(np.uint8)
+    y = np.asarray(linear(rows(2), KEPT.keep([matrix]), implementation="xla"))
+    assert not np.isfinite(y[:, 5]).any()
+    assert np.isfinite(np.delete(y, 5, axis=1)).all()
+
+
+def test_a_row_with_nan_stays_visible():
+    x = rows(3)
+    x[1, 7] = np.nan
+    y = np.asarray(linear(x, KEPT.keep([packed("q6_k")]), implementation="xla"))
+    assert np.isnan(y[1]).all() and np.isfinite(y[[0, 2]]).all()
