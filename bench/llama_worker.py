@@ -173,6 +173,7 @@ class Session:
         which speculation needs."""
         self._keep_snapshots(1)
         kept = llama_cpp.llama_n_rs_seq(self.context)
+        self._keep_snapshots(0)
         return {"supported": not self._recurrent() or kept > 0}
 
     def _recurrent(self) -> bool:
