@@ -70,7 +70,8 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.generation import encode_prompts
 from stree_jax.models import format_named
 from stree_jax.models.memory import weights_read
-from stree_jax.options import WEIGHTS, add, group
+from stree_jax.models.weights.formats import FORMATS
+from stree_jax.options import add, group
 from stree_jax.pair import NO_DRAFTER, load_pair
 from stree_jax.parity import Difference
 from stree_jax.scoring import score
@@ -155,7 +156,7 @@ def add_options(b: argparse.ArgumentParser) -> None:
     add(b, "--shapes", str, None, shapes, "*")
     dtypes = "of weights; a GGUF file is in its own types in llama.cpp (default: "
     dtypes += f"{' '.join(KINDS)}; {FILE_DTYPE} for a GGUF file)"
-    add(b, "--dtypes", str, None, dtypes, "+", WEIGHTS)
+    add(b, "--dtypes", str, None, dtypes, "+", list(FORMATS))
     tokens = "also time passes over N tokens, here and in llama.cpp (default: none)"
     group(b, MEASURING).add_argument(
         "--passes", type=int, nargs="+", default=[], metavar="N", help=tokens
@@ -237,8 +238,8 @@ def measure_peers(
 ) -> dict[str, Any]:
     """Measures every subject in every dtype on every prompt. All setups take turns.
 
-    The unit "logits" compares the logits of all subjects and dtypes. Units
-    "memory/SUBJECT/DTYPE" measure the processes that load a file. "passes/.." and
+    Units "memory/SUBJECT/DTYPE" measure the processes that load a file. The unit
+    "logits" compares the logits of all subjects and dtypes. "passes/.." and
     "prefill/.." time single passes and prefill, if `--passes` and `--prefill` ask for
     them. Then there is one unit "SUBJECT/DTYPE/SET/I" per prompt, which first measures
     the memory bandwidth.
@@ -297,7 +298,6 @@ def measure_peers(
             return found
 
         def memory(label: str, dtype: str) -> dict[str, Any]:
-            clear()
             file = subjects[label].file
             assert file is not None
             return _memory(file, dtype, args.llama_python)
@@ -313,11 +313,14 @@ def measure_peers(
         def decode(pair: tuple[str, str], text: Prompt) -> dict[str, Any]:
             return time_unit(stand(*pair), text, run.repeats)
 
-        units: dict[str, Callable[[], Any]] = {"logits": logits}
+        units: dict[str, Callable[[], Any]] = {
+            f"memory/{'/'.join(pair)}": partial(memory, *pair)
+            for pair in pairs
+            if subjects[pair[0]].file is not None
+        }
+        units["logits"] = logits
         for pair in pairs:
             name = "/".join(pair)
-            if subjects[pair[0]].file is not None:
-                units[f"memory/{name}"] = partial(memory, *pair)
             if args.passes:
                 units[f"passes/{name}"] = partial(passes, pair)
             if args.prefill:
