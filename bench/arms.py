@@ -43,8 +43,8 @@ from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree
 
 # Two tokens whose logits differ by less may swap ranks, because other trees add numbers
-# in another order. By weight format, or else by dtype of the KV caches and records. Kept
-# weights round their input rows, so that a different last bit can become a whole step.
+# in another order. By weight format, or else by dtype of the KV caches and records.
+# Kept weights round their input rows: another last bit can become a whole step.
 TIE = {"float32": 1e-4, "bfloat16": 0.2, "kept": 0.03, "kept-int8": 1.5}
 PLAIN = "plain"
 # Cache rows in addition to the text: prefill writes whole chunks, and a replay writes a

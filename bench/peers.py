@@ -241,8 +241,7 @@ def measure_peers(
     Units "memory/SUBJECT/DTYPE" measure the processes that load a file. The unit
     "logits" compares the logits of all subjects and dtypes. "passes/.." and
     "prefill/.." time single passes and prefill, if `--passes` and `--prefill` ask for
-    them. Then there is one unit "SUBJECT/DTYPE/SET/I" per prompt, which first measures
-    the memory bandwidth.
+    them. A unit "SUBJECT/DTYPE/SET/I" per prompt first measures the memory bandwidth.
 
     Args:
       subjects: the models by their names in tables, which contain no slash.
@@ -325,12 +324,11 @@ def measure_peers(
                 units[f"passes/{name}"] = partial(passes, pair)
             if args.prefill:
                 units[f"prefill/{name}"] = partial(prefill, pair)
-        units |= {
-            f"{'/'.join(pair)}/{title}/{i}": partial(decode, pair, text)
-            for pair in pairs
-            for title, texts in subjects[pair[0]].prompts.items()
-            for i, text in enumerate(texts)
-        }
+            units |= {
+                f"{name}/{title}/{i}": partial(decode, pair, text)
+                for title, texts in subjects[pair[0]].prompts.items()
+                for i, text in enumerate(texts)
+            }
         report = method.measure(settings, units, run)
     units = report["units"]
     single, prompts = pass_rows(units), prefill_rows(units)
