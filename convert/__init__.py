@@ -236,7 +236,7 @@ class Checkpoint:
         def whole() -> Any:
             blocks = None
             if entry.quantizable:
-                blocks = packed_blocks(self.source, row, format.keeps)
+                blocks = packed_blocks(self.source, row, format)
             return read() if blocks is None else format.keep(blocks)
 
         if param is None or parts == 1:

@@ -1,7 +1,6 @@
 """Matches the tensors of a checkpoint with a model's parameters, and reads them."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from stree_jax.convert.rows import (
 from stree_jax.convert.source import PIECE, Source, TensorInfo, at_once
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.config import required
-from stree_jax.models.weights.weight import Packed
+from stree_jax.models.weights.weight import Format, Packed
 
 HEAD = "lm_head.weight"  # name of the head in all families
 FLOATS = ("float32", "float16", "bfloat16")
@@ -289,32 +288,33 @@ def dtype_in_file(source: Source, row: Row) -> str:
     return "bfloat16" if plain and found == {"bfloat16"} else "float32"
 
 
-def packed_blocks(
-    source: Source, row: Row, keeps: Callable[[str, tuple[int, ...]], bool]
-) -> list[Packed] | None:
+def packed_blocks(source: Source, row: Row, format: Format) -> list[Packed] | None:
     """Reads a row's quantized matrices without dequantizing them.
 
     Args:
       source: the tensors.
       row: the row.
-      keeps: see `Format.keeps`.
+      format: the format that shall keep them.
 
     Returns:
-      The matrices, to be stacked by rows. None if one of them is not quantized or
-      `keeps` is False for it, or if the parameter is more than the rows or columns of
+      The matrices, to be stacked by rows. None if one of them is not quantized or not
+      supported by the format, or if the parameter is more than the rows or columns of
       its sources in another order.
     """
     for name in row.sources:
         scheme, shape = source.scheme(name), source.tensors[name].shape
-        if scheme is None or len(shape) != 2 or not keeps(scheme, shape):
+        if scheme is None or len(shape) != 2 or not format.keeps(scheme, shape):
             return None
+    by_columns = bool(row.groups) and row.group_axis == 1
     if row.how not in ("copy", "concat", "swap"):
+        return None
+    if by_columns and not format.keeps_columns:
         return None
     orders = row_orders(row, [source.tensors[name].shape[0] for name in row.sources])
     if orders is None:
         return None
     matrices = [source.packed(name).in_order(order) for name, order in orders]
-    if row.groups and row.group_axis == 1:
+    if by_columns:
         columns = order_of(row.groups)
         matrices = [matrix.with_columns(columns) for matrix in matrices]
     return matrices

@@ -8,7 +8,7 @@ caches and records are float32. Matrices that cannot be kept are plain arrays.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class KeptFormat(Format):
     name: str = "kept"
     dtype: np.dtype = FLOAT32
     planes: int = 2
+    keeps_columns: ClassVar[bool] = True
 
     def store(self, matrix: Any, columns: int | None = None) -> "Whole":
         return Whole(matrix.astype(FLOAT32, copy=False), self.planes)

@@ -134,11 +134,13 @@ class Format(ABC):
       dtype: dtype of KV caches, records, and all other parameters.
       plain: True if the matrices are plain arrays of `dtype`. Only models in such a
         format can be saved.
+      keeps_columns: True if `keep` supports matrices with "columns", see `Packed`.
     """
 
     name: str
     dtype: np.dtype
     plain: ClassVar[bool] = False
+    keeps_columns: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return self.name
