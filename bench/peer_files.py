@@ -18,10 +18,12 @@ from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.resolve import resolve
 from stree_jax.convert.gguf.header import is_gguf, read_header
 from stree_jax.convert.gguf.names import EMBEDDING, HEAD
-from stree_jax.pair import load_pair
+from stree_jax.pair import NO_DRAFTER, load_pair
 from stree_jax.parity import Difference
 from stree_jax.scoring import score, score_tree
 from stree_jax.speculation.drafters.lookup import LOOKUP
+from stree_jax.speculation.drafters.mtp import MTP
+from stree_jax.speculation.drafters.table import AUTO
 
 OURS, LLAMA = "ours", "llama.cpp"
 FILE_DTYPE = "kept"  # default dtype of a file
@@ -51,10 +53,26 @@ class ModelFile(NamedTuple):
     file_bytes: int
     read_bytes: int
 
+    @property
+    def has_draft_model(self) -> bool:
+        return self.drafter not in (LOOKUP, MTP, AUTO, NO_DRAFTER)
+
     def load(self, dtype: str) -> tuple[Model, Model]:
-        """Loads the file and its draft model; the file twice if there is none."""
+        """Returns the file's model and the draft model, which is the same if there is
+        none.
+
+        Raises:
+          ValueError: the drafter is of another kind, such as heads.
+        """
         target, drafter = load_pair(str(self.path), self.drafter, dtype)
-        return target, drafter if isinstance(drafter, Model) else target
+        if isinstance(drafter, Model):
+            return target, drafter
+        if self.has_draft_model:
+            raise ValueError(
+                f"--drafter: {self.drafter} is not a draft model; bench peers takes a "
+                "draft model or lookup"
+            )
+        return target, target
 
 
 def model_file(model: str, drafter: str | None) -> ModelFile | None:

@@ -72,7 +72,7 @@ from stree_jax.models import format_named
 from stree_jax.models.memory import weights_read
 from stree_jax.models.weights.formats import FORMATS
 from stree_jax.options import add, group
-from stree_jax.pair import NO_DRAFTER, load_pair
+from stree_jax.pair import load_pair
 from stree_jax.parity import Difference
 from stree_jax.scoring import score
 from stree_jax.speculation.drafters.lookup import LOOKUP
@@ -221,7 +221,7 @@ def _of_file(file: ModelFile, args: argparse.Namespace) -> Subject:
     if not prompts:
         config = described(file.path).config
         prompts = {"random": random_prompts(config, args.count, RANDOM_PROMPT)}
-    arms = _arms(args, drafts=file.drafter not in (LOOKUP, NO_DRAFTER))
+    arms = _arms(args, drafts=file.has_draft_model)
     return Subject(None, None, arms, prompts, file)
 
 
