@@ -43,8 +43,9 @@ from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree
 
 # Two tokens whose logits differ by less may swap ranks, because other trees add numbers
-# in another order. By dtype of the KV caches and records.
-TIE = {"float32": 1e-4, "bfloat16": 0.2}
+# in another order. By weight format, or else by dtype of the KV caches and records.
+# Kept weights round their input rows: another last bit can become a whole step.
+TIE = {"float32": 1e-4, "bfloat16": 0.2, "kept": 0.03, "kept-int8": 1.5}
 PLAIN = "plain"
 # Cache rows in addition to the text: prefill writes whole chunks, and a replay writes a
 # whole path of a tree.
@@ -297,7 +298,8 @@ def check_ties(
 
     A tie is a place where the target's two logits are closer than `TIE`.
     """
-    tie = TIE[target.weight_format.dtype.name]
+    kept = target.weight_format
+    tie = TIE.get(kept.name, TIE[kept.dtype.name])
     for row, ids in enumerate(encode_prompts(target, list(texts))):
         plain = results[PLAIN].tokens[row]
         for name, result in results.items():

@@ -17,6 +17,7 @@ import jax
 from stree_jax.bench import method, tables
 from stree_jax.bench.charts import lines, panels
 from stree_jax.bench.device_memory import cache_row_bytes
+from stree_jax.bench.inputs import in_dtype
 from stree_jax.bench.method import Run, quartiles_of, take_turns
 from stree_jax.bench.passes import (
     Case,
@@ -24,7 +25,6 @@ from stree_jax.bench.passes import (
     Turns,
     compile_case,
 )
-from stree_jax.bench.peers import in_dtype
 from stree_jax.bench.shapes import NAMES, config_of, random_model
 from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoints.load import Model, load

@@ -1,12 +1,15 @@
 """Loads the models and prompts that the options of a benchmark name."""
 
 import argparse
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from stree_jax.bench.prompts import Prompt, read_prompts
 from stree_jax.bench.widen import sizes_of, widened
-from stree_jax.checkpoints.load import Model
+from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.save import save
 from stree_jax.pair import is_custom, load_pair
 
 RANDOM_PROMPT = 128  # tokens
@@ -55,3 +58,13 @@ def settings_of(
         "parameters": {label: sizes_of(*pair) for label, pair in pairs.items()},
         "sets": {title: len(texts) for title, texts in prompts.items()},
     }
+
+
+def in_dtype(model: Model, dtype: str) -> Model:
+    """Converts a float32 model to another dtype, by saving it and loading it with
+    `load(dtype=...)`."""
+    if dtype == "float32":
+        return model
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, Path(folder) / "model")
+        return load(Path(folder) / "model", dtype=dtype)

@@ -15,6 +15,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 F32 = 0  # ggml's number of a dtype
 OFF = 0  # llama.cpp's value for flash attention that is switched off
@@ -50,18 +51,48 @@ class Session:
         self.context, self.num_tokens = None, num_tokens
         return self.attend(fused=True)
 
+    def pid(self) -> dict[str, int]:
+        """Returns the number of this process."""
+        return {"pid": os.getpid()}
+
     def attend(self, fused: bool) -> dict[str, Any]:
         """Makes a new context with or without fused attention, and forgets all text.
 
         Fused attention rounds to about 1e-3 even with float32 caches.
         """
+        self.params.flash_attn_type = self.own_choice if fused else OFF
+        return self._renew()
+
+    def _renew(self) -> dict[str, Any]:
         if self.context:
             llama_cpp.llama_free(self.context)
         self.length = 0
-        self.params.flash_attn_type = self.own_choice if fused else OFF
         self.context = llama_cpp.llama_init_from_model(self.model, self.params)
         if not self.context:
             raise RuntimeError("llama.cpp makes no context of this model")
+        return {}
+
+    def quantize(self, source: str, target: str, kind: str) -> dict[str, Any]:
+        """Writes a GGUF file again with llama.cpp's quantizer.
+
+        Args:
+          kind: a type of file, such as "Q4_K_M"; or "MXFP4" or "NVFP4", which llama.cpp
+            has for experts or not at all, and which are here the type of all matrices.
+        """
+        params = llama_cpp.llama_model_quantize_default_params()
+        if kind in ("MXFP4", "NVFP4"):
+            every = (llama_cpp.llama_model_tensor_override * 2)()  # the last is empty
+            every[0].pattern = b"weight"
+            every[0].type = getattr(llama_cpp, f"GGML_TYPE_{kind}")
+            params.ftype, params.tt_overrides = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, every
+        else:
+            number = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}", None)
+            if number is None:
+                raise RuntimeError(f"llama.cpp has no type of file {kind}")
+            params.ftype = number
+        code = llama_cpp.llama_model_quantize(source.encode(), target.encode(), params)
+        if code != 0:
+            raise RuntimeError(f"llama_model_quantize: {code}")
         return {}
 
     def tokenize(self, text: str) -> dict[str, Any]:
@@ -73,33 +104,98 @@ class Session:
         )
         return {"ids": list(ids[:count])}
 
-    def logits(self, ids: Sequence[int], read: int, path: str) -> dict[str, Any]:
+    def logits(
+        self, ids: Sequence[int], read: int, path: str, batch: int = 1
+    ) -> dict[str, Any]:
         """Writes logits [T - read + 1, num_tokens] float32 to a file.
 
-        The first `read` ids are processed together and give the first row; each id
-        after them is processed alone and gives another.
+        The first `read` ids are processed together and give the first row. Those after
+        them are processed `batch` at a time, and each gives another row.
         """
         self._read(ids[:read])
         rows = [self._last().copy()]
-        for token in ids[read:]:
-            self._eval([token])
-            rows.append(self._last().copy())
+        for i in range(read, len(ids), batch):
+            part = self._batch(ids[i : i + batch])
+            self._run(part)
+            rows += [self._logits(j).copy() for j in range(part.n_tokens)]
+            llama_cpp.llama_batch_free(part)
         Path(path).write_bytes(np.stack(rows).tobytes())
         return {}
 
-    def decode(self, ids: Sequence[int], count: int) -> dict[str, Any]:
-        """Returns the seconds of `count` greedy tokens, and the tokens.
+    def decode(self, ids: Sequence[int], count: int, draft: int = 0) -> dict[str, Any]:
+        """Decodes `count` tokens greedily, after all ids.
 
         All ids but the last are processed before, outside the clock.
+
+        Args:
+          draft: tokens that llama-cpp-python's prompt lookup proposes at a time. If 0,
+            it is not used.
+
+        Returns:
+          "seconds"; "tokens", the ids; "calls", the number of passes.
         """
+        self._keep_snapshots(draft)
         self._read(ids[:-1])
-        token, tokens = ids[-1], []
+        drafter = LlamaPromptLookupDecoding(num_pred_tokens=draft)
+        text, calls, token = list(ids), 0, ids[-1]
         began = time.perf_counter()
-        for _ in range(count):
-            self._eval([token])
-            token = int(self._last().argmax())
-            tokens.append(token)
-        return {"seconds": time.perf_counter() - began, "tokens": tokens}
+        while (left := len(ids) + count - len(text)) > 0:
+            if not draft:
+                self._eval([token])
+                token = int(self._last().argmax())
+                text.append(token)
+            else:
+                text += self._verified(drafter(np.array(text, np.intc)), text[-1], left)
+            calls += 1
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "tokens": text[len(ids) :], "calls": calls}
+
+    def _verified(self, guess: Any, token: int, left: int) -> list[int]:
+        """Runs a pass over the last token and the proposed ones, and returns the new
+        tokens, at most `left`: the accepted ones and one more. The others are removed
+        from the state."""
+        draft = guess[: left - 1].tolist()
+        batch, before = self._batch([token, *draft]), self.length
+        self._run(batch)
+        llama_cpp.llama_batch_free(batch)
+        new = [int(self._logits(0).argmax())]
+        while len(new) <= len(draft) and new[-1] == draft[len(new) - 1]:
+            new.append(int(self._logits(len(new)).argmax()))
+        self.length = before + len(new)
+        if len(new) <= len(draft):
+            memory = llama_cpp.llama_get_memory(self.context)
+            if not llama_cpp.llama_memory_seq_rm(memory, 0, self.length, -1):
+                raise RuntimeError("llama.cpp does not remove tokens from its state")
+        return new
+
+    def can_draft(self) -> dict[str, bool]:
+        """Returns "supported": True if tokens can be removed from the model's state,
+        which speculation needs."""
+        self._keep_snapshots(1)
+        kept = llama_cpp.llama_n_rs_seq(self.context)
+        self._keep_snapshots(0)
+        return {"supported": not self._recurrent() or kept > 0}
+
+    def _recurrent(self) -> bool:
+        recurrent = llama_cpp.llama_model_is_recurrent(self.model)
+        return recurrent or llama_cpp.llama_model_is_hybrid(self.model)
+
+    def _keep_snapshots(self, count: int) -> None:
+        """Makes a new context if the model is recurrent and does not keep `count`
+        states, so that as many tokens can be removed again."""
+        if self._recurrent() and self.params.n_rs_seq != count:
+            self.params.n_rs_seq = count
+            self._renew()
+
+    def time_prompt(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Returns the seconds in which a prompt is processed, with logits of the last
+        token."""
+        self._read(())
+        began = time.perf_counter()
+        for i in range(0, len(ids), BATCH):
+            self._eval(ids[i : i + BATCH])
+        llama_cpp.llama_synchronize(self.context)
+        return {"seconds": time.perf_counter() - began}
 
     def time_pass(self, ids: Sequence[int], count: int) -> dict[str, Any]:
         """Returns the seconds of a pass over the first `count` ids, with logits of all.
@@ -148,7 +244,11 @@ class Session:
 
     def _last(self) -> np.ndarray:
         """Returns logits [num_tokens] of the last id; the next pass overwrites them."""
-        floats = llama_cpp.llama_get_logits_ith(self.context, -1)
+        return self._logits(-1)
+
+    def _logits(self, i: int) -> np.ndarray:
+        """Returns logits [num_tokens] of id `i` of the last pass."""
+        floats = llama_cpp.llama_get_logits_ith(self.context, i)
         pointer = ctypes.cast(floats, ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(pointer, (self.num_tokens,))
 

@@ -1,5 +1,6 @@
 """Runs the decoders of other libraries on the same model, for comparison."""
 
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,6 +16,12 @@ from stree_jax.generation import encode_prompts
 from stree_jax.parity import quiet
 
 TRANSFORMERS = "transformers, plain"
+# The largest difference of logits over the largest logit. In bfloat16, rounding alone
+# moves the logits of random weights of the Qwen3.5-0.8B shape by 0.08 here and by 0.12
+# in transformers, relative to float32; another model is 1 or more away. In int8
+# llama.cpp rounds in other blocks, so there the limit only tells other weights from
+# other rounding.
+LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "int8": 0.25}
 
 
 def transformers_version() -> str | None:
@@ -94,3 +101,8 @@ def _seconds(model: Any, ids: Any, new: int) -> float:
             pad_token_id=0,
         )
     return time.perf_counter() - began
+
+
+def threads_of_xla() -> int:
+    """Returns the threads of XLA: NPROC, or the number of cores."""
+    return int(os.environ.get("NPROC", 0)) or os.cpu_count() or 1

@@ -20,9 +20,14 @@ import numpy as np
 from stree_jax.bench import method, tables
 from stree_jax.bench.charts import lines, panels
 from stree_jax.bench.device_memory import compiled_bytes
+from stree_jax.bench.inputs import in_dtype
 from stree_jax.bench.method import Run, quartiles_of, take_turns
-from stree_jax.bench.others import in_transformers, transformers_version
-from stree_jax.bench.peers import LIMITS, in_dtype, threads_of_xla
+from stree_jax.bench.others import (
+    LIMITS,
+    in_transformers,
+    threads_of_xla,
+    transformers_version,
+)
 from stree_jax.bench.shapes import config_of, random_model, random_prompts
 from stree_jax.bench.widen import sizes_of
 from stree_jax.buckets import bucket

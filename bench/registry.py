@@ -31,6 +31,7 @@ BENCHMARKS = {
     "kernels": "time of each op by implementation",
     "devices": "what the devices of a mesh hold and exchange, from compiled programs",
     "peers": "decoding throughput compared with llama.cpp and transformers",
+    "kl": "next-token distributions by dtype, compared with the exact ones",
     "all": "the benchmarks of STree's tables and figures, and a report",
 }
 MODULES = {"prompts": "reading", "all": "everything"}  # modules with another name

@@ -70,7 +70,9 @@ QWEN35_EXPERTS = MoEConfig(256, 8, 512, shared=MLPConfig(512), shared_gate=True)
 NAMES = (
     *MAMBA2_SIZES,
     *QWEN35_SIZES,
+    "hybrid-2m",
     "hybrid-130m",
+    "hybrid-1.2b",
     "llama-135m",
     "mambainllama-8b",
     "granite-4.0-h-micro",
@@ -182,6 +184,41 @@ def granite_micro() -> ModelConfig:
             mamba=MambaConfig(num_heads=64, head_dim=64, d_state=128),
             attention=AttentionConfig(32, 8, 64),
             mlp=MLPConfig(8192),
+        ),
+    )
+
+
+def hybrid_2m() -> ModelConfig:
+    """Returns the config of a hybrid like Granite 4 for tests of file formats: 1 Mamba2
+    and 1 attention layer, each followed by an MLP. All widths are multiples of 256, the
+    largest block of GGUF's types. It is not a published model."""
+    return ModelConfig(
+        vocab_size=512,
+        num_tokens=512,
+        d_model=256,
+        layers=blocks(("mamba", "mlp", "attention", "mlp")),
+        tie_embeddings=True,
+        mixers=named(
+            mamba=MambaConfig(num_heads=8, head_dim=64, d_state=64),
+            attention=AttentionConfig(4, 2, 64),
+            mlp=MLPConfig(768),
+        ),
+    )
+
+
+def hybrid_1_2b() -> ModelConfig:
+    """Returns the config of a hybrid like Granite 4 with 1.2 B parameters: 29 Mamba2
+    and 3 attention layers, each followed by an MLP. It is not a published model."""
+    return ModelConfig(
+        vocab_size=100352,
+        num_tokens=100352,
+        d_model=1536,
+        layers=blocks(mixers(32, range(5, 32, 10), "mlp")),
+        tie_embeddings=True,
+        mixers=named(
+            mamba=MambaConfig(num_heads=48, head_dim=64, d_state=128),
+            attention=AttentionConfig(12, 4, 128),
+            mlp=MLPConfig(4096),
         ),
     )
 
@@ -307,7 +344,9 @@ def config_of(shape: str, mtp: bool = False) -> ModelConfig:
         config = qwen35(QWEN35_SIZES[shape])
         return config if mtp else replace(config, mtp=())
     others = {
+        "hybrid-2m": hybrid_2m,
         "hybrid-130m": hybrid_130m,
+        "hybrid-1.2b": hybrid_1_2b,
         "llama-135m": llama_135m,
         "mambainllama-8b": mambainllama,
         "granite-4.0-h-micro": granite_micro,

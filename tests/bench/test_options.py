@@ -18,7 +18,7 @@ NEEDED = {
     "peers": ["--llama-python", "bin/python"],
     "all": [*PROMPTS, "--out", "R"],
     **dict.fromkeys(
-        ("unrolled", "forward", "kernels", "prompts", "capacity", "devices"), []
+        ("unrolled", "forward", "kernels", "prompts", "capacity", "devices", "kl"), []
     ),
 }
 

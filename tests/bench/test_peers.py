@@ -20,6 +20,7 @@ from stree_jax.bench.arms import PLAIN, parse_arm
 from stree_jax.bench.gguf_writer import gguf_tensors, write_gguf
 from stree_jax.bench.llama_process import llama_process, llama_version
 from stree_jax.bench.method import Run
+from stree_jax.bench.others import TRANSFORMERS
 from stree_jax.bench.registry import parse_bench
 from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
@@ -264,7 +265,7 @@ def test_the_arithmetic_of_the_report():
     medians = [row["over_llama"]["median"] for row in rows.values()]
     assert medians == [0.5, 2, 1]
     assert tree["over_transformers"] is None
-    arms[peers.TRANSFORMERS] = arms.pop(peers.LLAMA)
+    arms[TRANSFORMERS] = arms.pop(peers.LLAMA)
     alone = {row["arm"]: row for row in peers.peer_rows(units)}
     assert alone["E"]["over_transformers"]["median"] == 2
     assert alone["E"]["over_llama"] is None
