@@ -1,17 +1,14 @@
 """Products with weights in panels as a Pallas GPU kernel (Triton backend).
 
 Computes `panel_product` for up to 64 rows. A program multiplies `Blocks.rows` rows of
-the matrix, on the left of tensor core products, by all rows of the input. It unpacks 32
-columns (16 if the scales are for 16) in registers, multiplies these exact integers in
-bfloat16 with float32 sums, and scales the exact sums. With two planes of int8 there are
-two such products per block.
+the matrix by all rows of the input. It unpacks 32 columns at a time to int8 and
+multiplies them with the planes of the input on tensor cores, with exact int32 sums. It
+scales these sums in float32 and adds them in the order of the columns.
 
-The panels are read as they are: thanks to their order, each thread loads four
-consecutive columns at a time. To fill a GPU, the columns are divided among `splits`
-programs, whose results are summed outside.
-
-A result has the same bits with any number of rows: the order of the sums depends only
-on the matrix.
+The panels are read as they are: each thread loads four consecutive columns of a row. To
+fill a GPU, the columns are divided among `splits` programs, whose results are summed
+outside. The order of all sums depends only on the matrix, so a result has the same bits
+with any number of rows.
 """
 
 from dataclasses import dataclass
@@ -43,7 +40,6 @@ MAX_ROWS = 64
 MIN_ROWS = 16  # smallest side of a tensor core product
 _PROGRAMS = 528  # four per multiprocessor of an H100 or H200, which has 132
 _MAX_BYTES = 2**31  # offsets are int32
-_128 = np.int16(0x4300)  # 128 in bfloat16, whose low 7 bits are then an integer
 
 
 @dataclass(frozen=True)
@@ -102,19 +98,20 @@ class _Operands(NamedTuple):
     """Inputs of the kernel, as arrays or as refs.
 
     Attributes:
-      planes: [t, k] bfloat16 each, integers.
+      planes: [t, k] int8 each.
       scale: [t, G] float32.
       sums: [t, k / 32] float32, sums of the integers of each block. None if the kind
         has no minima.
       panels: [P n nbytes] uint8.
-      values: [16] bfloat16, what numbers stand for. None if it is the number less a
-        zero.
+      fields: the panels as numbers of each field's dtype.
+      values: [16] int8, what numbers stand for. None if it is the number less a zero.
     """
 
     planes: Any
     scale: Any
     sums: Any
     panels: Any
+    fields: Any
     values: Any
 
 
@@ -149,12 +146,13 @@ def panel_product(
         parts = [z.reshape(t, -1, BLOCK).sum(axis=-1) for z in x.planes]
         sums = _whole(parts)
     if kind.values is not None:
-        values = jnp.asarray([v - kind.zero for v in kind.values], jnp.bfloat16)
+        values = jnp.asarray([v - kind.zero for v in kind.values], jnp.int8)
     operands = _Operands(
-        tuple(z.astype(jnp.bfloat16) for z in x.planes),
+        tuple(z.astype(jnp.int8) for z in x.planes),
         x.scale,
         sums,
         panels.reshape(-1),
+        tuple(_viewed(panels, field.dtype) for field in kind.fields),
         values,
     )
     y = pl.pallas_call(
@@ -168,6 +166,13 @@ def panel_product(
         name="panel_product",
     )(operands)
     return y[0] if cut.splits == 1 else y.sum(axis=0)
+
+
+def _viewed(panels: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the bytes as numbers of another dtype [...]; XLA makes no copy."""
+    size = np.dtype(dtype).itemsize
+    shape = (-1,) if size == 1 else (-1, size)
+    return lax.bitcast_convert_type(panels.reshape(shape), np.dtype(dtype))
 
 
 def _whole(planes: Any) -> jax.Array:
@@ -197,7 +202,7 @@ def _multiply(
         for j in range(chunk // BLOCK):  # blocks of 32 columns
             of_chunk, block = divmod(j * BLOCK, kind.tile)
             tile = panel + (i * (chunk // kind.tile) + of_chunk) * kind.nbytes
-            part = _Block(refs.panels, refs.values, kind, tile, lax.rem(row, LANES))
+            part = _Block(refs, kind, tile, lax.rem(row, LANES))
             column = i * chunk + j * BLOCK
             acc = _add_block(acc, refs, part, block // BLOCK, at, column)
             if (j + 1) * BLOCK % group == 0:
@@ -217,46 +222,36 @@ class _Block:
     """The rows of a program in one tile.
 
     Attributes:
-      panels, values: refs, see `_Operands`.
+      refs: see `_Operands`.
       kind: the kind of the panels.
-      tile: [rows] int32, offset of each row's tile.
+      tile: [rows] int32, offset of each row's tile in bytes.
       lane: [rows] int32, row of the panel.
     """
 
-    panels: Any
-    values: Any
+    refs: _Operands
     kind: PanelKind
     tile: jax.Array
     lane: jax.Array
 
     def number(self, field: int, index: int) -> jax.Array:
         """Loads number `index` of a field of scales: [rows]."""
-        begin = sum(f.nbytes for f in self.kind.fields[:field])
-        dtype = np.dtype(self.kind.fields[field].dtype)
-        begin += index * LANES * dtype.itemsize
-        at = self.tile + begin + self.lane * dtype.itemsize
-        if dtype.itemsize == 1:
-            return lax.bitcast_convert_type(self.panels[at], dtype)
-        wide = jnp.dtype(f"uint{8 * dtype.itemsize}")
-        bits = self.panels[at].astype(wide)
-        for i in range(1, dtype.itemsize):
-            bits = bits | (self.panels[at + i].astype(wide) << wide.type(8 * i))
-        return lax.bitcast_convert_type(bits, dtype)
+        size = np.dtype(self.kind.fields[field].dtype).itemsize
+        begin = sum(f.nbytes for f in self.kind.fields[:field]) // size
+        at = lax.div(self.tile, size) + (begin + index * LANES) + self.lane
+        return self.refs.fields[field][at]
 
-    def integers(self, block: int, begin: int, width: int) -> jax.Array:
-        """Loads numbers `begin` to `begin + width` of a block of 32: [rows, width]
-        bfloat16."""
+    def integers(self, block: int) -> jax.Array:
+        """Loads the numbers of a block, less the zero: [rows, 32] int8."""
         bits, zero = self.kind.bits, self.kind.zero
-        k = begin + lax.iota(jnp.int32, width)
+        k = lax.iota(jnp.int32, BLOCK)
         byte, vector = lax.rem(k, WORD), lax.div(k, WORD)
-        first = self.kind.head + block * bits * VECTOR
+        first = self.tile + self.kind.head + block * bits * VECTOR + self.lane * WORD
 
-        def load(vector: jax.Array | int) -> jax.Array:
-            offset = (first + vector * VECTOR + byte)[None, :]
-            return self.panels[self.tile[:, None] + self.lane[:, None] * WORD + offset]
+        def load(vector: jax.Array) -> jax.Array:
+            return self.refs.panels[first[:, None] + (vector * VECTOR + byte)[None, :]]
 
         if bits == 8:
-            return (load(vector).astype(jnp.float32) - zero).astype(jnp.bfloat16)
+            return lax.bitcast_convert_type(load(vector) ^ np.uint8(zero), jnp.int8)
         shift = (lax.div(vector, 4) * 4).astype(jnp.uint8)
         q = (load(lax.rem(vector, 4)) >> shift[None, :]) & np.uint8(15)
         if bits > 4:
@@ -265,10 +260,9 @@ class _Block:
             shift = (lax.rem(vector, per) * each).astype(jnp.uint8)
             high = load(4 + lax.div(vector, per)) >> shift[None, :]
             q = q | ((high & np.uint8(2**each - 1)) << np.uint8(4))
-        if self.values is not None:
-            return self.values[q.astype(jnp.int32)]
-        exact = lax.bitcast_convert_type(q.astype(jnp.int16) | _128, jnp.bfloat16)
-        return exact - jnp.bfloat16(128 + zero)
+        if self.refs.values is not None:
+            return self.refs.values[q.astype(jnp.int32)]
+        return lax.bitcast_convert_type(q - np.uint8(zero), jnp.int8)
 
 
 def _add_block(
@@ -280,14 +274,18 @@ def _add_block(
     column: jax.Array,
 ) -> jax.Array:
     """Adds a block of 32 columns, before the scales of the input rows: [rows, t]."""
+    w, k = part.integers(block), lax.iota(jnp.int32, BLOCK)
+    rows = [x[at[:, None], (column + k)[None, :]] for x in refs.planes]
     width = min(part.kind.block, BLOCK)
     for begin in range(0, BLOCK, width):
-        w = part.integers(block, begin, width)
-        columns = column + begin + lax.iota(jnp.int32, width)
-        dots = [_dot(w, x[at[:, None], columns[None, :]]) for x in refs.planes]
+        some = rows
+        if width < BLOCK:  # zeros for the columns of other scales
+            here = lax.div(k, width) == begin // width
+            some = [jnp.where(here[None, :], x, jnp.int8(0)) for x in rows]
+        sums = _whole([_dot(w, x) for x in some]).astype(jnp.float32)
         index = (block * BLOCK + begin) // part.kind.block
         scale, minimum = part.kind.scale_of(part.number, index)
-        acc = acc + _whole(dots) * scale[:, None]
+        acc = acc + sums * scale[:, None]
         if minimum is not None:
             of_rows = refs.sums[at, lax.div(column, BLOCK)]
             acc = acc + of_rows[None, :] * minimum[:, None]
@@ -295,7 +293,7 @@ def _add_block(
 
 
 def _dot(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Multiplies [rows, columns] by [t, columns].T, with float32 sums."""
+    """Multiplies [rows, columns] by [t, columns].T, with int32 sums."""
     return lax.dot_general(
-        w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
     )
