@@ -11,6 +11,7 @@ outside. The order of all sums depends only on the matrix, so a result has the s
 with any number of rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +38,8 @@ except ImportError:  # this jax or jaxlib has no Triton backend
     pl = pltriton = None  # type: ignore[assignment]  # modules, where they exist
 
 MAX_ROWS = 64
-MIN_ROWS = 16  # smallest side of a tensor core product
+MIN_TILE = 16  # smallest side of a tensor core product
+MAX_TILE = 64  # most rows per program, of both planes; more spill registers
 _PROGRAMS = 528  # four per multiprocessor of an H100 or H200, which has 132
 _MAX_BYTES = 2**31  # offsets are int32
 
@@ -97,17 +99,20 @@ def unsupported(
 class _Operands(NamedTuple):
     """Inputs of the kernel, as arrays or as refs.
 
+    The planes of the input are rows of their own, R in all.
+
     Attributes:
-      planes: [t, k] int8 each.
-      scale: [t, G] float32.
-      sums: [t, k / 32] float32, sums of the integers of each block. None if the kind
+      rows: [B, R, k] int8, for B scales per 32 columns: copy b has zeros instead of the
+        columns of the other scales.
+      scale: [R, G] float32.
+      sums: [R, k / 32] float32, sums of the integers of each block. None if the kind
         has no minima.
       panels: [P n nbytes] uint8.
       fields: the panels as numbers of each field's dtype.
       values: [16] int8, what numbers stand for. None if it is the number less a zero.
     """
 
-    planes: Any
+    rows: Any
     scale: Any
     sums: Any
     panels: Any
@@ -141,31 +146,45 @@ def panel_product(
     (t, k), m = rows.shape, panels.shape[0] * LANES
     cut = blocks or default_blocks(m, k, kind, planes)
     x = rounded(rows, planes)
+    integers = jnp.concatenate(x.planes)
+    powers = [256.0 ** (planes - 1 - i) for i in range(planes)]
     sums = values = None
     if kind.has_minima:
-        parts = [z.reshape(t, -1, BLOCK).sum(axis=-1) for z in x.planes]
-        sums = _whole(parts)
+        sums = integers.reshape(len(integers), -1, BLOCK).sum(axis=-1)
     if kind.values is not None:
         values = jnp.asarray([v - kind.zero for v in kind.values], jnp.int8)
     operands = _Operands(
-        tuple(z.astype(jnp.int8) for z in x.planes),
-        x.scale,
+        _by_scale(integers.astype(jnp.int8), min(kind.block, BLOCK)),
+        jnp.concatenate([x.scale * power for power in powers]),
         sums,
         panels.reshape(-1),
         tuple(_viewed(panels, field.dtype) for field in kind.fields),
         values,
     )
     y = pl.pallas_call(
-        partial(_multiply, kind=kind, cut=cut, tiles=panels.shape[1]),
-        grid=(-(-m // cut.rows), cut.splits),
-        out_shape=jax.ShapeDtypeStruct((cut.splits, t, m), jnp.float32),
+        partial(
+            _multiply,
+            kind=kind,
+            cut=cut,
+            tiles=panels.shape[1],
+            bytes=_Bytes if interpret else _BytesInWords,
+        ),
+        grid=(-(-planes * t // MAX_TILE), -(-m // cut.rows), cut.splits),
+        out_shape=jax.ShapeDtypeStruct((cut.splits, planes * t, m), jnp.float32),
         compiler_params=pltriton.CompilerParams(
             num_warps=cut.num_warps, num_stages=cut.num_stages
         ),
         interpret=interpret,
         name="panel_product",
     )(operands)
-    return y[0] if cut.splits == 1 else y.sum(axis=0)
+    return y.reshape(cut.splits * planes, t, m).sum(axis=0)
+
+
+def _by_scale(rows: jax.Array, width: int) -> jax.Array:
+    """Returns the copies [B, R, k] of rows for scales of `width` columns."""
+    which = jnp.arange(rows.shape[1]) % BLOCK // width
+    here = which == jnp.arange(BLOCK // width)[:, None]
+    return jnp.where(here[:, None], rows[None], jnp.int8(0))
 
 
 def _viewed(panels: jax.Array, dtype: Any) -> jax.Array:
@@ -175,24 +194,83 @@ def _viewed(panels: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(panels.reshape(shape), np.dtype(dtype))
 
 
-def _whole(planes: Any) -> jax.Array:
-    """Combines the planes of rows, or sums of them."""
-    return planes[0] if len(planes) == 1 else 256 * planes[0] + planes[1]
+class _Bytes:
+    """Operations on arrays [rows, 32] uint8, for the interpreter."""
+
+    @staticmethod
+    def take(x: jax.Array, shift: int, mask: jax.Array, others: jax.Array) -> jax.Array:
+        """Takes bits of x and combines them with other bits by "or".
+
+        Args:
+          x, mask, others: uint8. The mask excludes bits that a shift would move in
+            from neighbouring bytes.
+          shift: bits by which x is shifted to the left, or to the right if negative.
+        """
+        moved = x << np.uint8(shift) if shift >= 0 else x >> np.uint8(-shift)
+        return (moved & mask) | others
+
+    @staticmethod
+    def less(x: jax.Array, zero: int) -> jax.Array:
+        """Computes x - zero in int8, for x and zero below 128."""
+        return lax.bitcast_convert_type(x - np.uint8(zero), jnp.int8)
+
+
+class _BytesInWords(_Bytes):
+    """The operations of `_Bytes` on four bytes at a time; Triton itself computes them
+    one by one, which takes twice as many instructions in the kernel."""
+
+    @staticmethod
+    def take(x: jax.Array, shift: int, mask: jax.Array, others: jax.Array) -> jax.Array:
+        moved = f"{'shl' if shift > 0 else 'shr'}.b32 t, $1, {abs(shift)};"
+        taken = _in_words(
+            f"{moved} and.b32 t, t, $2; or.b32 $0, t, $3;", x, mask, others
+        )
+        return lax.bitcast_convert_type(taken, jnp.uint8)
+
+    @staticmethod
+    def less(x: jax.Array, zero: int) -> jax.Array:
+        if zero == 0:
+            return lax.bitcast_convert_type(x, jnp.int8)
+        # Bit 7 is set during the subtraction, so that no byte borrows from the next.
+        high, zeros = 0x80808080, zero * 0x01010101
+        return _in_words(
+            f"or.b32 t, $1, {high}; sub.u32 t, t, {zeros}; xor.b32 $0, t, {high};", x
+        )
+
+
+def _in_words(assembly: str, *args: jax.Array) -> jax.Array:
+    """Computes an int8 array from words of four bytes of arrays of the same shape."""
+    (y,) = pltriton.elementwise_inline_asm(
+        f"{{ .reg .b32 t; {assembly} }}",
+        args=args,
+        constraints=",".join(["=r", *["r"] * len(args)]),
+        pack=4,
+        # Pallas (jax 0.10.2) gives an unsigned result a type that Triton rejects.
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.int8)],
+    )
+    return y
 
 
 def _multiply(
-    refs: _Operands, out_ref: Any, *, kind: PanelKind, cut: Blocks, tiles: int
+    refs: _Operands,
+    out_ref: Any,
+    *,
+    kind: PanelKind,
+    cut: Blocks,
+    tiles: int,
+    bytes: type[_Bytes],
 ) -> None:
-    """Multiplies some rows of the matrix by one split of the columns of all input rows.
+    """Multiplies some rows of the matrix by one split of the columns of input rows.
 
     Indices past the last row of either repeat it and write the same result.
     """
-    (t, k), m = refs.planes[0].shape, out_ref.shape[2]
+    (R, k), m = refs.rows.shape[1:], out_ref.shape[2]
     group = k // refs.scale.shape[1]
     chunk = max(kind.tile, group)
-    size = max(MIN_ROWS, 1 << (t - 1).bit_length())
-    at = jnp.minimum(lax.iota(jnp.int32, size), t - 1)
-    row = pl.program_id(0) * cut.rows + lax.iota(jnp.int32, cut.rows)
+    size = min(max(MIN_TILE, 1 << (R - 1).bit_length()), MAX_TILE)
+    at = pl.program_id(0) * size + lax.iota(jnp.int32, size)
+    at = jnp.minimum(at, R - 1)
+    row = pl.program_id(1) * cut.rows + lax.iota(jnp.int32, cut.rows)
     row = jnp.minimum(row, m - 1)
     panel = lax.div(row, LANES) * (tiles * kind.nbytes)
     zero = jnp.zeros((cut.rows, size), jnp.float32)
@@ -202,7 +280,7 @@ def _multiply(
         for j in range(chunk // BLOCK):  # blocks of 32 columns
             of_chunk, block = divmod(j * BLOCK, kind.tile)
             tile = panel + (i * (chunk // kind.tile) + of_chunk) * kind.nbytes
-            part = _Block(refs, kind, tile, lax.rem(row, LANES))
+            part = _Block(refs, kind, bytes, tile, lax.rem(row, LANES))
             column = i * chunk + j * BLOCK
             acc = _add_block(acc, refs, part, block // BLOCK, at, column)
             if (j + 1) * BLOCK % group == 0:
@@ -211,10 +289,10 @@ def _multiply(
         return total
 
     share = -(-(k // chunk) // cut.splits)
-    first = pl.program_id(1) * share
+    first = pl.program_id(2) * share
     last = jnp.minimum(first + share, k // chunk)
     total = lax.fori_loop(first, last, step, zero)
-    out_ref[pl.program_id(1), at[None, :], row[:, None]] = total
+    out_ref[pl.program_id(2), at[None, :], row[:, None]] = total
 
 
 @dataclass(frozen=True)
@@ -224,12 +302,14 @@ class _Block:
     Attributes:
       refs: see `_Operands`.
       kind: the kind of the panels.
+      bytes: operations on bytes.
       tile: [rows] int32, offset of each row's tile in bytes.
       lane: [rows] int32, row of the panel.
     """
 
     refs: _Operands
     kind: PanelKind
+    bytes: type[_Bytes]
     tile: jax.Array
     lane: jax.Array
 
@@ -252,17 +332,28 @@ class _Block:
 
         if bits == 8:
             return lax.bitcast_convert_type(load(vector) ^ np.uint8(zero), jnp.int8)
-        shift = (lax.div(vector, 4) * 4).astype(jnp.uint8)
-        q = (load(lax.rem(vector, 4)) >> shift[None, :]) & np.uint8(15)
+        low, none = (
+            load(lax.rem(vector, 4)),
+            jnp.zeros((self.tile.size, BLOCK), np.uint8),
+        )
+        q = self.bytes.take(low, 0, _where(vector < 4, 15, low), none)
+        q = self.bytes.take(low, -4, _where(vector >= 4, 15, low), q)
         if bits > 4:
             each = bits - 4
             per = 8 // each  # vectors of numbers with bits in one byte
-            shift = (lax.rem(vector, per) * each).astype(jnp.uint8)
-            high = load(4 + lax.div(vector, per)) >> shift[None, :]
-            q = q | ((high & np.uint8(2**each - 1)) << np.uint8(4))
+            high, mask = load(4 + lax.div(vector, per)), ((1 << each) - 1) << 4
+            for v in range(per):
+                own = _where(lax.rem(vector, per) == v, mask, high)
+                q = self.bytes.take(high, 4 - v * each, own, q)
         if self.refs.values is not None:
             return self.refs.values[q.astype(jnp.int32)]
-        return lax.bitcast_convert_type(q - np.uint8(zero), jnp.int8)
+        return self.bytes.less(q, zero)
+
+
+def _where(columns: jax.Array, bits: int, like: jax.Array) -> jax.Array:
+    """Returns a mask [rows, 32] uint8 with these bits for some columns."""
+    mask = jnp.where(columns, np.uint8(bits), np.uint8(0))
+    return jnp.broadcast_to(mask[None, :], like.shape)
 
 
 def _add_block(
@@ -273,16 +364,12 @@ def _add_block(
     at: jax.Array,
     column: jax.Array,
 ) -> jax.Array:
-    """Adds a block of 32 columns, before the scales of the input rows: [rows, t]."""
+    """Adds a block of 32 columns, before the scales of the input rows: [rows, R]."""
     w, k = part.integers(block), lax.iota(jnp.int32, BLOCK)
-    rows = [x[at[:, None], (column + k)[None, :]] for x in refs.planes]
     width = min(part.kind.block, BLOCK)
     for begin in range(0, BLOCK, width):
-        some = rows
-        if width < BLOCK:  # zeros for the columns of other scales
-            here = lax.div(k, width) == begin // width
-            some = [jnp.where(here[None, :], x, jnp.int8(0)) for x in rows]
-        sums = _whole([_dot(w, x) for x in some]).astype(jnp.float32)
+        x = refs.rows[begin // width, at[:, None], (column + k)[None, :]]
+        sums = _dot(w, x).astype(jnp.float32)
         index = (block * BLOCK + begin) // part.kind.block
         scale, minimum = part.kind.scale_of(part.number, index)
         acc = acc + sums * scale[:, None]
