@@ -1,4 +1,4 @@
-"""Computes products with weights in panels on a GPU, with Pallas (Triton backend).
+"""A Pallas kernel (Triton backend) for products with weights in panels on GPUs.
 
 Computes `panel_product` for up to 64 rows. A program multiplies `Blocks.rows` rows of
 the matrix by all rows of the input. It unpacks 32 columns at a time to int8 and
@@ -7,11 +7,10 @@ scales these sums in float32 and adds them in the order of the columns.
 
 The panels are read as they are: each thread loads four consecutive columns of a row. To
 fill a GPU, the columns are divided among `splits` programs, whose results are summed
-outside. The order of all sums depends only on the matrix, so a result has the same bits
-with any number of rows.
+outside. The order of all sums depends only on the matrix, so the bits of a result do
+not depend on the number of rows.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,10 +62,10 @@ class Blocks:
 def default_blocks(m: int, k: int, kind: PanelKind, planes: int) -> Blocks:
     """Chooses block sizes for an H100 or H200. They do not depend on the number of
     input rows."""
-    programs = -(-m // 64)
     chunks = k // _chunk(k, kind, planes)
-    wanted = max(min(_PROGRAMS // programs, chunks), 1)
-    return Blocks(rows=64, splits=1 << (wanted.bit_length() - 1))
+    wanted = -(-_PROGRAMS // -(-m // 64))
+    share = -(-chunks // min(wanted, chunks))  # chunks per split
+    return Blocks(rows=64, splits=-(-chunks // share))
 
 
 def _chunk(k: int, kind: PanelKind, planes: int) -> int:
@@ -183,7 +182,7 @@ def panel_product(
 def _by_scale(rows: jax.Array, width: int) -> jax.Array:
     """Returns the copies [B, R, k] of rows for scales of `width` columns."""
     which = jnp.arange(rows.shape[1]) % BLOCK // width
-    here = which == jnp.arange(BLOCK // width)[:, None]
+    here = which[None, :] == jnp.arange(BLOCK // width)[:, None]
     return jnp.where(here[:, None], rows[None], jnp.int8(0))
 
 
