@@ -168,8 +168,7 @@ def panels_cases() -> dict[str, Callable[[], tuple]]:
             panels_case, scheme, t, planes
         )
         for scheme in ("q4_0", "q4_k", "q5_k", "q6_k", "q8_0", "iq4_xs", "mxfp4")
-        for t in (1, 16, 64)
-        for planes in (1, 2)
+        for t, planes in ((1, 2), (16, 2), (64, 2), (64, 1))
     }
 
 
