@@ -149,11 +149,34 @@ def delta_cases() -> dict[str, Callable[[], tuple]]:
     return table
 
 
+def panels_case(scheme: str, t: int, planes: int) -> tuple:
+    """A product of t rows with a matrix [10240, 2560] in panels."""
+    import jax.numpy as jnp
+
+    from stree_jax.models.weights.panels import KINDS, gpu
+
+    m, k, kind = 10240, 2560, KINDS[scheme]
+    product = partial(gpu.gpu_product, kind=kind, planes=planes)
+    rows, panels = jnp.dtype(jnp.float32), jnp.dtype(jnp.uint8)
+    return product, [((t, k), rows), (kind.panel_shape(m, k), panels)], ()
+
+
+def panels_cases() -> dict[str, Callable[[], tuple]]:
+    """Returns the cases of products with panels, as `cases` does."""
+    return {
+        f"panels, {scheme}, T={t}, {planes} planes": partial(
+            panels_case, scheme, t, planes
+        )
+        for scheme in ("q4_0", "q4_k", "q5_k", "q6_k", "q8_0", "iq4_xs", "mxfp4")
+        for t, planes in ((1, 2), (16, 2), (64, 2), (64, 1))
+    }
+
+
 def cases() -> dict[str, Callable[[], tuple]]:
     """Returns functions, argument shapes and donated arguments, by name."""
     from stree_jax.bench.kernels import SHAPES, Attend, Scan, op_case
 
-    table = delta_cases()
+    table = delta_cases() | panels_cases()
     for name, shape in SHAPES.items():
         if not isinstance(shape, Scan | Attend):
             continue  # products are XLA's own on a GPU

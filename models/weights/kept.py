@@ -19,6 +19,7 @@ from flax import struct
 from stree_jax.cpu_kernels import cpu_kernel, floats, panels_unsupported
 from stree_jax.models.serialization import register_for_export
 from stree_jax.models.weights.panels import KINDS, PanelKind
+from stree_jax.models.weights.panels.gpu import gpu_product
 from stree_jax.models.weights.panels.kind import LANES
 from stree_jax.models.weights.panels.product import panel_product
 from stree_jax.models.weights.plain import PlainWeight, in_float32
@@ -209,6 +210,19 @@ def _product(
 ) -> jax.Array:
     """Computes rows [t, k] @ matrix.T, see `panel_product`."""
     y = panel_product(rows.astype(jnp.float32), panels, KINDS[kind], planes)
+    return y[:, : y.shape[1] - padding]
+
+
+def _on_gpu(
+    rows: jax.Array,
+    panels: jax.Array,
+    _: jax.Array | None,
+    *,
+    kind: str,
+    planes: int,
+    padding: int,
+) -> jax.Array:
+    y = gpu_product(rows.astype(jnp.float32), panels, KINDS[kind], planes)
     return y[:, : y.shape[1] - padding]
 
 

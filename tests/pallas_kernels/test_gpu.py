@@ -17,6 +17,7 @@ from stree_jax import Sampling
 from stree_jax.models import cast_params
 from stree_jax.models.weights.int8 import quantize, rounded
 from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.panels import KINDS, product, triton
 from stree_jax.pallas_kernels import (
     mosaic_scan,
     triton_attention,
@@ -25,6 +26,7 @@ from stree_jax.pallas_kernels import (
 )
 from tests.support import deltas
 from tests.support.chains import logits_of_chain
+from tests.support.panel_files import random_blocks
 from tests.support.reference import (
     OP_TOLERANCE,
     assert_near,
@@ -52,6 +54,7 @@ SHAPES = {
 }
 if INTERPRET:
     SHAPES = {"small": Shape(1, 16, 2, 1, 64, 64)}
+SCHEMES = ["q4_0", "q4_k", "q5_k", "q6_k", "q8_0", "iq4_xs", "mxfp4"]
 DELTAS = {
     "qwen": deltas.Shape(1, 16, 6, 3, 128, 128),
     "two rows": deltas.Shape(2, 33, 8, 4, 128, 128),
@@ -226,3 +229,24 @@ def test_the_bundled_pair_decodes_exactly(sampling):
         assert ours == theirs or plain.min_margin[row] < 1e-3
     assert sum(map(list.__eq__, fast.tokens, plain.tokens)) >= 3
     assert fast.acceptance_length.mean() > 1.5
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("scheme", SCHEMES[:2] if INTERPRET else SCHEMES)
+def test_products_with_panels(scheme, planes):
+    m, k = (48, 256) if INTERPRET else (1040, 1536)
+    kind, k = KINDS[scheme], k if scheme != "mxfp4" else 4 * k
+    panels = jnp.asarray(kind.pack({"blocks": random_blocks(scheme, m, k)}))
+    multiply = partial(triton.panel_product, kind=kind, planes=planes)
+    rows = np.random.default_rng(0).standard_normal((64, k)).astype(np.float32)
+    whole = multiply(rows, panels, interpret=INTERPRET)
+    x, w = product.rounded(jnp.asarray(rows), planes), kind.decode(panels).matrix()
+    q = sum(np.float64(256) ** (planes - 1 - i) * z for i, z in enumerate(x.planes))
+    q = np.asarray(q, np.float64).reshape(*x.scale.shape, -1)
+    exact = (q * np.asarray(x.scale, np.float64)[..., None]).reshape(rows.shape)
+    wanted = exact @ np.asarray(w, np.float64).reshape(-1, k).T
+    error = np.abs(np.asarray(whole, np.float64) - wanted).max()
+    assert error < 2e-6 * np.abs(wanted).max()
+    for t in (1, 5, 16, 33):
+        y = multiply(rows[:t], panels, interpret=INTERPRET)
+        np.testing.assert_array_equal(y, whole[:t])

@@ -1,8 +1,8 @@
-"""Products with panels on a GPU, in plain JAX.
+"""Products with panels on a GPU.
 
-Rows are rounded as in the definition (`product.py`). Two forms: for few rows all blocks
-of columns in one batched product of exact integers, scaled and summed outside; for many
-rows one product with the decoded matrix.
+Up to 64 rows are multiplied by a Triton kernel. Without it, all blocks of columns are
+one batched product of exact integers, scaled and summed outside. More rows are
+multiplied by the decoded matrix. Rows are rounded as in the definition (`product.py`).
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.models.weights.panels import triton
 from stree_jax.models.weights.panels.kind import BLOCK, PanelKind
 from stree_jax.models.weights.panels.product import rounded
 from stree_jax.models.weights.plain import MIN_GPU_ROWS
@@ -24,6 +25,8 @@ def gpu_product(
     rows: jax.Array, panels: jax.Array, kind: PanelKind, planes: int
 ) -> jax.Array:
     """Computes `panel_product` in the form that suits the number of rows."""
+    if triton.unsupported(rows, panels, kind, planes) is None:
+        return triton.panel_product(rows, panels, kind, planes)
     form = batched_product if rows.shape[0] <= MAX_BATCHED_ROWS else decoded_product
     return form(rows, panels, kind, planes)
 
