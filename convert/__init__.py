@@ -3,7 +3,8 @@ back."""
 
 import shutil
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stree_jax.convert.errors import CheckpointError as CheckpointError
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
 from stree_jax.convert.gguf.header import is_gguf
+from stree_jax.convert.keeping import kept_kinds, layout_of, note_of_dequantized
 from stree_jax.convert.quantized import logical, scheme_names
 from stree_jax.convert.rows import Names, Row
 from stree_jax.convert.source import Source, open_source
@@ -49,6 +51,7 @@ from stree_jax.convert.tokenizer import (
     read_tokenizer,
     tokenizer_files,
 )
+from stree_jax.cpu_kernels import available
 from stree_jax.models import Format, ModelConfig, nest, param_shapes
 from stree_jax.models.param_table import param_at
 from stree_jax.models.params import Param, array_dtype
@@ -56,6 +59,7 @@ from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import Make, Slices, part_indices, placed
 from stree_jax.models.sharding.shards import WHOLE, Cut
 from stree_jax.models.weights.formats import is_weight
+from stree_jax.models.weights.kept import KEPT, KeptFormat, Layout
 from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, take
 
 
@@ -82,13 +86,14 @@ class Opened:
       format: our name of the model family; "gguf" followed by llama.cpp's name of the
         architecture; or "stree-jax" for our own format.
       config: the architecture.
-      dtype: dtype in which the weights are loaded by default.
+      dtype: dtype in which the weights are loaded by default, unless they are kept.
       quantized: quantization scheme of the weights, such as "nvfp4". None if they are
         not quantized.
       source: the tensors. None for a directory of our own format.
       names: names of the tensors. None for a directory of our own format.
       left_out: names of the tensors that are not read, as patterns such as
         "model.visual.*".
+      own_format: format of the stored weights, for a directory of our own format.
     """
 
     files: CheckpointFiles
@@ -99,6 +104,52 @@ class Opened:
     source: Source | None = None
     names: Names | None = None
     left_out: tuple[str, ...] = ()
+    own_format: Format | None = None
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Storage of the matrices in dtype "kept"."""
+        if self.source is None or self.names is None:
+            return ()
+        return layout_of(self.source, self.names, self.config)
+
+    def weight_format(self, dtype: Any = None, warn: Warn | None = None) -> Format:
+        """Returns the format in which `load` stores the weights.
+
+        Args:
+          dtype: the argument of `load`. If None, "kept" if a matrix can be kept and the
+            compiled CPU kernels run here; otherwise `self.dtype`.
+          warn: called with one line if no matrix can be kept although `dtype` says so.
+
+        Raises:
+          CheckpointError: the dtype is unknown.
+        """
+        if self.own_format is not None:
+            return _in_own(self.own_format, dtype)
+        if dtype is None:
+            use = KEPT if available() and kept_kinds(self.layout) else self.dtype
+            return self.weight_format(use)
+        found = weights_named(dtype)
+        if not isinstance(found, KeptFormat):
+            return found
+        if kept_kinds(self.layout):
+            return replace(found, layout=self.layout)
+        if warn is not None:
+            warn(
+                f"{self.files.path}: no matrix can be kept as it is; loaded in "
+                f"{self.dtype}"
+            )
+        return weights_named(self.dtype)
+
+
+def _in_own(stored: Format, dtype: Any) -> Format:
+    """Returns the format for weights of a converted directory, stored in `stored`."""
+    found = stored if dtype is None else weights_named(dtype)
+    if not isinstance(found, KeptFormat):
+        return found
+    if isinstance(stored, KeptFormat):
+        return replace(found, layout=stored.layout)
+    return stored
 
 
 def open_local(
@@ -158,6 +209,15 @@ class Checkpoint:
     config: ModelConfig
     rows: list[Row]
     weight_format: Format
+
+    @property
+    def note(self) -> str | None:
+        """One line about quantized matrices that a kept model stores as bfloat16, or
+        None."""
+        format = self.weight_format
+        if not isinstance(format, KeptFormat):
+            return None
+        return note_of_dequantized(self.source, self.rows, self.config, format.layout)
 
     def read(
         self,
@@ -221,7 +281,7 @@ class Checkpoint:
         entry, format = param_at(self.config, row.path), self.weight_format
         dtype = array_dtype(entry, format.dtype)
         if entry.quantizable:
-            dtype = format.source_dtype(dtype_in_file(self.source, row))
+            dtype = format.source_dtype(dtype_in_file(self.source, row), shape)
 
         def read(axis: int = 0, places: Slices = ()) -> np.ndarray:
             found = read_param(self.source, row, shape, dtype, axis, places)
@@ -267,7 +327,7 @@ def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
     _check_layer_count(source, config)
     rows = rows_of(names, config)
     check_tensors(source, rows, config)
-    kept = weights_named(opened.dtype if dtype is None else dtype)
+    kept = opened.weight_format(opened.dtype if dtype is None else dtype)
     return Checkpoint(source, config, rows, kept)
 
 

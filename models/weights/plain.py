@@ -1,6 +1,7 @@
 """float32 and bfloat16 weights, with products in the form that each platform reads
 fastest."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ class PlainFormat(Format):
     def store(self, matrix: Any, columns: int | None = None) -> Any:
         return matrix.astype(self.dtype, copy=False)
 
-    def source_dtype(self, stored: str) -> np.dtype:
+    def source_dtype(self, stored: str, shape: Sequence[int]) -> np.dtype:
         return self.dtype
 
 
