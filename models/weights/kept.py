@@ -35,7 +35,6 @@ from stree_jax.models.weights.weight import (
     take,
 )
 
-
 # A bfloat16 matrix up to this size in float32 becomes float32, so that products do not
 # round their input rows to bfloat16. Larger ones stay bfloat16, to save memory.
 MAX_WIDENED_BYTES = 2**26
@@ -139,6 +138,18 @@ def with_layout(format: Format, params: Mapping[tuple[str, ...], Any]) -> Format
         if isinstance(leaf, Weight)
     )
     return replace(format, layout=layout)
+
+
+def storage_of(params: Any) -> str:
+    """Returns the kinds and size of a kept model's matrices, such as "q4_k+q6_k, 4.9
+    bits a weight". Arrays may be abstract."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Weight))
+    weights = [leaf for leaf in leaves if isinstance(leaf, Weight)]
+    kinds = {part.kind for weight in weights for part in parts_of(weight)}
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+    count = sum(math.prod(weight.shape) for weight in weights)
+    named = "+".join(sorted(kinds & KINDS.keys())) or "nothing quantized"
+    return f"{named}, {8 * size / max(count, 1):.1f} bits a weight"
 
 
 def parts_of(weight: Weight) -> tuple[Part, ...]:

@@ -78,7 +78,11 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.sizing.units import bytes_named
 
     memory = bytes_named(args.memory)  # checked before any file is read
-    pair = pair_configs(args.model, args.drafter)
+    pair = pair_configs(args.model, args.drafter, args.dtype)
+    weights = pair.weights
+    lower = (
+        DTYPES[DTYPES.index(weights.name) :] if weights.name in DTYPES else [weights]
+    )
     found = plan(
         pair.target,
         memory,
@@ -87,7 +91,7 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
         context=args.context,
         queries=args.queries,
         max_new_tokens=args.max_new_tokens,
-        dtypes=[args.dtype] if args.dtype else DTYPES[DTYPES.index(pair.dtype) :],
+        dtypes=[weights] if args.dtype else lower,
         check=args.check,
     )
     if args.figure:
