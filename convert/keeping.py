@@ -23,13 +23,15 @@ def layout_of(source: Source, names: Names, config: ModelConfig) -> Layout:
     return tuple(
         (row.path, _parts(source, row, shapes[row.path]))
         for row in rows_of(names, config)
-        if param_at(config, row.path).quantizable and _is_whole(source, row, shapes)
+        if param_at(config, row.path).quantizable
+        and _is_whole(source, row, shapes[row.path])
     )
 
 
-def _is_whole(source: Source, row: Row, shapes: dict) -> bool:
+def _is_whole(source: Source, row: Row, shape: tuple[int, ...]) -> bool:
+    """True if the row's tensors exist and have the shapes for a parameter."""
     found = [source.tensors.get(name) for name in row.sources]
-    wanted = source_shapes(row, shapes[row.path])
+    wanted = source_shapes(row, shape)
     return [info and info.shape for info in found] == wanted
 
 

@@ -92,9 +92,10 @@ class Model:
 
     def __repr__(self) -> str:
         config, count = self.config, parameter_count(self.params)
+        storage = storage_named(self.params)
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(config.kinds).items())
         return (
-            f"{type(self).__name__}({count:,} parameters in {storage_named(self.params)}, "
+            f"{type(self).__name__}({count:,} parameters in {storage}, "
             f"layers: {kinds}; d_model {config.d_model}, {config.num_tokens} tokens)"
         )
 

@@ -270,9 +270,9 @@ def add_dtype(p: Group, default: str | None, choices: Sequence[str] = WEIGHTS) -
     text = "dtype of weights and caches"
     if "kept" in choices:
         text += (
-            "; with int8 weights, caches are bfloat16; kept leaves quantized weights as "
-            "they are in the file, with float32 caches and 16-bit products, kept-int8 "
-            "(for draft models) with 8-bit products"
+            "; with int8 weights, caches are bfloat16; kept leaves quantized weights "
+            "as they are in the file, with float32 caches and 16-bit products, "
+            "kept-int8 (for draft models) with 8-bit products"
         )
     text += f" ({STORED})" if default is None else ""
     add(p, "--dtype", str, default, text, choices=choices)

@@ -26,6 +26,7 @@ from stree_jax.options import (
 )
 
 if TYPE_CHECKING:
+    from stree_jax.models import Format
     from stree_jax.sizing.plan import Choice, Planned
 
 NOTES = notes(
@@ -79,10 +80,9 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
 
     memory = bytes_named(args.memory)  # checked before any file is read
     pair = pair_configs(args.model, args.drafter, args.dtype)
-    weights = pair.weights
-    lower = (
-        DTYPES[DTYPES.index(weights.name) :] if weights.name in DTYPES else [weights]
-    )
+    dtypes: Sequence[str | Format] = [pair.weights]
+    if args.dtype is None and pair.weights.plain:
+        dtypes = DTYPES[DTYPES.index(pair.weights.name) :]
     found = plan(
         pair.target,
         memory,
@@ -91,7 +91,7 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
         context=args.context,
         queries=args.queries,
         max_new_tokens=args.max_new_tokens,
-        dtypes=[weights] if args.dtype else lower,
+        dtypes=dtypes,
         check=args.check,
     )
     if args.figure:
