@@ -20,11 +20,15 @@ def layout_of(source: Source, names: Names, config: ModelConfig) -> Layout:
     `tensors.check_tensors` reports them.
     """
     shapes = param_shapes(config)
-    return tuple(
-        (row.path, _parts(source, row, shapes[row.path]))
+    matrices = [
+        (row, shapes[row.path])
         for row in rows_of(names, config)
         if param_at(config, row.path).quantizable
-        and _is_whole(source, row, shapes[row.path])
+    ]
+    return tuple(
+        (row.path, _parts(source, row, shape))
+        for row, shape in matrices
+        if _is_whole(source, row, shape)
     )
 
 

@@ -20,6 +20,7 @@ from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.gguf import blocks
 from stree_jax.convert.gguf.blocks import KINDS, read_blocks
 from stree_jax.models import by_path
+from stree_jax.models.memory import size_of
 from tests.support.checkpoints import assert_same
 from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.vocabularies import byte_level, write_byte_level
