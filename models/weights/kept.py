@@ -240,19 +240,17 @@ class Panels(Weight):
         if self.columns is not None:
             rows = rows[:, self.columns]
         compute = _product if native else _product.definition
-        y = compute(rows, self.panels, valid_count, **self._options())
+        panels = jnp.asarray(self.panels)
+        y = compute(rows, panels, valid_count, **self._options())
         return y if self.factor is None else y * self.factor[None]
 
     def _options(self) -> dict[str, Any]:
         return {"kind": self.kind, "planes": self.planes, "padding": self.padding}
 
     def rows(self, ids: jax.Array) -> jax.Array:
-        where = jnp.where(ids < 0, ids + self.shape[0], ids)
-        some = self.panels[where // LANES]
-        decoded = self.of.decode(some.reshape(-1, *some.shape[-2:])).matrix()
-        lane = (where % LANES).reshape(-1, 1, 1)
-        found = jnp.take_along_axis(decoded, lane, axis=1)[:, 0]
-        found = found.reshape(*ids.shape, -1)
+        m = self.shape[0]
+        where = jnp.clip(jnp.where(ids < 0, ids + m, ids), 0, m - 1)
+        found = _rows(jnp.asarray(self.panels), where, kind=self.kind)
         if self.factor is not None:
             found = found * self.factor[where][..., None]
         return found if self.columns is None else self._in_order(found)
@@ -263,6 +261,24 @@ class Panels(Weight):
 
 
 register_for_export(Panels)
+
+
+@cpu_kernel(
+    "stree_panel_rows",
+    outputs=lambda panels, ids, kind: floats(
+        *ids.shape, panels.shape[1] * KINDS[kind].tile
+    ),
+    unsupported=lambda panels, ids, **_: not panels.size,
+    shared=("panels",),
+    attributes=lambda kind: {"kind": KINDS[kind].number},
+)
+def _rows(panels: jax.Array, ids: jax.Array, *, kind: str) -> jax.Array:
+    """Looks up rows [.., k] float32, for ids [..] int32 from 0 to 16 P - 1."""
+    some = panels[ids // LANES]
+    decoded = KINDS[kind].decode(some.reshape(-1, *some.shape[-2:])).matrix()
+    lane = (ids % LANES).reshape(-1, 1, 1)
+    found = jnp.take_along_axis(decoded, lane, axis=1)[:, 0]
+    return found.reshape(*ids.shape, -1)
 
 
 @cpu_kernel(
