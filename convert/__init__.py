@@ -29,8 +29,8 @@ from stree_jax.convert.store import (
     atomic_directory,
     check_space,
     config_from_json,
-    dtype_named,
     is_ours,
+    saved_format,
     weights_named,
     write_directory,
 )
@@ -51,7 +51,6 @@ from stree_jax.convert.tokenizer import (
     read_tokenizer,
     tokenizer_files,
 )
-from stree_jax.cpu_kernels import available
 from stree_jax.models import Format, ModelConfig, nest, param_shapes
 from stree_jax.models.param_table import param_at
 from stree_jax.models.params import Param, array_dtype
@@ -59,7 +58,12 @@ from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import Make, Slices, part_indices, placed
 from stree_jax.models.sharding.shards import WHOLE, Cut
 from stree_jax.models.weights.formats import is_weight
-from stree_jax.models.weights.kept import KEPT, KeptFormat, Layout
+from stree_jax.models.weights.kept import (
+    KEPT,
+    KeptFormat,
+    Layout,
+    runs_compiled,
+)
 from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, take
 
 
@@ -127,7 +131,7 @@ class Opened:
         if self.own_format is not None:
             return _in_own(self.own_format, dtype)
         if dtype is None:
-            use = KEPT if available() and kept_kinds(self.layout) else self.dtype
+            use = KEPT if runs_compiled() and kept_kinds(self.layout) else self.dtype
             return self.weight_format(use)
         found = weights_named(dtype)
         if not isinstance(found, KeptFormat):
@@ -140,6 +144,19 @@ class Opened:
                 f"{self.dtype}"
             )
         return weights_named(self.dtype)
+
+    def exported_dtype(self) -> np.dtype:
+        """Returns the default dtype for exports.
+
+        Raises:
+          CheckpointError: the stored weights are kept.
+        """
+        if isinstance(self.own_format, KeptFormat):
+            raise CheckpointError(
+                f"{self.files.path}: its weights are kept as {self.quantized}; to "
+                "export them dequantized, give --dtype bfloat16 or float32"
+            )
+        return self.dtype
 
 
 def _in_own(stored: Format, dtype: Any) -> Format:
@@ -175,10 +192,12 @@ def open_local(
     if not files.path.is_dir() and not files.is_gguf:
         raise CheckpointError(f"{files.path}: no such directory")
     if is_ours(files):
-        config, dtype = config_from_json(files)
+        config, own = config_from_json(files)
         if mtp:
             check_mtp(files.path, config)
-        return Opened(files, FORMAT, config, dtype)
+        kinds = isinstance(own, KeptFormat) and "+".join(sorted(kept_kinds(own.layout)))
+        quantized = kinds or None
+        return Opened(files, FORMAT, config, own.dtype, quantized, own_format=own)
     left_out: tuple[str, ...] = ()
     if files.is_gguf:
         source, name, names, config = open_gguf(files, mtp, warn)
@@ -359,7 +378,8 @@ def convert_checkpoint(
       src: a directory in a supported format, or a GGUF file.
       dst: path of the new directory, which must not exist. If the process is killed, it
         does not exist or is complete.
-      dtype: "float32" or "bfloat16". If None, see `source_dtype`.
+      dtype: "float32", "bfloat16", or "kept" to keep quantized weights. If None, see
+        `source_dtype`.
       progress: True to show a progress bar, on a terminal only.
       dt_floor: see `configs.read_config`.
       warn: called with one line for each problem that is not an error: a weight with
@@ -374,15 +394,19 @@ def convert_checkpoint(
     """
     with atomic_directory(dst, warn) as temporary:
         if dtype is not None:
-            dtype_named(dtype)
+            saved_format(dtype)
         files = CheckpointFiles(src)
         read_tokenizer(files, warn)  # raises for a bad one before the weights are read
-        checkpoint = checked(open_local(files, dt_floor, warn, mtp=None), dtype)
-        config, kept = checkpoint.config, checkpoint.weight_format.dtype
-        check_space(dst, config, kept)
+        opened = open_local(files, dt_floor, warn, mtp=None)
+        dtype = opened.dtype if dtype is None else dtype
+        checkpoint = checked(opened, opened.weight_format(dtype, warn))
+        config, format = checkpoint.config, checkpoint.weight_format
+        check_space(dst, config, format)
+        if (note := checkpoint.note) is not None:
+            warn(note)
         copy_tokenizer(files, temporary)  # before `write_directory` takes its checksum
         if files.is_gguf:
             write_source_config(files.header, temporary / SOURCE_CONFIG)
         else:
             shutil.copyfile(files.config_file, temporary / SOURCE_CONFIG)
-        write_directory(temporary, config, kept, checkpoint.read(progress, warn))
+        write_directory(temporary, config, format, checkpoint.read(progress, warn))

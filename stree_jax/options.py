@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 DTYPES = ["float32", "bfloat16"]
 # Formats of a model in memory: the keys of `models.FORMATS`
-WEIGHTS = [*DTYPES, "int8", "kept", "kept-int8"]
+KEPT = "kept"
+WEIGHTS = [*DTYPES, "int8", KEPT, "kept-int8"]
 
 # Names of drafters that are not paths; `stree_jax.pair` gives them their meaning.
 DRAFTERS = ("lookup", "mtp", "none", "demo", "demo-heads", "demo-drafter")
@@ -268,7 +269,7 @@ def add_model_options(
 def add_dtype(p: Group, default: str | None, choices: Sequence[str] = WEIGHTS) -> None:
     """Adds `--dtype`. If `default` is None, each model keeps its stored dtype."""
     text = "dtype of weights and caches"
-    if "kept" in choices:
+    if KEPT in choices:
         text += (
             "; with int8 weights, caches are bfloat16; kept leaves quantized weights "
             "as they are in the file, with float32 caches and 16-bit products, "

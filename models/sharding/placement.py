@@ -156,6 +156,18 @@ def placed(make: Make, param: Param | None, parts: int, mesh: Mesh) -> Any:
     return jax.tree.unflatten(kind, arrays)
 
 
+def on_mesh(host: Any, param: Param | None, parts: int, mesh: Mesh) -> Any:
+    """Places a parameter that is whole on the host on a mesh; see `placed`."""
+    arrays = jax.tree.map(np.asarray, host)
+
+    def make(i: int) -> Any:
+        if param is None or parts == 1:
+            return arrays
+        return take(arrays, part_indices(param, i, parts), param.axis)
+
+    return placed(make, param, parts, mesh)
+
+
 def _own_devices(mesh: Mesh) -> list[tuple[Any, int]]:
     """Returns this process's devices with their indices along "model", sorted by
     index."""
@@ -215,18 +227,10 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
     format = with_layout(model.weight_format, by_path(model.params))
     cut = cut_for(model.config, mesh, format, whole)
 
-    def on_mesh(path: Path, leaf: Any) -> Any:
-        param, parts = cut_at(model.config, cut, path)
-        host = jax.tree.map(np.asarray, leaf)
-
-        def make(i: int) -> Any:
-            if param is None or parts == 1:
-                return host
-            return take(host, part_indices(param, i, parts), param.axis)
-
-        return placed(make, param, parts, mesh)
-
-    flat = {path: on_mesh(path, leaf) for path, leaf in by_path(model.params).items()}
+    flat = {
+        path: on_mesh(leaf, *cut_at(model.config, cut, path), mesh)
+        for path, leaf in by_path(model.params).items()
+    }
     return replace(model, params=nest(flat), mesh=mesh, cut=cut)
 
 

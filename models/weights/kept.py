@@ -2,7 +2,7 @@
 
 Matrices are stored in panels (`weights.panels`). A product rounds its input rows to 16
 bits, which changes logits by less than 1e-4 of the largest, or to 8 bits. CPU kernels
-compute it if they are available, with the same bits on every CPU. All other parameters,
+compute it if they are available, with equal results on every CPU. All other parameters,
 caches and records are float32. Matrices that cannot be kept are plain arrays: quantized
 ones are bfloat16, others float32, or bfloat16 if they are stored in it and large.
 """
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.cpu_kernels import cpu_kernel, floats, panels_unsupported
+from stree_jax.cpu_kernels import available, cpu_kernel, floats, panels_unsupported
 from stree_jax.models.serialization import register_for_export
 from stree_jax.models.weights.panels import KINDS, PanelKind
 from stree_jax.models.weights.panels.kind import LANES
@@ -74,6 +74,7 @@ class KeptFormat(Format):
     planes: int = 2
     layout: Layout = ()
     keeps_columns: ClassVar[bool] = True
+    can_be_saved: ClassVar[bool] = True
 
     @cached_property
     def _parts(self) -> dict[tuple[str, ...], tuple[Part, ...]]:
@@ -115,6 +116,13 @@ class KeptFormat(Format):
             self.planes,
         )
 
+    def adopt(self, weight: Weight) -> Weight:
+        """Returns a kept weight with this format's rounding of rows."""
+        if isinstance(weight, Stack):
+            return Stack(tuple(map(self.adopt, weight.parts)))
+        assert isinstance(weight, Panels | Whole)
+        return replace(weight, planes=self.planes)
+
     def _panels(self, packed: Packed) -> "Panels":
         kind, m = KINDS[packed.scheme], packed.shape[0]
         panels = kind.pack(packed.by_row)
@@ -125,6 +133,11 @@ class KeptFormat(Format):
 KEPT = KeptFormat()
 KEPT_INT8 = KeptFormat("kept-int8", planes=1)
 _FORMATS = {format.planes: format for format in (KEPT, KEPT_INT8)}
+
+
+def runs_compiled() -> bool:
+    """True if compiled kernels compute products of kept weights here."""
+    return available()
 
 
 def with_layout(format: Format, params: Mapping[tuple[str, ...], Any]) -> Format:

@@ -20,6 +20,7 @@ class PlainFormat(Format):
     """The format whose weights are plain arrays of one float dtype."""
 
     plain = True
+    can_be_saved = True
 
     def store(self, matrix: Any, columns: int | None = None) -> Any:
         return matrix.astype(self.dtype, copy=False)

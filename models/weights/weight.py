@@ -138,14 +138,15 @@ class Format(ABC):
     Attributes:
       name: name of the format.
       dtype: dtype of KV caches, records, and all other parameters.
-      plain: True if the matrices are plain arrays of `dtype`. Only models in such a
-        format can be saved.
+      plain: True if the matrices are plain arrays of `dtype`.
+      can_be_saved: True if models in this format can be saved.
       keeps_columns: True if `keep` supports matrices with "columns", see `Packed`.
     """
 
     name: str
     dtype: np.dtype
     plain: ClassVar[bool] = False
+    can_be_saved: ClassVar[bool] = False
     keeps_columns: ClassVar[bool] = False
 
     def __str__(self) -> str:

@@ -21,6 +21,7 @@ from stree_jax.convert.gguf import blocks
 from stree_jax.convert.gguf.blocks import KINDS, read_blocks
 from stree_jax.models import by_path
 from stree_jax.models.memory import size_of
+from stree_jax.models.weights.panels import kind
 from tests.support.checkpoints import assert_same
 from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.vocabularies import byte_level, write_byte_level
@@ -127,6 +128,7 @@ def test_memory_is_one_model(tmp_path, monkeypatch, dtype, largest):
     model.save_pretrained(tmp_path / "model")
     file = write_gguf(tmp_path / "model", "llama", tmp_path / "m.gguf", "Q8_0")
     monkeypatch.setattr(blocks, "PIECE", 2**14)
+    monkeypatch.setattr(kind, "PACK_BYTES", 2**14)
     stree_jax.load(file, dtype=dtype)  # what is imported counts as well
     tracemalloc.start()
     loaded = stree_jax.load(file, dtype=dtype)

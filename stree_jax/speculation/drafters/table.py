@@ -34,11 +34,11 @@ NAMED = {source.value: source for source in (*WITHOUT_MODEL, MTPSource())}
 
 
 class DrafterConfig(NamedTuple):
-    """A draft model or heads, without weights.
+    """The architecture of a draft model or of heads.
 
     Attributes:
       config: the architecture.
-      kept: format of the weights beside a target whose weights are kept.
+      kept: format of the weights if those of the target are kept.
     """
 
     config: ModelConfig | HeadsConfig
@@ -113,7 +113,7 @@ def abstract_source(
 
 
 def _format_of(drafter: Any, target: Format) -> Format:
-    """Returns the format of a drafter beside a target in the format `target`."""
+    """Returns the format of a drafter for a target in the format `target`."""
     if not isinstance(target, KeptFormat):
         return target
     if isinstance(drafter, DrafterConfig):
