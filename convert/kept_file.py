@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -30,11 +31,13 @@ from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import on_mesh
 from stree_jax.models.sharding.shards import Cut
-from stree_jax.models.weights.formats import as_weight, is_weight
+from stree_jax.models.weights.formats import is_weight
 from stree_jax.models.weights.kept import KeptFormat, Layout, Part
 from stree_jax.models.weights.panels import KINDS
-from stree_jax.models.weights.weight import BFLOAT16, FLOAT32
+from stree_jax.models.weights.panels.kind import aligned
+from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, QUANTIZED, Weight
 
+PIECE = 2**20  # numbers of a matrix that are dequantized at a time
 FILE = "weights.safetensors"  # in params/
 NAMES = {"uint8": "U8", "int32": "I32", "float32": "F32", "bfloat16": "BF16"}
 DTYPES = {name: np.dtype(dtype) for dtype, name in NAMES.items()}
@@ -133,8 +136,19 @@ def _converted(host: Any, config: ModelConfig, path: ParamPath, format: Format) 
         return stored(param_at(config, path), host, format)
     if isinstance(format, KeptFormat):
         return format.adopt(host)
-    matrix = as_weight(host).matrix()
-    return stored(param_at(config, path), matrix, format)
+    dtype = format.source_dtype(QUANTIZED, host.shape)
+    return stored(param_at(config, path), _dequantized(host, dtype), format)
+
+
+def _dequantized(weight: Weight, dtype: np.dtype) -> np.ndarray:
+    """Returns the matrix of a weight in a float dtype."""
+    m, k = weight.shape
+    weight = jax.device_put(weight)  # uses the mapped memory in place
+    matrix, step = aligned((m, k), dtype), max(1, PIECE // k)
+    for i in range(0, m, step):
+        rows = weight.rows(jnp.arange(i, min(i + step, m)))
+        matrix[i : i + step] = np.asarray(rows).astype(dtype)
+    return matrix
 
 
 def _tensors(folder: Path) -> dict[str, np.ndarray]:
