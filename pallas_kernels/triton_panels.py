@@ -1,4 +1,4 @@
-"""Products with weights in panels as a Pallas GPU kernel (Triton backend).
+"""Computes products with weights in panels on a GPU, with Pallas (Triton backend).
 
 Computes `panel_product` for up to 64 rows. A program multiplies `Blocks.rows` rows of
 the matrix, on the left of tensor core products, by all rows of the input. It unpacks 32
