@@ -1,17 +1,21 @@
 """Models that keep the quantized weights of a file: dtype "kept"."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax
+from stree_jax.checkpoints.heads import load_heads
 from stree_jax.checkpoints.info import info
-from stree_jax.cli.main import main
+from stree_jax.cli import serve
+from stree_jax.cli.main import build_parser, main
 from stree_jax.convert import (
     CheckpointError,
     CheckpointFiles,
@@ -20,7 +24,8 @@ from stree_jax.convert import (
 )
 from stree_jax.convert.export import export_hf
 from stree_jax.convert.kept_file import FILE
-from stree_jax.models import FORMATS, by_path
+from stree_jax.models import FORMATS, base_model, by_path
+from stree_jax.models.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.memory import size_of
 from stree_jax.models.weights import kept as kept_weights
 from stree_jax.models.weights.kept import Panels, Stack, Whole
@@ -158,8 +163,6 @@ def test_a_saved_model_is_mapped(file, own, tmp_path):
 
 
 def test_damage_is_found(own, tmp_path):
-    import shutil
-
     shutil.copytree(own, tmp_path / "m")
     weights = tmp_path / "m/params" / FILE
     data = bytearray(weights.read_bytes())
@@ -198,6 +201,41 @@ def test_text_of_trees(file, near):
         drafted = stree_jax.generate(target, IDS, drafter=who, tree="A", **ASKED)
         assert drafted.tokens == plain.tokens
     assert drafter.weight_format == kept_weights.KEPT_INT8
+
+
+def test_text_of_heads(file):
+    target = stree_jax.load(file, dtype="kept")
+    config = HeadsConfig(target.config.d_model, target.config.vocab_size, 2, 1)
+    heads = Heads(init_heads(config, jax.random.key(0), "kept"), config)
+    options = ASKED | {"tree": "chain:2"}
+    plain = stree_jax.generate(target, IDS, drafter=None, **ASKED)
+    drafted = stree_jax.generate(target, IDS, drafter=heads, **options)
+    assert drafted.tokens == plain.tokens
+    assert str(load_heads("demo-heads", "kept").weight_format) == "bfloat16"
+
+
+def test_exported_programs(file):
+    target = base_model(stree_jax.load(file, dtype="kept"))
+
+    @jax.jit
+    def continued(target, prompts, lengths):
+        done = stree_jax.generate_tokens(
+            target, "lookup", "chain:2", prompts, lengths, **ASKED
+        )
+        return done.tokens
+
+    args = target, jnp.asarray(IDS, jnp.int32), jnp.asarray([len(IDS[0])])
+    program = jax.export.export(continued)(*args).serialize()
+    found = jax.export.deserialize(program).call(*args)
+    np.testing.assert_array_equal(found, continued(*args))
+
+
+def test_a_server_checks_the_size_of_the_file(file, compiled):
+    size = info(file)["weight_bytes"]
+    args = build_parser().parse_args(["serve", "--model", str(file)])
+    serve.check_weights(args, size)
+    with pytest.raises(ValueError, match="the weights alone take"):
+        serve.check_weights(args, size - 1)
 
 
 def test_eight_devices_give_the_text_of_one(file, own):
