@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from stree_jax.models.weights.int8 import INT8
-from stree_jax.models.weights.kept import KEPT, KEPT_INT8
+from stree_jax.models.weights.kept import KEPT, KEPT_INT8, KeptFormat, storage_of
 from stree_jax.models.weights.plain import PlainWeight, plain_format
 from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Format, Weight
 
@@ -43,3 +43,11 @@ def as_weight(leaf: Any) -> Weight:
 def format_of(params: Any) -> Format:
     """Returns the format of a model's weights, as seen from its embedding."""
     return as_weight(params["embedding"]).format
+
+
+def storage_named(params: Any) -> str:
+    """Returns the name of the format of a model's weights, with what a kept model's
+    matrices consist of."""
+    format = format_of(params)
+    more = isinstance(format, KeptFormat)
+    return f"{format} ({storage_of(params)})" if more else str(format)

@@ -4,19 +4,22 @@ Matrices are stored in panels (`weights.panels`). A product rounds its input row
 bits, which changes logits by about 1e-4 of the largest at most, or to 8 bits. CPU
 kernels compute it if they are available, with equal results on every CPU, bit for bit.
 All other parameters, caches and records are float32. Matrices that cannot be kept are
-plain arrays.
+plain arrays: quantized ones are bfloat16, others float32, or bfloat16 if they are
+stored in it and large.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.cpu_kernels import cpu_kernel, floats, panels_unsupported
+from stree_jax.cpu_kernels import available, cpu_kernel, floats, panels_unsupported
 from stree_jax.models.serialization import register_for_export
 from stree_jax.models.weights.panels import KINDS, PanelKind
 from stree_jax.models.weights.panels.gpu import gpu_product
@@ -24,13 +27,38 @@ from stree_jax.models.weights.panels.kind import LANES
 from stree_jax.models.weights.panels.product import panel_product
 from stree_jax.models.weights.plain import PlainWeight, in_float32
 from stree_jax.models.weights.weight import (
+    BFLOAT16,
     FLOAT32,
+    QUANTIZED,
     Format,
     Packed,
     Weight,
     slices,
     take,
 )
+
+# A bfloat16 matrix up to this size in float32 becomes float32, so that products do not
+# round their input rows to bfloat16. Larger ones stay bfloat16, to save memory.
+MAX_WIDENED_BYTES = 2**26
+
+
+class Part(NamedTuple):
+    """The storage of consecutive rows of a matrix.
+
+    Attributes:
+      kind: a key of `KINDS`, or the dtype of a plain array.
+      rows: number of rows.
+      columns: True if the columns have an order of their own.
+      factor: True if the rows have factors.
+    """
+
+    kind: str
+    rows: int
+    columns: bool = False
+    factor: bool = False
+
+
+Layout = tuple[tuple[tuple[str, ...], tuple[Part, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -39,18 +67,29 @@ class KeptFormat(Format):
 
     Attributes:
       planes: int8 numbers per number of an input row: 2 rounds rows to 16 bits, 1 to 8.
+      layout: path and storage of the matrices of one file. `abstract` takes all others
+        to be float32.
     """
 
     name: str = "kept"
     dtype: np.dtype = FLOAT32
     planes: int = 2
+    layout: Layout = ()
     keeps_columns: ClassVar[bool] = True
+    can_be_saved: ClassVar[bool] = True
+
+    @cached_property
+    def _parts(self) -> dict[tuple[str, ...], tuple[Part, ...]]:
+        return dict(self.layout)
 
     def store(self, matrix: Any, columns: int | None = None) -> "Whole":
-        return Whole(matrix.astype(FLOAT32, copy=False), self.planes)
+        dtype = BFLOAT16 if matrix.dtype == BFLOAT16 else FLOAT32
+        return Whole(matrix.astype(dtype, copy=False), self.planes)
 
-    def source_dtype(self, stored: str) -> np.dtype:
-        return FLOAT32
+    def source_dtype(self, stored: str, shape: Sequence[int]) -> np.dtype:
+        large = math.prod(shape) * FLOAT32.itemsize > MAX_WIDENED_BYTES
+        narrow = stored == QUANTIZED or (stored == BFLOAT16.name and large)
+        return BFLOAT16 if narrow else FLOAT32
 
     def keeps(self, scheme: str, shape: Sequence[int]) -> bool:
         return scheme in KINDS and KINDS[scheme].keeps(shape)
@@ -58,6 +97,33 @@ class KeptFormat(Format):
     def keep(self, blocks: Sequence[Packed]) -> Weight:
         parts = [self._panels(packed) for packed in _joined(blocks)]
         return parts[0] if len(parts) == 1 else Stack(tuple(parts))
+
+    def abstract(self, shape: tuple[int, ...], path: tuple[str, ...] = ()) -> Weight:
+        parts = self._parts.get(path, (Part(FLOAT32.name, shape[0]),))
+        weights = [self._abstract(part, shape[1]) for part in parts]
+        return weights[0] if len(weights) == 1 else Stack(tuple(weights))
+
+    def _abstract(self, part: Part, k: int) -> Weight:
+        m = part.rows
+        if part.kind not in KINDS:
+            whole = jax.ShapeDtypeStruct((m, k), np.dtype(part.kind))
+            return Whole(whole, self.planes)
+        panels = KINDS[part.kind].panel_shape(m, k)
+        return Panels(
+            jax.ShapeDtypeStruct(panels, jnp.uint8),
+            jax.ShapeDtypeStruct((k,), jnp.int32) if part.columns else None,
+            jax.ShapeDtypeStruct((m,), jnp.float32) if part.factor else None,
+            part.kind,
+            -m % LANES,
+            self.planes,
+        )
+
+    def adopt(self, weight: Weight) -> Weight:
+        """Returns a kept weight with this format's rounding of rows."""
+        if isinstance(weight, Stack):
+            return Stack(tuple(map(self.adopt, weight.parts)))
+        assert isinstance(weight, Panels | Whole)
+        return replace(weight, planes=self.planes)
 
     def _panels(self, packed: Packed) -> "Panels":
         kind, m = KINDS[packed.scheme], packed.shape[0]
@@ -69,6 +135,47 @@ class KeptFormat(Format):
 KEPT = KeptFormat()
 KEPT_INT8 = KeptFormat("kept-int8", planes=1)
 _FORMATS = {format.planes: format for format in (KEPT, KEPT_INT8)}
+
+
+def runs_compiled() -> bool:
+    """True if compiled kernels compute products of kept weights here."""
+    return available()
+
+
+def with_layout(format: Format, params: Mapping[tuple[str, ...], Any]) -> Format:
+    """Returns the format with the storage of a model's parameters, by path. Formats
+    that do not depend on it are unchanged."""
+    if not isinstance(format, KeptFormat):
+        return format
+    layout = tuple(
+        (path, parts_of(leaf))
+        for path, leaf in params.items()
+        if isinstance(leaf, Weight)
+    )
+    return replace(format, layout=layout)
+
+
+def storage_of(params: Any) -> str:
+    """Returns the kinds and size of a kept model's matrices, such as "q4_k+q6_k, 4.9
+    bits a weight". Arrays may be abstract."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Weight))
+    weights = [leaf for leaf in leaves if isinstance(leaf, Weight)]
+    kinds = {part.kind for weight in weights for part in parts_of(weight)}
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+    count = sum(math.prod(weight.shape) for weight in weights)
+    named = "+".join(sorted(kinds & KINDS.keys())) or "nothing quantized"
+    return f"{named}, {8 * size / max(count, 1):.1f} bits a weight"
+
+
+def parts_of(weight: Weight) -> tuple[Part, ...]:
+    """Returns the storage of a weight of a `KeptFormat`."""
+    if isinstance(weight, Stack):
+        return tuple(part for each in weight.parts for part in parts_of(each))
+    if isinstance(weight, Panels):
+        columns, factor = (x is not None for x in (weight.columns, weight.factor))
+        return (Part(weight.kind, weight.shape[0], columns, factor),)
+    assert isinstance(weight, Whole)
+    return (Part(np.dtype(weight.array.dtype).name, weight.shape[0]),)
 
 
 def _joined(blocks: Sequence[Packed]) -> list[Packed]:
@@ -131,6 +238,10 @@ class Panels(Weight):
             factor = np.concatenate([factor[place] for place in places])
         panels = slices(self.panels, places, axis, self.unit(axis))
         return self.replace(panels=panels, factor=factor)  # type: ignore[attr-defined]
+
+    def divides(self, places: Sequence[slice], axis: int) -> bool:
+        fixed = self.columns is not None if axis else self.padding > 0
+        return not fixed and super().divides(places, axis)
 
     def unsupported(self, rows: jax.Array, valid_count: jax.Array | None) -> str | None:
         return _product.unsupported(rows, self.panels, valid_count, **self._options())
@@ -231,7 +342,7 @@ class Whole(Weight):
     """A matrix that is a plain array in a model that keeps the others.
 
     Attributes:
-      array: [m, k] float32.
+      array: [m, k] float32 or bfloat16.
       planes: see `KeptFormat`.
     """
 
@@ -283,9 +394,18 @@ class Stack(Weight):
         return max(part.unit(axis) for part in self.parts)
 
     def take(self, places: Sequence[slice], axis: int) -> "Stack":
-        if axis:
-            return Stack(tuple(part.take(places, axis) for part in self.parts))
-        parts, begin = [], 0
+        each = self._places(places, axis)
+        return Stack(tuple(take(part, own, axis) for part, own in each))
+
+    def divides(self, places: Sequence[slice], axis: int) -> bool:
+        each = self._places(places, axis)
+        return all(own and part.divides(own, axis) for part, own in each)
+
+    def _places(
+        self, places: Sequence[slice], axis: int
+    ) -> Iterator[tuple[Weight, Sequence[slice]]]:
+        """Yields each part with its own slices."""
+        begin = 0
         for part in self.parts:
             end = begin + part.shape[0]
             own = [
@@ -293,9 +413,8 @@ class Stack(Weight):
                 for p in places
                 if max(p.start, begin) < min(p.stop, end)
             ]
-            parts.append(take(part, own, axis))
+            yield part, places if axis else own
             begin = end
-        return Stack(tuple(parts))
 
     def unsupported(self, rows: jax.Array, valid_count: jax.Array | None) -> str | None:
         reasons = (part.unsupported(rows, valid_count) for part in self.parts)

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+QUANTIZED = "quantized"  # in place of a dtype, see `Format.source_dtype`
 
 
 class Weight(ABC):
@@ -68,6 +69,11 @@ class Weight(ABC):
     def take(self, places: Sequence[slice], axis: int) -> "Weight":
         """Takes a device's part of the weight, see `take`."""
         return _taken(self, places, axis)
+
+    def divides(self, places: Sequence[slice], axis: int) -> bool:
+        """True if `take` can take these slices. Arrays may be abstract."""
+        size = self.unit(axis)
+        return not any(place.start % size or place.stop % size for place in places)
 
 
 @dataclass(frozen=True)
@@ -134,14 +140,15 @@ class Format(ABC):
     Attributes:
       name: name of the format.
       dtype: dtype of KV caches, records, and all other parameters.
-      plain: True if the matrices are plain arrays of `dtype`. Only models in such a
-        format can be saved.
+      plain: True if the matrices are plain arrays of `dtype`.
+      can_be_saved: True if models in this format can be saved.
       keeps_columns: True if `keep` supports matrices with "columns", see `Packed`.
     """
 
     name: str
     dtype: np.dtype
     plain: ClassVar[bool] = False
+    can_be_saved: ClassVar[bool] = False
     keeps_columns: ClassVar[bool] = False
 
     def __str__(self) -> str:
@@ -158,9 +165,13 @@ class Format(ABC):
             If None, the matrix is whole.
         """
 
-    def source_dtype(self, stored: str) -> np.dtype:
-        """Returns the dtype in which `store` receives a matrix whose dtype in the
-        checkpoint is `stored`."""
+    def source_dtype(self, stored: str, shape: Sequence[int]) -> np.dtype:
+        """Returns the dtype in which `store` receives a matrix.
+
+        Args:
+          stored: the dtype in the checkpoint, or "quantized".
+          shape: shape of the matrix.
+        """
         return BFLOAT16 if stored == BFLOAT16.name else FLOAT32
 
     def keeps(self, scheme: str, shape: Sequence[int]) -> bool:
@@ -175,8 +186,13 @@ class Format(ABC):
         """
         raise NotImplementedError(f"{self.name} cannot keep quantized matrices")
 
-    def abstract(self, shape: tuple[int, ...]) -> Any:
-        """Returns a weight [m, k] with `jax.ShapeDtypeStruct`s instead of arrays."""
+    def abstract(self, shape: tuple[int, ...], path: tuple[str, ...] = ()) -> Any:
+        """Returns a weight [m, k] with `jax.ShapeDtypeStruct`s instead of arrays.
+
+        Args:
+          shape: shape of the matrix.
+          path: path of the parameter, for formats in which the storage depends on it.
+        """
         return _abstract(self, shape)
 
 
