@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stree_jax.models import ModelConfig
+from stree_jax.models.config import blocks
 from stree_jax.models.mixers.attention import AttentionConfig, angles, cut_heads
 from stree_jax.models.mixers.mlp import _gated, activate_gated
+from stree_jax.models.model import LanguageModel
 from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.rope import Rope
 from stree_jax.models.weights.int8 import quantize
 from stree_jax.models.weights.linear import linear
-from stree_jax.models.weights.plain import table_rows
+from stree_jax.models.weights.plain import in_pool_thread, table_rows
 from tests.support.native import built, each_level, use
 from tests.support.reference import assert_near
 
@@ -138,6 +141,26 @@ def test_rows_of_a_table(dtype):
     np.testing.assert_array_equal(run(table, few), jax.jit(looked_up)(table, few))
     of_none = table_rows(table, ids[:0])
     assert of_none.shape == (0, 3, 13)
+
+
+def test_quantized_embeddings_move_the_program_to_the_pool():
+    rng = np.random.default_rng(6)
+    ids = jnp.asarray([[0, 8, 3], [1, 2, 9]], jnp.int32)
+    config = ModelConfig(16, 16, 8, blocks(()), tie_embeddings=True)
+    params = {"embedding": quantize(some(rng, 16, 8)), "norm": {"scale": jnp.ones(8)}}
+
+    def embed(params, ids):
+        return LanguageModel(config).apply({"params": params}, ids, method="embed")
+
+    run = jax.jit(embed)
+    assert run.lower(params, ids).as_text().count("@stree_rows") == 1
+    np.testing.assert_array_equal(run(params, ids), params["embedding"].rows(ids))
+    rows = some(rng, 3, 2, 8)
+    mapped = jax.jit(jax.vmap(in_pool_thread))
+    assert mapped.lower(rows).as_text().count("@stree_rows") == 1
+    np.testing.assert_array_equal(mapped(rows), rows)
+    for other in (rows[:0], rows[0, 0], rows.astype(jnp.bfloat16)):
+        np.testing.assert_array_equal(in_pool_thread(other), other)
 
 
 def test_unsupported_gates_use_xla():
