@@ -168,8 +168,9 @@ def export_format(config: ModelConfig) -> str:
     plain Mamba2 layers. falcon_h1: layers with Mamba2 and attention in parallel,
     alternating with gated MLPs. nemotron_h: mixers, and MLPs or experts without gates,
     in any order. qwen3_5_text and qwen3_5_moe_text: Gated DeltaNet and attention,
-    alternating with MLPs or with experts; qwen3_next: with both. All others alternate
-    mixers and gated MLPs: qwen3: only attention,
+    alternating with MLPs or with experts; qwen3_next: with both. lfm2 and lfm2_moe:
+    short convolutions and attention, alternating with MLPs, and with experts. All
+    others alternate mixers and gated MLPs: qwen3: only attention,
     with norms of q and k, without multipliers. qwen2: only attention, with biases only
     of q, k and v, without multipliers. llama: only attention otherwise, without
     multipliers. bamba: biases in the MLP, or rotary embeddings of a part of each head.
@@ -192,6 +193,8 @@ def export_format(config: ModelConfig) -> str:
         return "falcon_h1"
     if "delta" in mixers and second <= {"mlp", "moe"}:
         return _delta_format(layers)
+    if "short_conv" in mixers and second <= {"mlp", "moe"}:
+        return "lfm2" if second == {"mlp"} else "lfm2_moe"
     gates = [part.gated for part in (mlp, moe) if part is not None]
     if kinds <= {"mamba", "attention", "mlp", "moe"} and not any(gates):
         return "nemotron_h"
