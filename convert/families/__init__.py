@@ -18,6 +18,7 @@ from stree_jax.convert.families import (
     mistral,
     native,
     nemotron_h,
+    olmo_hybrid,
     qwen2,
     qwen3,
     qwen3_5,
@@ -52,6 +53,7 @@ _WRITTEN = {
     "falcon_h1": falcon_h1,
     "bamba": bamba,
     "zamba2": zamba2,
+    "olmo_hybrid": olmo_hybrid,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
 }

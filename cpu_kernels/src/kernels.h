@@ -113,6 +113,7 @@ struct Mamba2 : Mixer {
 struct Delta : Mixer {
   const float* gates;  // [B, Tq, 2 H]
   float* k_scale;
+  float beta_max;  // largest strength of a write
 };
 
 // Call `group` as in ScanKernel, then `head`, then `norm` for all queries, unless it is null.

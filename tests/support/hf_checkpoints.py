@@ -28,6 +28,8 @@ from transformers import (
     MistralForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5Config,
@@ -470,6 +472,28 @@ def lfm2_moe(**options):
     return randomize(model)
 
 
+def olmo_hybrid(**options):
+    defaults = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 3,
+        "rms_norm_eps": 1e-3,
+        "attention_bias": True,
+        "vocab_size": VOCAB,
+        "rope_parameters": PLAIN_ROPE,
+        **NO_TOKENS,
+    }
+    return randomize(OlmoHybridForCausalLM(OlmoHybridConfig(**(defaults | options))))
+
+
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 HF_CASES = {
@@ -528,6 +552,13 @@ HF_CASES = {
     ),
     "falcon-h1-no-norm": lambda: falcon(
         mamba_rms_norm=False, mamba_proj_bias=False, attention_bias=False
+    ),
+    "olmo-hybrid": olmo_hybrid,
+    "olmo-hybrid-nope": lambda: olmo_hybrid(
+        attention_bias=False,
+        linear_allow_neg_eigval=False,
+        rope_parameters={"rope_theta": None},
+        tie_word_embeddings=True,
     ),
     "lfm2": lfm2,
     "lfm2-adjusted": lambda: lfm2(
