@@ -1,9 +1,10 @@
-"""Weights that stay as they are in a file, in 4 to 8 bits per number.
+"""A weight format that keeps quantized matrices as they are in their file.
 
 Matrices are stored in panels (`weights.panels`). A product rounds its input rows to 16
-bits, which changes logits by less than 1e-4 of the largest, or to 8 bits. CPU kernels
-compute it if they are available, with the same bits on every CPU. All other parameters,
-caches and records are float32. Matrices that cannot be kept are plain arrays.
+bits, which changes logits by about 1e-4 of the largest at most, or to 8 bits. CPU
+kernels compute it if they are available, with equal results on every CPU, bit for bit.
+All other parameters, caches and records are float32. Matrices that cannot be kept are
+plain arrays.
 """
 
 from collections.abc import Sequence
@@ -70,13 +71,12 @@ _FORMATS = {format.planes: format for format in (KEPT, KEPT_INT8)}
 
 
 def _joined(blocks: Sequence[Packed]) -> list[Packed]:
-    """Stacks consecutive matrices of one scheme, unless their columns have an order of
-    their own."""
+    """Stacks consecutive matrices of one scheme whose columns are in the same
+    order."""
     joined: list[Packed] = []
     for packed in blocks:
         before = joined[-1] if joined else None
-        own = "columns" in packed.arrays
-        if before is None or own or not before.fits(packed):
+        if before is None or not before.fits(packed):
             joined.append(packed)
         else:
             joined[-1] = before.stacked(packed)
@@ -142,19 +142,17 @@ class Panels(Weight):
         if self.columns is not None:
             rows = rows[:, self.columns]
         compute = _product if native else _product.definition
-        y = compute(rows, self.panels, valid_count, **self._options())
+        panels = jnp.asarray(self.panels)
+        y = compute(rows, panels, valid_count, **self._options())
         return y if self.factor is None else y * self.factor[None]
 
     def _options(self) -> dict[str, Any]:
         return {"kind": self.kind, "planes": self.planes, "padding": self.padding}
 
     def rows(self, ids: jax.Array) -> jax.Array:
-        where = jnp.where(ids < 0, ids + self.shape[0], ids)
-        some = self.panels[where // LANES]
-        decoded = self.of.decode(some.reshape(-1, *some.shape[-2:])).matrix()
-        lane = (where % LANES).reshape(-1, 1, 1)
-        found = jnp.take_along_axis(decoded, lane, axis=1)[:, 0]
-        found = found.reshape(*ids.shape, -1)
+        m = self.shape[0]
+        where = jnp.clip(jnp.where(ids < 0, ids + m, ids), 0, m - 1)
+        found = _rows(jnp.asarray(self.panels), where, kind=self.kind)
         if self.factor is not None:
             found = found * self.factor[where][..., None]
         return found if self.columns is None else self._in_order(found)
@@ -165,6 +163,24 @@ class Panels(Weight):
 
 
 register_for_export(Panels)
+
+
+@cpu_kernel(
+    "stree_panel_rows",
+    outputs=lambda panels, ids, kind: floats(
+        *ids.shape, panels.shape[1] * KINDS[kind].tile
+    ),
+    unsupported=lambda panels, ids, **_: not panels.size,
+    shared=("panels",),
+    attributes=lambda kind: {"kind": KINDS[kind].number},
+)
+def _rows(panels: jax.Array, ids: jax.Array, *, kind: str) -> jax.Array:
+    """Looks up rows [.., k] float32, for ids [..] int32 from 0 to 16 P - 1."""
+    some = panels[ids // LANES]
+    decoded = KINDS[kind].decode(some.reshape(-1, *some.shape[-2:])).matrix()
+    lane = (ids % LANES).reshape(-1, 1, 1)
+    found = jnp.take_along_axis(decoded, lane, axis=1)[:, 0]
+    return found.reshape(*ids.shape, -1)
 
 
 @cpu_kernel(

@@ -109,14 +109,16 @@ class Packed:
 
     def fits(self, other: "Packed") -> bool:
         """True if another matrix of the same layout can be stacked below this one."""
-        if "columns" in self.arrays or self.scheme != other.scheme:
+        if self.scheme != other.scheme or self.arrays.keys() != other.arrays.keys():
             return False
-        return self.arrays.keys() == other.arrays.keys()
+        columns = self.arrays.get("columns")
+        return columns is None or np.array_equal(columns, other.arrays["columns"])
 
     def stacked(self, other: "Packed") -> "Packed":
         """Returns the matrix with another one, that `fits`, below it."""
         arrays = {
-            n: np.concatenate([a, other.arrays[n]]) for n, a in self.arrays.items()
+            n: a if n == "columns" else np.concatenate([a, other.arrays[n]])
+            for n, a in self.arrays.items()
         }
         shape = (self.shape[0] + other.shape[0], *self.shape[1:])
         return replace(self, shape=shape, arrays=arrays)
