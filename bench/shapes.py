@@ -67,7 +67,7 @@ QWEN35_SIZES = {
     "qwen3.5-27b": Qwen35(5120, 64, 48, 24, 4, 17408, False),
     "qwen3.5-35b-a3b": Qwen35(2048, 40, 32, 16, 2, None, False),
 }
-# LFM2 models: d_model, layers, indices of the attention layers, heads, width of the MLPs.
+# LFM2 models: d_model, layers, indices of the attention layers, heads, MLP width.
 LFM2_SIZES = {
     "lfm2-350m": (1024, 16, (2, 5, 8, 10, 12, 14), 16, 4608),
     "lfm2-1.2b": (2048, 16, (2, 5, 8, 10, 12, 14), 32, 8192),
