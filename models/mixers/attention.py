@@ -51,6 +51,9 @@ class AttentionConfig:
         for each channel (OLMo).
       qk_norm_float32: True if the scales of these norms are float32 in every weight
         format.
+      window: tokens that a token sees, itself included (sliding-window attention). If
+        0, it sees all before it.
+      sinks: True if every head has a score of a key without a value (gpt-oss).
       gated: True if the output is multiplied by the sigmoid of a further projection,
         channel by channel, before the last one (Qwen3-Next).
     """
@@ -72,6 +75,8 @@ class AttentionConfig:
     qk_norm_float32: bool = False
     qk_norm_whole: bool = False
     gated: bool = False
+    window: int = 0
+    sinks: bool = False
 
     @property
     def d_qkv(self) -> int:
@@ -217,6 +222,10 @@ def attention_params(c: AttentionConfig, d_model: int) -> Table:
     if c.d_conv:
         table["conv_weight"] = Param((c.d_qkv, c.d_conv), conv_init(c.d_conv), heads)
         table["conv_bias"] = Param((c.d_qkv,), ZEROS, heads)
+    if c.sinks:
+        table["sinks"] = Param(
+            (c.num_heads,), ZEROS, (Run(c.num_heads, c.num_heads),), float32=True
+        )
     if c.qk_norm_eps is not None:
         for name, of in (("q_norm", heads[0]), ("k_norm", heads[1])):
             # One scale for all heads: every device has it whole.
@@ -319,8 +328,9 @@ class Attention(nn.Module):
         with jax.named_scope("attention"):
             scale = c.head_dim**-0.5 if c.scale is None else c.scale
             k_cache, v_cache = (z.view(self.dtype) for z in (state.k, state.v))
+            first, mask = seen_tokens(c.window, pass_, mask)
             arrays = (q, record.k, record.v, k_cache, v_cache, length, mask)
-            y = tree_attention(*arrays, scale)
+            y = tree_attention(*arrays, scale, first, p.get("sinks"))
             y = y.reshape(*u.shape[:2], -1)
             if c.gated:
                 y = y * jax.nn.sigmoid(gate)
@@ -329,6 +339,28 @@ class Attention(nn.Module):
                 y = jnp.concatenate([y, up * jax.nn.silu(mlp_gate)], axis=-1)
             out = linear_summed(y, p["out"], p.get("out_bias"), self.parts, valid_count)
             return scaled(out, c.out_multiplier), record, state
+
+
+def seen_tokens(
+    window: int, pass_: Pass[AttentionRecord], mask: jax.Array
+) -> tuple[jax.Array | None, jax.Array]:
+    """Returns what the queried nodes see through a sliding window.
+
+    Args:
+      window: tokens that a token sees, itself included; 0 for all.
+      pass_: the forward pass.
+      mask: [B, Tq, T] bool, the ancestors of the queried nodes.
+
+    Returns:
+      The first row of the cache [B, Tq] int32 that each node sees, or None for the
+      first row; and the mask of the ancestors that it sees.
+    """
+    if not window:
+        return None, mask
+    depth, nodes = pass_.of_queries(pass_.nodes.depth), pass_.nodes.depth
+    place = pass_.length[:, None] + depth
+    near = depth[:, :, None] - nodes[:, None] < window
+    return jnp.maximum(place - (window - 1), 0), mask & near
 
 
 def _heads_shapes(
