@@ -53,7 +53,7 @@ FAMILIES = (
     ),
     Family("qwen3_5_moe_text", QWEN + "with experts", THEIRS, YES),
     Family(
-        "mistral", "MistralForCausalLM without a sliding window", THEIRS, "as llama"
+        "mistral", "MistralForCausalLM", THEIRS, "as llama, without a sliding window"
     ),
     Family("granite", "Granite 3, dense", THEIRS, "as granitemoehybrid"),
     Family("granitemoe", "Granite 3 with experts", THEIRS, YES),
