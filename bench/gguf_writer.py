@@ -1,5 +1,5 @@
 """Writes our parameters to a GGUF file for llama.cpp: Mamba2, Granite hybrids, Llama,
-Qwen3.5.
+Qwen3.5, LFM2.
 
 The file has no tokenizer ("no_vocab"), because the benchmarks pass token ids to
 llama.cpp. Keys, tensor names and layouts are those that `convert.gguf` reads.
@@ -32,6 +32,7 @@ from stree_jax.convert.gguf.keys import (
     SOFTMAX_SCALE,
     VALUE_LENGTH,
 )
+from stree_jax.convert.gguf.lfm2 import CONV
 from stree_jax.convert.gguf.qwen import DELTA, RECURRENT, SECTIONS
 from stree_jax.convert.gguf.rotary import ROTATED, THETA
 from stree_jax.convert.rows import Row, split
@@ -43,6 +44,7 @@ from stree_jax.models import (
     ModelConfig,
     MoEConfig,
     Rope,
+    ShortConvConfig,
     by_path,
 )
 from stree_jax.models.param_table import param_at
@@ -119,6 +121,9 @@ def arch_of(config: ModelConfig) -> str:
         arch, c = "llama", config.mixers.get("attention")
         known = plain and c is not None and c.rope is not None and c.scale is None
         known &= others == {"mlp"} and _usual_attention(config)
+    elif "short_conv" in kinds:
+        arch, known = "lfm2", plain and _usual_lfm2(config)
+        known = known and kinds == {"short_conv", "attention"} and others == {"mlp"}
     elif "delta" in kinds:
         arch = "qwen35moe" if others == {"moe"} else "qwen35"
         norms = ("rms", "rms_float32")
@@ -131,7 +136,7 @@ def arch_of(config: ModelConfig) -> str:
     if config.norm not in norms or config.mtp or not known:
         raise ValueError(
             "llama.cpp: want a Mamba2 model, a Granite hybrid without experts, a "
-            "Llama, or a Qwen3.5, with the usual options"
+            "Llama, a Qwen3.5, or an LFM2 without experts, with the usual options"
         )
     return arch
 
@@ -150,6 +155,18 @@ def _usual_attention(config: ModelConfig) -> bool:
     rope = None if a.rope is None else Rope(a.rope.theta, a.head_dim)
     usual = AttentionConfig(*heads, rope=rope, scale=a.scale)
     return a == usual and f == MLPConfig(f.d_hidden)
+
+
+def _usual_lfm2(config: ModelConfig) -> bool:
+    """True if the mixers of an LFM2 have only options that llama.cpp supports."""
+    conv, a, f = (config.mixers[name] for name in ("short_conv", "attention", "mlp"))
+    usual = AttentionConfig(
+        *(a.num_heads, a.num_kv_heads, a.head_dim),
+        rope=a.rope and Rope(a.rope.theta, a.head_dim),
+        qk_norm_eps=config.norm_eps,
+    )
+    well = a.rope is not None and a == usual and f == MLPConfig(f.d_hidden)
+    return well and conv == ShortConvConfig(config.d_model, conv.d_conv)
 
 
 def _usual_hybrid(config: ModelConfig) -> bool:
@@ -203,6 +220,9 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         # llama.cpp takes a layer with 0 KV heads for a Mamba2 layer.
         heads = [a.num_kv_heads * (kind == "attention") for kind in mixers]
         values |= {KV_HEADS: heads, ROTATES: a.rope is not None}
+    if arch == "lfm2":  # a layer with 0 KV heads is a convolution
+        heads = [a.num_kv_heads * (kind == "attention") for kind in mixers]
+        values |= {KV_HEADS: heads} | _fields(CONV, config.mixers["short_conv"])
     return values | (_hybrid_metadata(config) if "delta" in mixers else {})
 
 

@@ -19,6 +19,7 @@ from stree_jax.models import (
     ModelConfig,
     MoEConfig,
     Rope,
+    ShortConvConfig,
     init_params,
 )
 from stree_jax.models.config import blocks, named
@@ -66,6 +67,11 @@ QWEN35_SIZES = {
     "qwen3.5-27b": Qwen35(5120, 64, 48, 24, 4, 17408, False),
     "qwen3.5-35b-a3b": Qwen35(2048, 40, 32, 16, 2, None, False),
 }
+# LFM2 models: d_model, layers, indices of the attention layers, heads, MLP width.
+LFM2_SIZES = {
+    "lfm2-350m": (1024, 16, (2, 5, 8, 10, 12, 14), 16, 4608),
+    "lfm2-1.2b": (2048, 16, (2, 5, 8, 10, 12, 14), 32, 8192),
+}
 QWEN35_EXPERTS = MoEConfig(256, 8, 512, shared=MLPConfig(512), shared_gate=True)
 NAMES = (
     *MAMBA2_SIZES,
@@ -76,6 +82,7 @@ NAMES = (
     "llama-135m",
     "mambainllama-8b",
     "granite-4.0-h-micro",
+    *LFM2_SIZES,
     "llama-7b",
     "llama-70b",
     "bamba-9b",
@@ -140,6 +147,26 @@ def qwen35(size: Qwen35) -> ModelConfig:
             ),
             mlp=MLPConfig(size.mlp) if size.mlp else None,
             moe=None if size.mlp else QWEN35_EXPERTS,
+        ),
+    )
+
+
+def lfm2(
+    d_model: int, layers: int, attention: Collection[int], heads: int, mlp: int
+) -> ModelConfig:
+    """Returns the config of the published LFM2 and LFM2.5 models without experts."""
+    return ModelConfig(
+        vocab_size=65536,
+        num_tokens=65536,
+        d_model=d_model,
+        layers=blocks(mixers(layers, attention, "mlp", "short_conv")),
+        tie_embeddings=True,
+        mixers=named(
+            short_conv=ShortConvConfig(d_model),
+            attention=AttentionConfig(
+                *(heads, 8, 64), rope=Rope(theta=1e6, dim=64), qk_norm_eps=1e-5
+            ),
+            mlp=MLPConfig(mlp),
         ),
     )
 
@@ -343,6 +370,8 @@ def config_of(shape: str, mtp: bool = False) -> ModelConfig:
     if shape in QWEN35_SIZES:
         config = qwen35(QWEN35_SIZES[shape])
         return config if mtp else replace(config, mtp=())
+    if shape in LFM2_SIZES:
+        return lfm2(*LFM2_SIZES[shape])
     others = {
         "hybrid-2m": hybrid_2m,
         "hybrid-130m": hybrid_130m,

@@ -168,9 +168,11 @@ def export_format(config: ModelConfig) -> str:
     plain Mamba2 layers. falcon_h1: layers with Mamba2 and attention in parallel,
     alternating with gated MLPs. nemotron_h: mixers, and MLPs or experts without gates,
     in any order. qwen3_5_text and qwen3_5_moe_text: Gated DeltaNet and attention,
-    alternating with MLPs or with experts; qwen3_next: with both. All others alternate
-    mixers and gated MLPs: qwen3: only attention,
-    with norms of q and k, without multipliers. qwen2: only attention, with biases only
+    alternating with MLPs or with experts; qwen3_next: with both. lfm2 and lfm2_moe:
+    short convolutions and attention, alternating with MLPs, and with experts.
+    olmo_hybrid: Gated DeltaNet, and attention with norms after it, alternating with
+    MLPs. All others alternate mixers and gated MLPs: qwen3: only attention, with norms
+    of q and k, without multipliers. qwen2: only attention, with biases only
     of q, k and v, without multipliers. llama: only attention otherwise, without
     multipliers. bamba: biases in the MLP, or rotary embeddings of a part of each head.
     granitemoe: attention, and experts without a shared MLP. granitemoehybrid: all
@@ -192,6 +194,10 @@ def export_format(config: ModelConfig) -> str:
         return "falcon_h1"
     if "delta" in mixers and second <= {"mlp", "moe"}:
         return _delta_format(layers)
+    if any(block.norms != "before" for block in config.layers):
+        return _after_format(config)
+    if "short_conv" in mixers and second <= {"mlp", "moe"}:
+        return "lfm2" if second == {"mlp"} else "lfm2_moe"
     gates = [part.gated for part in (mlp, moe) if part is not None]
     if kinds <= {"mamba", "attention", "mlp", "moe"} and not any(gates):
         return "nemotron_h"
@@ -221,6 +227,19 @@ def _delta_format(layers: tuple[str, ...]) -> str:
     if len(second) > 1:
         return "qwen3_next"
     return "qwen3_5_text" if second == {"mlp"} else "qwen3_5_moe_text"
+
+
+def _after_format(config: ModelConfig) -> str:
+    """Returns the class for layers of which some have norms after the mixers."""
+    pairs = list(zip(config.layers[::2], config.layers[1::2], strict=False))
+    wanted = {"attention": "after", "delta": "before"}
+    fits = "delta" in config.mixers and len(config.layers) == 2 * len(pairs)
+    for mixer, mlp in pairs:
+        norms = wanted.get(str(mixer).rpartition(":")[2])
+        fits &= mixer.norms == mlp.norms == norms and mlp.mixers == ("mlp",)
+    if not fits:
+        raise _no_class(config.kinds)
+    return "olmo_hybrid"
 
 
 def _no_class(layers: tuple[str, ...]) -> CheckpointError:

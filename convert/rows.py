@@ -14,7 +14,7 @@ from stree_jax.models import (
     MLPConfig,
     ModelConfig,
 )
-from stree_jax.models.params import Path
+from stree_jax.models.params import NORM_AFTER, Path
 from stree_jax.models.state import token_mixers
 
 Index = tuple[slice, ...]  # a slice of each axis of a tensor; () means the whole tensor
@@ -76,10 +76,12 @@ class Row:
       how: conversion of the sources to the parameter. "copy"; "concat" along axis 0;
         "halves": concatenate along axis 1; "stack" along a new axis 0; "experts": stack
         pairs of sources, each concatenated along axis 0; "swap" the halves of axis 0;
-        "conv": drop the middle axis of [C, 1, K]; "shape": flatten; "decay": flatten,
-        and take log(-source); "offset": add 1, in float32.
-      sizes: for "concat" and "halves", the size of each source along the axis; for
-        "shape" and "decay", the source's shape.
+        "conv": concatenate along axis 0, and drop the middle axis of [C, 1, K];
+        "shape": flatten; "decay": flatten, and take log(-source); "offset": add 1, in
+        float32.
+      sizes: for "concat", "conv" and "halves", the size of each source along the axis
+        (for "conv", empty if there is one source); for "shape" and "decay", the
+        source's shape.
       heads: for "concat", number of heads of each source whose rows are ordered in
         pairs of channels that rotate together (`by_pairs`); 0 if a source is in our
         order. If empty, all are.
@@ -103,7 +105,7 @@ def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         case "concat":
             return [(size, *shape[1:]) for size in row.sizes]
         case "conv":
-            return [(shape[0], 1, shape[1])]
+            return [(n, 1, shape[1]) for n in row.sizes or shape[:1]]
         case "halves":
             return [(shape[0], size, *shape[2:]) for size in row.sizes]
         case "shape" | "decay":
@@ -172,7 +174,7 @@ def _converted(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
         case "swap":
             return _swap(tensors[0])
         case "conv":
-            return tensors[0][:, 0, :]
+            return np.concatenate(tensors)[:, 0, :]
         case "stack":
             return np.stack(tensors)
         case "experts":
@@ -225,7 +227,7 @@ def _piece(row: Row, shape: tuple[int, ...], axis: int, place: slice) -> Piece:
     half = shape[0] // 2
     found: list[tuple[int, Index]]
     match row.how, axis:
-        case "concat", 0:
+        case (("concat" | "conv"), 0) if row.sizes:
             found = [(j, (s,)) for j, s in _overlaps(row.sizes, place)]
         case "swap", 0:  # the first half is the second half of the source
             row = replace(row, how="concat", sources=row.sources * 2, sizes=(half,) * 2)
@@ -279,7 +281,7 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
         case "swap":
             parts = [_swap(param)]
         case "conv":
-            parts = [param[:, None, :]]
+            parts = np.split(param[:, None, :], np.cumsum(row.sizes)[:-1])
         case "stack":
             parts = list(param)
         case "experts":
@@ -364,8 +366,9 @@ class Names:
       norm: name of the final norm.
       layer: prefix of a layer, with `{i}` for its number. The names of its parts
         follow.
-      mixer_norm, mlp_norm: names of the block norms of layers with and without a token
-        mixer.
+      mixer_norm, mlp_norm: names of the norms before the mixers, of layers with and
+        without a token mixer.
+      norm_after_mixer, norm_after_mlp: names of the norms after them.
       head: name of the head, if it is not tied to the embedding.
       parts: names of the mixers' tensors, by our names of the mixers.
       norm_how: conversion of the scales of block norms; see `Row`.
@@ -385,6 +388,8 @@ class Names:
     mixer_norm: str
     parts: Mapping[str, Part]
     mlp_norm: str = ""
+    norm_after_mixer: str = ""
+    norm_after_mlp: str = ""
     head: str = "lm_head"
     norm_how: How = "copy"
     shared_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
@@ -433,8 +438,11 @@ def layer_rows(
         yield Row((*ours, "linear"), (f"{prefix}linear.weight",))
         prefix += "mamba_decoder."
     mixes = token_mixers(config, block)
-    norm = names.mixer_norm if mixes else names.mlp_norm
+    before = names.mixer_norm if mixes else names.mlp_norm
+    after = names.norm_after_mixer if mixes else names.norm_after_mlp
+    norm = after if block.norms == "after" else before
     yield from norm_rows((*ours, "norm"), prefix + norm, names.norm_how)
+    yield from norm_rows((*ours, NORM_AFTER), prefix + after, names.norm_how)
     for name in block.mixers:
         part = names.parts[name]
         yield from part.rows((*ours, name), prefix + part.module, config.mixers[name])

@@ -53,7 +53,7 @@ FAMILIES = (
     ),
     Family("qwen3_5_moe_text", QWEN + "with experts", THEIRS, YES),
     Family(
-        "mistral", "MistralForCausalLM without a sliding window", THEIRS, "as llama"
+        "mistral", "MistralForCausalLM", THEIRS, "as llama, without a sliding window"
     ),
     Family("granite", "Granite 3, dense", THEIRS, "as granitemoehybrid"),
     Family("granitemoe", "Granite 3 with experts", THEIRS, YES),
@@ -78,6 +78,9 @@ FAMILIES = (
     Family("falcon_h1", "Falcon-H1: mixer and attention side by side", THEIRS, YES),
     Family("bamba", "Bamba", THEIRS, YES),
     Family("zamba2", "Zamba2: shared transformer blocks with adapters", THEIRS, YES),
+    Family("olmo_hybrid", "Olmo-Hybrid: Gated DeltaNet and attention", THEIRS, YES),
+    Family("lfm2", "LFM2 and LFM2.5: short convolutions and attention", THEIRS, YES),
+    Family("lfm2_moe", "LFM2 with experts (LFM2-8B-A1B)", THEIRS, YES),
     Family("mamba_config.json", "MambaInLlama, Mamba-2 flavour", OURS, NO),
 )
 

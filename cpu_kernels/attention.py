@@ -20,7 +20,7 @@ def attention_unsupported(
     k: jax.Array,
     v: jax.Array,
     k_cache: jax.Array,
-    *_: jax.Array,
+    *_: jax.Array | None,
     scale: float,
 ) -> str | None:
     """Returns why the kernel does not support these arguments. None if it does."""

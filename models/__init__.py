@@ -18,6 +18,7 @@ from stree_jax.models.mixers.delta import DeltaConfig as DeltaConfig
 from stree_jax.models.mixers.mamba2 import MambaConfig as MambaConfig
 from stree_jax.models.mixers.mlp import MLPConfig as MLPConfig
 from stree_jax.models.mixers.moe import MoEConfig as MoEConfig
+from stree_jax.models.mixers.short_conv import ShortConvConfig as ShortConvConfig
 from stree_jax.models.model import Model as Model
 from stree_jax.models.model import Tapped as Tapped
 from stree_jax.models.model import Taps as Taps

@@ -7,7 +7,7 @@ A model is an embedding, a tuple of residual layers and a head. Each layer is a 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from flax.core import FrozenDict
 
@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 # A block in text form is "mamba+attention"; "mamba+shared" also reads a shared
 # transformer block.
 SHARED = "shared"
-PLUS = "+"
+PLUS, COLON = "+", ":"
 
 
 def required(value: Value | None) -> Value:
@@ -31,12 +31,18 @@ def named(**mixers: Any) -> dict[str, Any]:
     return {name: mixer for name, mixer in mixers.items() if mixer is not None}
 
 
+Norms = Literal["before", "after", "both"]
+
+
 @dataclass(frozen=True)
 class Block:
     """One residual layer, h + sum of mixers(norm(h)), written as "mamba+attention".
 
     Attributes:
       mixers: names of the mixers whose outputs are added; all read the same norm.
+      norms: where the layer has a norm: "before" its mixers; "after" them, as in
+        h + norm(mixers(h)), written as "after:attention"; or "both", written as
+        "both:attention".
       shared: True if the layer's input also includes the output of one of the model's
         shared transformer blocks, which reads the residual stream and the embedding
         (Zamba2).
@@ -44,16 +50,22 @@ class Block:
 
     mixers: tuple[str, ...]
     shared: bool = False
+    norms: Norms = "before"
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parses a block from its text form, such as "mamba+attention"."""
+        norms: Norms = "before"
+        for other in get_args(Norms):
+            if text.startswith(other + COLON):
+                norms, text = other, text.removeprefix(other + COLON)
         names = text.split(PLUS)
         shared = len(names) > 1 and names[-1] == SHARED
-        return cls(tuple(names[:-1] if shared else names), shared)
+        return cls(tuple(names[:-1] if shared else names), shared, norms)
 
     def __str__(self) -> str:
-        return PLUS.join((*self.mixers, *[SHARED] * self.shared))
+        text = PLUS.join((*self.mixers, *[SHARED] * self.shared))
+        return text if self.norms == "before" else f"{self.norms}{COLON}{text}"
 
 
 def blocks(layers: Iterable[Block | str]) -> tuple[Block, ...]:
@@ -138,6 +150,8 @@ class ModelConfig:
     def _check(self, block: Block) -> None:
         if block.shared and self.shared is None:
             raise ValueError(f"layers: {str(block)!r} needs `shared`, which is None")
+        if block.shared and block.norms != "before":
+            raise ValueError(f"layers: {str(block)!r}: want the norm before the mixers")
         names = self.mixer_names(block)
         for name in names:
             if name not in self.mixers:
@@ -149,7 +163,7 @@ class ModelConfig:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The layers, each as the string that a config file has for it: the names of
-        its mixers, such as "mamba" or "attention", joined by "+"."""
+        its mixers, such as "mamba" or "attention", joined by "+"; see `Block`."""
         return tuple(map(str, self.layers))
 
     def mixer_names(self, block: Block) -> tuple[str, ...]:

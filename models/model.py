@@ -20,6 +20,7 @@ from stree_jax.models.mixers import mixer_of
 from stree_jax.models.nodes import Nodes, Pass
 from stree_jax.models.norm import Norm
 from stree_jax.models.params import (
+    NORM_AFTER,
     Params,
     declare,
     model_params,
@@ -126,7 +127,8 @@ LayerOutput = tuple[jax.Array, LayerRecord, LayerState]
 
 
 class ResidualLayer(nn.Module):
-    """One residual layer, h + sum of mixers(norm(h)). `Block` names the mixers."""
+    """One residual layer, h + sum of mixers(norm(h)). `Block` names the mixers, and
+    says where the norms are."""
 
     config: ModelConfig
     block: Block
@@ -169,16 +171,23 @@ class ResidualLayer(nn.Module):
             p = declare(self, shared_params(c.d_model, n), self.dtype)
             mixers_in = h + total(linear(own(f, n), p["linear"]), n)
         norm = Norm(c.norm, c.norm_eps, self.dtype, name="norm")
-        u = norm(mixers_in, pass_.valid_count)
+        after = self.block.norms == "after"
+        u = mixers_in if after else norm(mixers_in, pass_.valid_count)
         outs = []
         for name in self.block.mixers:
             config, n = c.mixers[name], self.cut.of(name)
             module = mixer_of(config).Module(config, self.dtype, n, name=name)
-            out, new, after = module(u, *_mixer_args(name, pass_, state, record))
+            out, new, then = module(u, *_mixer_args(name, pass_, state, record))
             outs.append(out)
             if new is not None:
-                records[name], states[name] = new, after
-        return h + c.residual_multiplier * sum(outs[1:], outs[0]), records, states
+                records[name], states[name] = new, then
+        added = sum(outs[1:], outs[0])
+        if after:
+            added = norm(added, pass_.valid_count)
+        elif self.block.norms == "both":
+            last = Norm(c.norm, c.norm_eps, self.dtype, name=NORM_AFTER)
+            added = last(added, pass_.valid_count)
+        return h + c.residual_multiplier * added, records, states
 
 
 def _mixer_args(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from stree_jax.models.config import Block, ModelConfig, required
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.params import (
+    NORM_AFTER,
     Param,
     Path,
     Table,
@@ -70,7 +71,9 @@ def _entries(c: ModelConfig) -> Iterator[tuple[Path, Entry]]:
 
 
 def _layer(c: ModelConfig, block: Block) -> Iterator[tuple[Path, Entry]]:
-    yield from _flat(("norm",), norm_params(c.norm, c.d_model), EVERYWHERE)
+    names = ("norm", NORM_AFTER) if block.norms == "both" else ("norm",)
+    for name in names:
+        yield from _flat((name,), norm_params(c.norm, c.d_model), EVERYWHERE)
     for name in block.mixers:
         config = c.mixers[name]
         yield from _flat((name,), mixer_of(config).params(config, c.d_model), name)

@@ -27,6 +27,7 @@ Init = Callable[..., jax.Array]
 
 NORMAL = nn.initializers.normal(0.02)
 ONES, ZEROS = nn.initializers.ones, nn.initializers.zeros
+NORM_AFTER = "norm_after"  # name of a layer's second norm, of its mixers' output
 
 
 class Param(NamedTuple):

@@ -35,6 +35,8 @@ def tree_attention(
     length: jax.Array,
     mask: jax.Array,
     scale: float,
+    first: jax.Array | None = None,
+    sink: jax.Array | None = None,
 ) -> jax.Array:
     """Computes softmax(scale * q . [committed keys; ancestors' keys]) . values.
 
@@ -49,6 +51,10 @@ def tree_attention(
         finite.
       mask: [B, Tq, T] bool. True if the node is the query itself or its ancestor.
       scale: softmax scale.
+      first: [B, Tq] int32, the first row of the cache that each query sees. If None,
+        it is 0.
+      sink: [Hq] float32, the score of a key without a value, which every query of a
+        head sees. If None, there is no such key.
 
     Returns:
       [B, Tq, Hq, hd] float32.
@@ -62,14 +68,21 @@ def tree_attention(
     committed = _product("bksd,btkgd->bkgts", k_cache, q) * scale
     inside = _product("bskd,btkgd->bkgts", k, q) * scale
     place = jnp.arange(S, dtype=jnp.int32)
-    valid = (place[None] < length[:, None])[:, None, None, None]
-    committed = jnp.where(valid, committed, -jnp.inf)
+    valid = (place[None] < length[:, None])[:, None]
+    if first is not None:
+        valid &= place[None, None] >= first[..., None]
+    committed = jnp.where(valid[:, None, None], committed, -jnp.inf)
     inside = jnp.where(mask[:, None, None], inside, -jnp.inf)
 
     # The maximum is finite, because every node sees at least itself.
     top = jnp.maximum(committed.max(-1), inside.max(-1))[..., None]
+    if sink is not None:
+        sink = sink.astype(jnp.float32).reshape(1, Hk, -1, 1, 1)
+        top = jnp.maximum(top, sink)
     committed, inside = jnp.exp(committed - top), jnp.exp(inside - top)
     total = committed.sum(-1) + inside.sum(-1)
+    if sink is not None:
+        total += jnp.exp(sink - top)[..., 0]
     out = _product("bksd,bkgts->btkgd", v_cache, rounded(committed))
     out += _product("bskd,bkgts->btkgd", v, rounded(inside))
     out = out / jnp.transpose(total, (0, 3, 1, 2))[..., None]
@@ -88,9 +101,11 @@ def in_blocks(
     length: jax.Array,
     mask: jax.Array,
     scale: float,
+    first: jax.Array | None = None,
+    sink: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `tree_attention` block by block of the cache, up to the longest text of
-    the batch.
+    the batch, and from the first row that a query sees.
 
     As in `triton_attention`, each query carries the running maximum m of its scores,
     the sum l of exp(score - m), and the sum a of the values weighted by exp(score - m).
@@ -103,7 +118,8 @@ def in_blocks(
     product.
 
     Args:
-      q, k, v, k_cache, v_cache, length, mask, scale: see `tree_attention`.
+      q, k, v, k_cache, v_cache, length, mask, scale, first, sink: see
+        `tree_attention`.
 
     Returns:
       [B, Tq, Hq, hd] float32.
@@ -113,6 +129,11 @@ def in_blocks(
     groups, block = Hq // Hk, min(ATTENTION_BLOCK, S)
     q = q.astype(k_cache.dtype).reshape(Bb, Tq, Hk, groups, hd)
     q = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(Bb, Hk, groups * Tq, hd)
+
+    def by_query(z: jax.Array) -> jax.Array:
+        """Reshapes numbers [B, Tq] of queries to [B, 1, groups * Tq, 1]."""
+        each = jnp.broadcast_to(z[:, None], (Bb, groups, Tq))
+        return each.reshape(Bb, 1, groups * Tq, 1)
 
     def scores(k: jax.Array, allowed: jax.Array) -> jax.Array:
         s = _product("bkmd,bksd->bkms", q, k) * scale
@@ -126,8 +147,10 @@ def in_blocks(
         m, total, weighted = seen
         begin = jnp.minimum(i * block, S - block)
         place = begin + jnp.arange(block, dtype=jnp.int32)[None]
-        new = (place >= i * block) & (place < length[:, None])
-        s = scores(_rows(k_cache, begin, block), new[:, None, None])
+        new = ((place >= i * block) & (place < length[:, None]))[:, None, None]
+        if first is not None:
+            new &= place[:, None, None] >= by_query(first)
+        s = scores(_rows(k_cache, begin, block), new)
         top = jnp.maximum(m, s.max(-1))
         more, values = sums(s, top, _rows(v_cache, begin, block))
         kept = jnp.exp(m - top)
@@ -139,7 +162,15 @@ def in_blocks(
     m = s.max(-1)
     # With S = 0, block is 0, too: avoid the division.
     blocks = (length.max() + block - 1) // block if S else 0
-    _, total, weighted = lax.fori_loop(0, blocks, add_block, (m, *sums(s, m, v)))
+    begin = 0 if first is None or not S else first.min() // block
+    m, total, weighted = lax.fori_loop(begin, blocks, add_block, (m, *sums(s, m, v)))
+    if sink is not None:
+        each = sink.astype(jnp.float32).reshape(1, Hk, groups, 1)
+        each = jnp.broadcast_to(each, (Bb, Hk, groups, Tq)).reshape(m.shape)
+        top = jnp.maximum(m, each)
+        kept = jnp.exp(m - top)
+        total = kept * total + jnp.exp(each - top)
+        weighted = kept[..., None] * weighted
     out = (weighted / total[..., None]).reshape(Bb, Hk, groups, Tq, hd)
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(Bb, Tq, Hq, hd)
 
@@ -160,7 +191,7 @@ def as_bits(z: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def without_kernel(*args: jax.Array) -> jax.Array:
+def without_kernel(*args: jax.Array | None) -> jax.Array:
     """Computes `in_blocks` on a CPU and `tree_attention` elsewhere.
 
     Under differentiation, values and gradients come from `tree_attention`, because JAX
@@ -172,7 +203,7 @@ def without_kernel(*args: jax.Array) -> jax.Array:
     return by_platform(*args, cpu=in_blocks, default=tree_attention)
 
 
-def _forward(*args: jax.Array) -> tuple[jax.Array, Callable]:
+def _forward(*args: jax.Array | None) -> tuple[jax.Array, Callable]:
     return jax.vjp(tree_attention, *args)
 
 

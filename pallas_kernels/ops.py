@@ -181,6 +181,8 @@ def tree_attention(
     length: jax.Array,
     mask: jax.Array,
     scale: float,
+    first: jax.Array | None = None,
+    sink: jax.Array | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -188,14 +190,16 @@ def tree_attention(
     `attention.tree_attention` with the fastest implementation."""
     _check_heads("tree_attention", q.shape[2], k.shape[2])
     reason = triton_attention.unsupported(q, k_cache, v_cache, mask)
-    arrays = q, k, v, k_cache, v_cache, length, mask
+    if first is not None or sink is not None:
+        reason = "wants no sliding window and no sink"
+    arrays = q, k, v, k_cache, v_cache, length, mask, first, sink
     native = native_attention.unsupported(*arrays, scale=scale)
     return dispatch(
         "tree_attention",
         implementation,
         _Scaled(attention.without_kernel, scale),
         {
-            "triton": Kernel(_Scaled(triton_attention.tree_attention, scale), reason),
+            "triton": Kernel(_Scaled(_triton_attention, scale), reason),
             "native": Kernel(_Scaled(_native_attention, scale), native, "cpu"),
         },
         *arrays,
@@ -204,35 +208,60 @@ def tree_attention(
 
 @dataclass(frozen=True)
 class _Scaled:
-    """An attention function with its last argument, `scale`, bound."""
+    """An attention function with its argument `scale` bound."""
 
     attention: Callable[..., jax.Array]
     scale: float
 
-    def __call__(self, *arrays: jax.Array) -> jax.Array:
-        return self.attention(*arrays, self.scale)
+    def __call__(self, *arrays: jax.Array | None) -> jax.Array:
+        *arrays_before, first, sink = arrays
+        return self.attention(*arrays_before, self.scale, first, sink)
 
 
 def _native_attention(*args: Any) -> jax.Array:
-    *arrays, scale = args
-    return native_attention(*arrays, scale=scale)
+    *arrays, scale, first, sink = args
+    return native_attention(*arrays, first, sink, scale=scale)
 
 
-def _attention_arrays(q: jax.Array, *rest: jax.Array, scale: float) -> tuple[Any, ...]:
+def _triton_attention(*args: Any) -> jax.Array:
+    return triton_attention.tree_attention(*args[:-2])  # without a window and a sink
+
+
+def _in_blocks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    length: jax.Array,
+    mask: jax.Array,
+    first: jax.Array | None,
+    sink: jax.Array | None,
+    *,
+    scale: float,
+) -> jax.Array:
+    """Computes `attention.in_blocks` with the kernel's order of arguments."""
+    arrays = q, k, v, k_cache, v_cache, length, mask
+    return attention.in_blocks(*arrays, scale, first, sink)
+
+
+def _attention_arrays(q: jax.Array, *rest: Any, scale: float) -> tuple[Any, ...]:
     """Converts the arrays to the kernel's dtypes; 16-bit floats become uint16."""
-    *numbers, length, mask = rest
+    *numbers, length, mask, first, sink = rest
     dtype = numbers[2].dtype  # dtype of the KV caches
     bits = (attention.as_bits(z.astype(dtype)) for z in numbers)
-    return q.astype(jnp.float32), *bits, length, mask
+    sink = None if sink is None else sink.astype(jnp.float32)
+    return q.astype(jnp.float32), *bits, length, mask, first, sink
 
 
 native_attention: CpuKernel[..., jax.Array] = cpu_kernel(
     "stree_attention",
     outputs=lambda q, *_, **__: floats(*q.shape),
     unsupported=cpu_attention.attention_unsupported,
+    shared=("sink",),
     attributes=lambda scale: {"scale": float(scale)},
     prepare=_attention_arrays,
-)(attention.in_blocks)
+)(_in_blocks)
 
 
 def chunk_scan(

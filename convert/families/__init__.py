@@ -10,12 +10,15 @@ from stree_jax.convert.families import (
     granite,
     granite3,
     granitemoe,
+    lfm2,
+    lfm2_moe,
     llama,
     mamba2,
     mambainllama,
     mistral,
     native,
     nemotron_h,
+    olmo_hybrid,
     qwen2,
     qwen3,
     qwen3_5,
@@ -50,6 +53,9 @@ _WRITTEN = {
     "falcon_h1": falcon_h1,
     "bamba": bamba,
     "zamba2": zamba2,
+    "olmo_hybrid": olmo_hybrid,
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
 }
 # All families by our name of the format, which is the `model_type` if there is one.
 _ALL = _ONLY_READ | _WRITTEN_AS_OTHERS | _WRITTEN

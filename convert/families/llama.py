@@ -6,7 +6,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
-from stree_jax.convert.families.windows import check_llama_windows
+from stree_jax.convert.families.windows import NEAR, check_llama_windows
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, Part, attention_rows, mlp_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
@@ -20,6 +20,7 @@ NAMES = Names(
     mlp_norm="post_attention_layernorm",
     parts={
         "attention": Part("self_attn", attention_rows),
+        NEAR: Part("self_attn", attention_rows),
         "mlp": Part("mlp", mlp_rows),
     },
 )

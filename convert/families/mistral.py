@@ -1,13 +1,16 @@
-"""MistralForCausalLM: llama without biases. Exported as llama, which computes the same.
+"""MistralForCausalLM: llama without biases, with a sliding window in older models.
+Without a window it is exported as llama, which computes the same.
 
 Some directories also have files in Mistral's own format (consolidated.safetensors,
 params.json, tokenizer.model.v3), which are ignored.
 """
 
+from dataclasses import replace
+
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, read
 from stree_jax.convert.families.table import Field
-from stree_jax.convert.families.windows import WINDOW, check_window, window_of
+from stree_jax.convert.families.windows import effective, window_of
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
@@ -18,6 +21,8 @@ MLP = (Field("intermediate_size", "d_hidden", read.size, 14336),)
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
-    window = window_of(fields, 4096)
-    check_window(fields, window, 131072, f'set "{WINDOW}" to null in config.json')
-    return llama.parse_dense(fields, ATTENTION, MLP)
+    config = llama.parse_dense(fields, ATTENTION, MLP)
+    window = effective(fields, window_of(fields, 4096), 131072)
+    return config.with_mixers(
+        attention=replace(config.mixers["attention"], window=window)
+    )

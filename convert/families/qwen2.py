@@ -5,7 +5,7 @@ from typing import Any
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, read
 from stree_jax.convert.families.table import Field
-from stree_jax.convert.families.windows import check_qwen_windows
+from stree_jax.convert.families.windows import with_qwen_windows
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
@@ -21,9 +21,7 @@ MLP = (Field("intermediate_size", "d_hidden", read.size, 22016),)
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
-    config = llama.parse_dense(fields, ATTENTION, MLP)
-    check_qwen_windows(fields, len(config.layers) // 2)
-    return config
+    return with_qwen_windows(fields, llama.parse_dense(fields, ATTENTION, MLP))
 
 
 def export(config: ModelConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, read
 from stree_jax.convert.families.table import Field, require
-from stree_jax.convert.families.windows import check_qwen_windows
+from stree_jax.convert.families.windows import with_qwen_windows
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
@@ -18,9 +18,8 @@ MLP = (Field("intermediate_size", "d_hidden", read.size, 22016),)
 
 def parse(fields: ConfigFields) -> ModelConfig:
     config = llama.parse_dense(fields, ATTENTION, MLP)
-    check_qwen_windows(fields, len(config.layers) // 2)
     attention = replace(config.mixers["attention"], qk_norm_eps=config.norm_eps)
-    return config.with_mixers(attention=attention)
+    return with_qwen_windows(fields, config.with_mixers(attention=attention))
 
 
 def export(config: ModelConfig) -> dict[str, Any]:

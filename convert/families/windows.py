@@ -1,11 +1,15 @@
-"""Sliding-window attention: accepted if the window has no effect, an error
-otherwise."""
+"""Sliding-window attention of several families."""
+
+from dataclasses import replace
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.models import ModelConfig
+from stree_jax.models.config import blocks
 
 WINDOW, CHUNK = "sliding_window", "attention_chunk_size"
 SLIDES = "sliding_attention"
+NEAR = "attention_near"  # our name of the mixer with a window
 KINDS: dict[str, str] = {"full_attention": "attention", SLIDES: "attention"}
 
 
@@ -64,25 +68,53 @@ def check_llama_windows(fields: ConfigFields) -> None:
             check_window(fields, fields.size(name), 2048, remedy, name)
 
 
-def check_qwen_windows(fields: ConfigFields, layers: int) -> None:
-    """Checks the windows of Qwen2 and Qwen3, where only the upper layers have one.
+def effective(fields: ConfigFields, window: int | None, longest: int) -> int:
+    """Returns a window in tokens, or 0 if it hides nothing within the model's context
+    length.
+
+    Args:
+      fields: the fields of the config file.
+      window: the window, or None.
+      longest: the class's default of `max_position_embeddings`.
+    """
+    if window is None or window >= fields.size("max_position_embeddings", longest):
+        return 0
+    return window
+
+
+def with_qwen_windows(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
+    """Adds the windows of Qwen2 and Qwen3, where only some layers have one.
+
+    Args:
+      fields: the fields of the config file.
+      config: the config without windows. Layers with a window get the mixer
+        "attention_near" instead of "attention".
 
     Raises:
-      CheckpointError: a layer's window is shorter than the context length.
+      CheckpointError: a layer has a window, but no window is in use.
     """
+    layers = len(config.layers) // 2
     used = fields.flag("use_sliding_window", False)
     window = window_of(fields, 4096) if used else None
-    remedy = 'set "use_sliding_window" to false'
     if fields.get("layer_types", None) is None:
-        slides = fields.size("max_window_layers", 28, low=0) < layers
+        above = fields.size("max_window_layers", 28, low=0) if used else layers
+        slides = [i >= above for i in range(layers)]
     else:
         hf.counted_layers(fields, "layer_types", KINDS, layers)
-        slides = SLIDES in fields.get("layer_types")
-        remedy += ' and all "layer_types" to "full_attention"'
-        if slides and window is None:
+        slides = [kind == SLIDES for kind in fields.get("layer_types")]
+        if any(slides) and window is None:
             raise fields.error(
                 "layer_types",
                 f'"{SLIDES}", but no window is in use; want "full_attention"',
             )
-    if slides:
-        check_window(fields, window, 32768, remedy + " in config.json")
+    size = effective(fields, window, 32768)
+    if not size or not any(slides):
+        return config
+    names = [NEAR if near else "attention" for near in slides]
+    pairs = zip(names, config.kinds[1::2], strict=True)
+    mixers = dict(config.mixers)
+    mixers[NEAR] = replace(mixers["attention"], window=size)
+    if all(slides):
+        del mixers["attention"]
+    each = tuple(name for pair in pairs for name in pair)
+    return replace(config, layers=blocks(each), mixers=mixers)

@@ -10,7 +10,7 @@ from typing import Any
 from stree_jax.convert.families.huggingface import Layers, with_mlps
 from stree_jax.convert.families.table import read_fields
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.gguf import qwen
+from stree_jax.convert.gguf import lfm2, qwen
 from stree_jax.convert.gguf.keys import (
     FEED_FORWARD,
     GATING,
@@ -217,6 +217,10 @@ ARCHITECTURES = {
     "granitemoe": GRANITE,
     "granitehybrid": GRANITE,
     "falcon-h1": Architecture(HALVES, _falcon_h1),
+    "lfm2": Architecture(lfm2.NAMES, lfm2.parse),
+    "lfm2moe": Architecture(
+        lfm2.NAMES, lfm2.parse, ("expert_count", GATING, lfm2.DENSE)
+    ),
     "nemotron_h": Architecture(ALIKE, _nemotron_h),
     "nemotron_h_moe": Architecture(ALIKE, _nemotron_h, SIGMOID_KEYS),
 }

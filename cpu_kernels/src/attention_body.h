@@ -189,15 +189,17 @@ TARGET void transpose_keys(const E* keys, int64_t count, int64_t hd, float* to) 
 }
 
 // Converts products of a row's query with keys to weights exp(score - m), 0 for keys that
-// `allowed` (if not null) masks. Updates m and l. Returns exp(old m - m).
+// `allowed` (if not null) masks and for the first `hidden` ones. Updates m and l. Returns
+// exp(old m - m).
 TARGET inline float weigh(float* scores, int64_t count, float scale, const uint8_t* allowed,
-                          float* m, float* l) {
+                          int64_t hidden, float* m, float* l) {
   using V = Lanes;
   const float none = -__builtin_inff();
   if (allowed)
     for (int64_t i = 0; i < count; i++) scores[i] = allowed[i] ? scores[i] * scale : none;
   else
     for (int64_t i = 0; i < count; i++) scores[i] *= scale;
+  for (int64_t i = 0; i < hidden; i++) scores[i] = none;
   for (int64_t i = count; i < KEYS; i++) scores[i] = none;
   V::F most = V::F{} + *m;
   for (int64_t i = 0; i < KEYS; i += V::W) {
@@ -225,12 +227,18 @@ TARGET inline float weigh(float* scores, int64_t count, float scale, const uint8
   return kept;
 }
 
+// Returns the first row of the cache that a row's query sees.
+TARGET inline int64_t first_of(const Attention& a, const Tile& tile, int64_t row) {
+  return a.first ? a.first[tile.b * a.Tq + (tile.first + row) / (a.Hq / a.Hk)] : 0;
+}
+
 // Adds up to KEYS keys and values [count, hd] to the queries' sums. `allowed` (or null) is the
-// mask [Tq, T], from the first of these keys on.
+// mask [Tq, T], from the first of these keys on. `row` is that key's row of the cache, or -1 if the
+// keys are of nodes.
 template <class L>
 TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
                      const typename L::Weight* k, const typename L::Weight* v,
-                     int64_t count, const uint8_t* allowed, const Queries& to) {
+                     int64_t count, const uint8_t* allowed, int64_t row, const Queries& to) {
   using V = Lanes;
   const int64_t rows = tile.rows(), G = a.Hq / a.Hk, all = count * a.hd;
   if (queries_per_head(a, tile.b) <= FEW) {
@@ -250,7 +258,9 @@ TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
   for (int64_t r = 0; r < rows; r++) {
     const uint8_t* row_allowed = allowed ? allowed + (tile.first + r) / G * a.T : nullptr;
     float* scores = space.scores + r * KEYS;
-    const float kept = weigh(scores, count, a.scale, row_allowed, to.m + r, to.l + r);
+    const int64_t before = row < 0 ? 0 : first_of(a, tile, r) - row;
+    const int64_t hidden = before < 0 ? 0 : before < count ? before : count;
+    const float kept = weigh(scores, count, a.scale, row_allowed, hidden, to.m + r, to.l + r);
     if (kept != 1.0f)
       for (int64_t i = 0; i < a.hd; i++) to.weighted[r * a.hd + i] *= kept;
   }
@@ -289,7 +299,7 @@ TARGET void add_nodes(const Attention& a, const Tile& tile, const Space& space,
     if (!any) continue;
     const auto* k = static_cast<const Weight*>(space.k) + t * a.hd;
     const auto* v = static_cast<const Weight*>(space.v) + t * a.hd;
-    add_keys<L>(a, tile, space, k, v, count, mask + t, to);
+    add_keys<L>(a, tile, space, k, v, count, mask + t, -1, to);
   }
 }
 
@@ -301,9 +311,13 @@ TARGET void add_cache(const Attention& a, const Tile& tile, const Space& space,
   const int64_t base = (tile.b * a.Hk + tile.head) * a.S;
   const auto* k = static_cast<const Weight*>(a.k_cache) + base * a.hd;
   const auto* v = static_cast<const Weight*>(a.v_cache) + base * a.hd;
+  int64_t first = end;
+  for (int64_t r = 0; r < tile.rows(); r++)
+    first = first_of(a, tile, r) < first ? first_of(a, tile, r) : first;
   for (int64_t s = begin; s < end; s += KEYS) {
     const int64_t count = end - s < KEYS ? end - s : KEYS;
-    add_keys<L>(a, tile, space, k + s * a.hd, v + s * a.hd, count, nullptr, to);
+    if (s + count <= first) continue;
+    add_keys<L>(a, tile, space, k + s * a.hd, v + s * a.hd, count, nullptr, s, to);
   }
 }
 
@@ -324,7 +338,12 @@ TARGET inline void merge(const Attention& a, const Tile& tile, const Queries& se
 TARGET inline void write_tile(const Attention& a, const Tile& tile, const Queries& seen) {
   for (int64_t r = 0; r < tile.rows(); r++) {
     float* out = a.out + place_of(a, tile, tile.first + r);
-    const float inverse = seen.l[r] > 0.0f ? 1.0f / seen.l[r] : 0.0f;
+    float inverse = seen.l[r] > 0.0f ? 1.0f / seen.l[r] : 0.0f;
+    if (a.sink && seen.l[r] > 0.0f) {
+      const float sink = a.sink[place_of(a, tile, tile.first + r) / a.hd % a.Hq];
+      const float top = seen.m[r] > sink ? seen.m[r] : sink, kept = exp_of(seen.m[r] - top);
+      inverse = kept / (seen.l[r] * kept + exp_of(sink - top));
+    }
     for (int64_t i = 0; i < a.hd; i++) out[i] = seen.weighted[r * a.hd + i] * inverse;
   }
 }

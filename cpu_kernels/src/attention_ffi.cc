@@ -26,7 +26,7 @@ void count_queries(Attention& a, int64_t* counts) {
 }
 
 ffi::Error attention(ffi::ThreadPool pool, F32 q, Any k, Any v, Any k_cache, Any v_cache,
-                     S32 length, Bool mask, Out<F32> out, float scale, int64_t level) {
+                     S32 length, Bool mask, S32 first, Any sink, Out<F32> out, float scale, int64_t level) {
   const auto queries = q.dimensions(), nodes = k.dimensions(), cache = k_cache.dimensions();
   if (queries.size() != 4 || nodes.size() != 4 || cache.size() != 4 ||
       queries[2] % nodes[2] != 0)
@@ -42,6 +42,11 @@ ffi::Error attention(ffi::ThreadPool pool, F32 q, Any k, Any v, Any k_cache, Any
   a.mask = reinterpret_cast<const uint8_t*>(mask.typed_data());
   a.batch = queries[0], a.Tq = queries[1], a.Hq = queries[2], a.hd = queries[3];
   a.T = nodes[1], a.Hk = nodes[2], a.S = cache[2], a.scale = scale;
+  if (first.element_count() > 0) a.first = first.typed_data();
+  if (sink.element_count() > 0) {
+    if (sink.element_type() != ffi::F32) return refused("want a sink in float32");
+    a.sink = static_cast<const float*>(sink.untyped_data());
+  }
   count_queries(a, static_cast<int64_t*>(scratch_of_thread<2>(a.batch * sizeof(int64_t))));
   const int64_t rows = a.Tq * (a.Hq / a.Hk);
   a.tile = std::min(rows, TILE), a.tiles = (rows + a.tile - 1) / a.tile;

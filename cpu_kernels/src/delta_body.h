@@ -21,7 +21,7 @@ TARGET inline void write_gates(const Delta& d, int64_t b, const Shared& shared) 
     float* beta = shared.of_queries + q * s.H;
     for (int64_t h = 0; h < s.H; h += V::W) {
       const int64_t count = s.H - h;
-      V::store(beta + h, V::F{} + 1.0f / (V::exp(-V::load(in + h, count)) + 1.0f), count);
+      V::store(beta + h, V::F{} + d.beta_max / (V::exp(-V::load(in + h, count)) + 1.0f), count);
       const auto step = V::softplus(V::load(in + s.H + h, count) + V::load(d.dt_bias + h, count));
       V::store(a + h, -step * V::exp(V::load(d.A_log + h, count)), count);
     }

@@ -113,6 +113,7 @@ struct Mamba2 : Mixer {
 struct Delta : Mixer {
   const float* gates;  // [B, Tq, 2 H]
   float* k_scale;
+  float beta_max;  // largest strength of a write
 };
 
 // Call `group` as in ScanKernel, then `head`, then `norm` for all queries, unless it is null.
@@ -131,6 +132,8 @@ struct Attention {
   const void *k, *v, *k_cache, *v_cache;   // [B, T, Hk, hd], [B, Hk, S, hd]
   const int32_t* length;                   // [B]
   const uint8_t* mask;                     // [B, Tq, T]
+  const int32_t* first;                    // [B, Tq], first visible rows of the cache, or null
+  const float* sink;                       // [Hq], scores of keys without values, or null
   const int64_t* queries;                  // [B], numbers of valid queries
   float* out;                              // [B, Tq, Hq, hd]
   float* partial;                          // sums of parts that several threads compute

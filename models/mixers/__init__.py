@@ -12,9 +12,11 @@ from stree_jax.models.mixers.delta import DELTA
 from stree_jax.models.mixers.mamba2 import MAMBA2
 from stree_jax.models.mixers.mlp import MLP_MIXER
 from stree_jax.models.mixers.moe import MOE
+from stree_jax.models.mixers.short_conv import SHORT_CONV
 
 MIXERS: dict[str, Mixer[Any]] = {
-    mixer.kind: mixer for mixer in (MAMBA2, DELTA, ATTENTION, MLP_MIXER, MOE)
+    mixer.kind: mixer
+    for mixer in (MAMBA2, DELTA, SHORT_CONV, ATTENTION, MLP_MIXER, MOE)
 }
 
 

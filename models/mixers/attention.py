@@ -16,7 +16,7 @@ from stree_jax.models.nodes import Pass
 from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.params import ONES, ZEROS, Param, Table, conv_init, declare
 from stree_jax.models.rope import Rope, angles, check_rope, rotated
-from stree_jax.models.sharding.shards import Run
+from stree_jax.models.sharding.shards import Run, run_width
 from stree_jax.models.tracing import traced_once
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
 from stree_jax.pallas_kernels import (
@@ -47,8 +47,13 @@ class AttentionConfig:
       d_out: width of the output. If 0, it is that of the input.
       qk_norm_eps: epsilon of an RMSNorm of each head of q and k before the rotary
         embedding (Qwen3). If None, there is no such norm.
+      qk_norm_whole: True if each of these norms is of all heads together, with a scale
+        for each channel (OLMo).
       qk_norm_float32: True if the scales of these norms are float32 in every weight
         format.
+      window: tokens that a token sees, itself included (sliding-window attention). If
+        0, it sees all before it.
+      sinks: True if every head has a score of a key without a value (gpt-oss).
       gated: True if the output is multiplied by the sigmoid of a further projection,
         channel by channel, before the last one (Qwen3-Next).
     """
@@ -68,7 +73,10 @@ class AttentionConfig:
     d_out: int = 0
     qk_norm_eps: float | None = None
     qk_norm_float32: bool = False
+    qk_norm_whole: bool = False
     gated: bool = False
+    window: int = 0
+    sinks: bool = False
 
     @property
     def d_qkv(self) -> int:
@@ -214,26 +222,45 @@ def attention_params(c: AttentionConfig, d_model: int) -> Table:
     if c.d_conv:
         table["conv_weight"] = Param((c.d_qkv, c.d_conv), conv_init(c.d_conv), heads)
         table["conv_bias"] = Param((c.d_qkv,), ZEROS, heads)
-    if c.qk_norm_eps is not None:  # one scale for all heads: every device has it whole
-        for name in ("q_norm", "k_norm"):
-            table[name] = Param((c.head_dim,), ONES, float32=c.qk_norm_float32)
+    if c.sinks:
+        table["sinks"] = Param(
+            (c.num_heads,), ZEROS, (Run(c.num_heads, c.num_heads),), float32=True
+        )
+    if c.qk_norm_eps is not None:
+        for name, of in (("q_norm", heads[0]), ("k_norm", heads[1])):
+            # One scale for all heads: every device has it whole.
+            runs = (of,) if c.qk_norm_whole else ()
+            width = run_width(runs) if runs else c.head_dim
+            table[name] = Param((width,), ONES, runs, float32=c.qk_norm_float32)
     return table
 
 
 def normed_heads(
-    qkv: jax.Array, q_scale: jax.Array, k_scale: jax.Array, c: AttentionConfig
+    qkv: jax.Array,
+    q_scale: jax.Array,
+    k_scale: jax.Array,
+    c: AttentionConfig,
+    parts: int = 1,
 ) -> jax.Array:
-    """Applies an RMSNorm to each head of q and k.
+    """Applies an RMSNorm to each head of q and k, or to all heads together.
 
     Args:
       qkv: [B, T, d_qkv] float32, the channels of q, k and v.
-      q_scale, k_scale: [hd], the norms' scales, the same for all heads.
+      q_scale, k_scale: the norms' scales: [hd], the same for all heads, or of all
+        channels.
       c: the config.
+      parts: number of devices that share the heads.
 
     Returns:
       [B, T, d_qkv] float32. The channels of v are unchanged.
     """
     assert c.qk_norm_eps is not None
+    if c.qk_norm_whole:
+        norm = ScaledNorm(c.qk_norm_eps, parts=parts)
+        ends = np.cumsum([c.num_heads, c.num_kv_heads]) * c.head_dim
+        q, k, v = jnp.split(qkv, ends, axis=2)
+        q, k = scaled_rms_norm(q, q_scale, norm), scaled_rms_norm(k, k_scale, norm)
+        return jnp.concatenate([q, k, v], axis=2)
     norm = ScaledNorm(c.qk_norm_eps)
     heads = qkv.reshape(*qkv.shape[:2], -1, c.head_dim)
     q, k, v = jnp.split(heads, np.cumsum([c.num_heads, c.num_kv_heads]), axis=2)
@@ -290,7 +317,7 @@ class Attention(nn.Module):
                 conv = (p["conv_weight"], p["conv_bias"], state.conv, window)
                 qkv = tree_conv(inputs, *conv)
             if c.qk_norm_eps is not None:
-                qkv = normed_heads(qkv, p["q_norm"], p["k_norm"], c)
+                qkv = normed_heads(qkv, p["q_norm"], p["k_norm"], c, self.parts)
             depth, mask = map(pass_.of_queries, (pass_.nodes.depth, pass_.nodes.mask))
             turns = angles(length[:, None] + depth, c.rope)
             q, *kv = cut_heads(qkv, *turns, valid_count, config=c, dtype=self.dtype)
@@ -301,8 +328,9 @@ class Attention(nn.Module):
         with jax.named_scope("attention"):
             scale = c.head_dim**-0.5 if c.scale is None else c.scale
             k_cache, v_cache = (z.view(self.dtype) for z in (state.k, state.v))
+            first, mask = seen_tokens(c.window, pass_, mask)
             arrays = (q, record.k, record.v, k_cache, v_cache, length, mask)
-            y = tree_attention(*arrays, scale)
+            y = tree_attention(*arrays, scale, first, p.get("sinks"))
             y = y.reshape(*u.shape[:2], -1)
             if c.gated:
                 y = y * jax.nn.sigmoid(gate)
@@ -311,6 +339,28 @@ class Attention(nn.Module):
                 y = jnp.concatenate([y, up * jax.nn.silu(mlp_gate)], axis=-1)
             out = linear_summed(y, p["out"], p.get("out_bias"), self.parts, valid_count)
             return scaled(out, c.out_multiplier), record, state
+
+
+def seen_tokens(
+    window: int, pass_: Pass[AttentionRecord], mask: jax.Array
+) -> tuple[jax.Array | None, jax.Array]:
+    """Returns what the queried nodes see through a sliding window.
+
+    Args:
+      window: tokens that a token sees, itself included; 0 for all.
+      pass_: the forward pass.
+      mask: [B, Tq, T] bool, the ancestors of the queried nodes.
+
+    Returns:
+      The first row of the cache [B, Tq] int32 that each node sees, or None for the
+      first row; and the mask of the ancestors that it sees.
+    """
+    if not window:
+        return None, mask
+    depth, nodes = pass_.of_queries(pass_.nodes.depth), pass_.nodes.depth
+    place = pass_.length[:, None] + depth
+    near = depth[:, :, None] - nodes[:, None] < window
+    return jnp.maximum(place - (window - 1), 0), mask & near
 
 
 def _heads_shapes(

@@ -39,7 +39,7 @@ from stree_jax.models.norm import ScaledNorm, gated_norm
 from stree_jax.models.params import ONES, Param, Table, conv_init, declare
 from stree_jax.models.sharding.shards import Run
 from stree_jax.models.tracing import traced_once
-from stree_jax.models.weights.linear import as_row, linear, linear_summed
+from stree_jax.models.weights.linear import as_row, linear, linear_summed, scaled
 from stree_jax.pallas_kernels import (
     DeltaInputs,
     DeltaReplayed,
@@ -67,6 +67,8 @@ class DeltaConfig:
         head h // (H / G).
       d_conv: K, taps of the convolution over q, k and v.
       norm_eps: epsilon of the RMSNorm of each head's output.
+      beta_max: largest strength of a write, 1, or 2 to let the state change its sign
+        (OLMo-Hybrid).
     """
 
     key_heads: int
@@ -75,6 +77,7 @@ class DeltaConfig:
     value_dim: int
     d_conv: int = 4
     norm_eps: float = 1e-6
+    beta_max: float = 1.0
 
     @property
     def d_key(self) -> int:
@@ -259,7 +262,7 @@ def mixed(
 
 
 def _attributes(config: DeltaConfig, **options: Any) -> dict[str, Any]:
-    return dict(eps=float(config.norm_eps))
+    return dict(eps=float(config.norm_eps), beta_max=float(config.beta_max))
 
 
 @cpu_kernel(
@@ -347,7 +350,7 @@ def equations(
     qkv, z = jnp.split(qkvz, [c.d_qkv], axis=-1)
     with jax.named_scope("steps"):
         b, a = jnp.split(gates, 2, axis=-1)
-        beta = jax.nn.sigmoid(b)
+        beta = scaled(jax.nn.sigmoid(b), c.beta_max)
         step = jax.nn.softplus(a + as_row(weights.dt_bias, 3))
         a = -jnp.exp(as_row(weights.A_log, 3)) * step  # [B, Tq, H]
 

@@ -39,6 +39,7 @@ class MoEConfig:
         with a correction bias that affects only which experts are chosen (Nemotron-H).
       groups, top_groups: experts are chosen from the best `top_groups` of `groups`.
       normalize: True if a sigmoid router's weights are divided by their sum.
+      normalize_eps: number that is added to this sum.
       scale: factor of a sigmoid router's weights.
       d_latent: width of the experts' input and output, between two extra projections.
         If 0, it is d_model and there are no such projections.
@@ -54,6 +55,7 @@ class MoEConfig:
     groups: int = 1
     top_groups: int = 1
     normalize: bool = True
+    normalize_eps: float = 1e-20
     scale: float = 1.0
     d_latent: int = 0
     gated: bool = True
@@ -129,7 +131,7 @@ def route(
     chosen = lax.top_k(choice, c.top_k)[1]
     weight = jnp.take_along_axis(score, chosen, axis=1)
     if c.normalize:
-        weight = weight / (weight.sum(axis=-1, keepdims=True) + 1e-20)
+        weight = weight / (weight.sum(axis=-1, keepdims=True) + c.normalize_eps)
     return chosen, weight * c.scale
 
 

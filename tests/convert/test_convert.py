@@ -143,6 +143,9 @@ def test_bin_without_torch_is_one_line(source, monkeypatch):
 # config.json
 
 
+NEWER = ("lfm2", "lfm2_moe", "olmo_hybrid")  # have always had `layer_types`
+
+
 def old_spelling(values):
     """Rewrites the config with the field names of transformers 4 and the hub."""
     rope = values.pop("rope_parameters", None)
@@ -157,7 +160,7 @@ def old_spelling(values):
     if values["model_type"].startswith("qwen3"):
         if values.pop("layer_types", None):
             values["full_attention_interval"] = 4
-    elif "layer_types" in values:
+    elif "layer_types" in values and values["model_type"] not in NEWER:
         kinds = values.pop("layer_types")
         values["layers_block_type"] = [names.get(kind, kind) for kind in kinds]
 

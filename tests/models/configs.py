@@ -9,6 +9,7 @@ from stree_jax.models import (
     MoEConfig,
     Rope,
     SharedConfig,
+    ShortConvConfig,
 )
 from stree_jax.models.config import named
 
@@ -62,6 +63,31 @@ CONFIGS = {
             ),
             mlp=MLPConfig(d_hidden=12),
             moe=MoEConfig(6, 2, 8, shared=MLPConfig(6), shared_gate=True),
+        ),
+    ),
+    "short convolutions": ModelConfig(
+        vocab_size=32,
+        num_tokens=32,
+        d_model=16,
+        layers=("short_conv", "mlp", "both:attention", "moe", "short_conv", "mlp"),
+        mixers=named(
+            short_conv=ShortConvConfig(16, d_conv=4, bias=True),
+            attention=AttentionConfig(
+                4, 2, 4, rope=Rope(theta=20.0, dim=4), qk_norm_eps=1e-3
+            ),
+            mlp=MLPConfig(d_hidden=12),
+            moe=MoEConfig(6, 2, 8, router="sigmoid", normalize_eps=1e-3),
+        ),
+    ),
+    "norms after": ModelConfig(
+        vocab_size=32,
+        num_tokens=32,
+        d_model=16,
+        layers=("delta", "mlp", "after:attention", "after:mlp"),
+        mixers=named(
+            delta=DeltaConfig(2, 4, 6, 5, d_conv=3, beta_max=2.0),
+            attention=AttentionConfig(4, 2, 4, qk_norm_eps=1e-3, qk_norm_whole=True),
+            mlp=MLPConfig(d_hidden=12),
         ),
     ),
     "two mixers a layer": ModelConfig(

@@ -14,6 +14,7 @@ from stree_jax.models import (
     MoEConfig,
     Rope,
     SharedConfig,
+    ShortConvConfig,
     init_params,
 )
 from stree_jax.models.config import named
@@ -117,6 +118,25 @@ FAMILIES = {
             ),
             mlp=MLPConfig(48),
             moe=MoEConfig(8, 2, 16, shared=MLPConfig(24), shared_gate=True),
+        ),
+    ),
+    "lfm2": ModelConfig(
+        **SIZES,
+        layers=("short_conv", "mlp", "attention", "moe"),
+        mixers=named(
+            short_conv=ShortConvConfig(32, bias=True),
+            attention=AttentionConfig(8, 2, 4, rope=ROPE, qk_norm_eps=1e-3),
+            mlp=MLPConfig(48),
+            moe=MoEConfig(8, 2, 16, router="sigmoid", normalize_eps=1e-6),
+        ),
+    ),
+    "olmo-hybrid": ModelConfig(
+        **SIZES,
+        layers=("delta", "mlp", "after:attention", "after:mlp"),
+        mixers=named(
+            delta=DeltaConfig(8, 8, 6, 8, beta_max=2.0),
+            attention=AttentionConfig(8, 2, 4, qk_norm_eps=1e-3, qk_norm_whole=True),
+            mlp=MLPConfig(48),
         ),
     ),
     "zamba2": ModelConfig(

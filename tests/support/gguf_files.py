@@ -28,6 +28,8 @@ from tests.support.hf_checkpoints import (
     PLAIN_ROPE,
     falcon,
     granite,
+    lfm2,
+    lfm2_moe,
     llama,
     mamba2,
     nemotron,
@@ -125,6 +127,8 @@ GGUF_CASES = {
         "nemotron_h_moe",
         lambda: nemotron(**EXPERTS, moe_latent_size=12),
     ),
+    "lfm2": ("lfm2", lambda: lfm2(conv_bias=False, tie_word_embeddings=True)),
+    "lfm2-moe": ("lfm2moe", lambda: lfm2_moe(routed_scaling_factor=1.0)),
     **QWEN_CASES,
 }
 # The converter reorders q and k of these architectures, for a rotary embedding that
@@ -192,7 +196,7 @@ def describe(writer, arch, c):
     writer.add_embedding_length(c["hidden_size"])
     writer.add_block_count(count)
     writer.add_head_count(heads)
-    eps = c.get("rms_norm_eps") or c.get("layer_norm_epsilon")
+    eps = c.get("rms_norm_eps") or c.get("layer_norm_epsilon") or c.get("norm_eps")
     writer.add_layer_norm_rms_eps(eps)
     if arch.startswith("nemotron"):
         writer.add_layer_norm_eps(eps)
@@ -204,7 +208,7 @@ def describe(writer, arch, c):
         writer.add_key_length(size)
         writer.add_value_length(size)
         writer.add_rope_dimension_count(size)
-    if arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
+    if arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe"):
         attention = [k in ("attention", "full_attention") for k in layers]
         writer.add_head_count_kv([kv * there for there in attention])
     elif kv:
@@ -219,8 +223,21 @@ def describe(writer, arch, c):
         writer.add_feed_forward_length(dense or c["intermediate_size"])
     if arch.startswith("granite"):
         describe_granite(writer, c, arch)
+    if arch.startswith("lfm2"):
+        describe_lfm2(writer, c)
+        return
     if arch not in ("llama", "qwen2", "qwen3", "granite", "granitemoe"):
         describe_mixer(writer, c)
+
+
+def describe_lfm2(writer, c):
+    writer.add_shortconv_l_cache(c["conv_L_cache"])
+    if "num_experts" in c:
+        writer.add_expert_count(c["num_experts"])
+        writer.add_expert_used_count(c["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(c["moe_intermediate_size"])
+        writer.add_leading_dense_block_count(c["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def describe_granite(writer, c, arch):
@@ -289,9 +306,10 @@ def layout(arch, c, tensors):
         multiply(c, tensors)
     stacked = {}
     for name, tensor in sorted(tensors.items(), key=expert_number):
-        if ".experts." in name:  # nemotron's checkpoints store experts one by one
-            before, _, after = name.partition(".mixer.experts.")
-            block, module = before.rpartition(".")[2], after.split(".")[1]
+        if ".experts." in name:  # these checkpoints store experts one by one
+            before, _, after = name.partition(".experts.")
+            block, module = before.split(".")[-2], after.split(".")[1]
+            module = LFM2_WORDS.get(module, module)
             key = f"model.layers.{block}.mlp.experts.{module}.weight"
             stacked.setdefault(key, []).append(tensor)
     experts = {name: torch.stack(each) for name, each in stacked.items()}
@@ -304,6 +322,9 @@ def layout(arch, c, tensors):
     rope = c.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", llama3_factors(c, rope)
+
+
+LFM2_WORDS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def expert_number(item):
@@ -319,7 +340,7 @@ def one(arch, c, name, w):
         w = paired(w, c["num_attention_heads"])
     if name.endswith(("k_proj.weight", "k_proj.bias")) and arch in PAIRED:
         w = paired(w, c["num_key_value_heads"])
-    if name.endswith("conv1d.weight"):
+    if name.endswith(("conv1d.weight", ".conv.conv.weight")):
         w = w.squeeze(1)
     if name.endswith("A_log"):
         w = -np.exp(w)[:, None]
@@ -331,6 +352,7 @@ def one(arch, c, name, w):
         module = "dt" if ".mixer." in name else "dt_proj"
         name = name.replace("dt_bias", f"{module}.bias")
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    name = name.replace(".expert_bias", ".expert_bias.bias")
     number = next((part for part in name.split(".") if part.isdigit()), "")
     block, ending = f"blk.{number}.", name.rpartition(".")[2]
     if "shared_mlp.input_linear" in name or "moe.input_linear" in name:

@@ -16,6 +16,10 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Mamba2Config,
@@ -24,6 +28,8 @@ from transformers import (
     MistralForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5Config,
@@ -65,7 +71,7 @@ def randomize(model, seed=0):
             else:
                 p.copy_(normal(p) * p.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.5 * normal(buffer))
     return model.eval()
 
@@ -421,6 +427,75 @@ NEMOTRON_MOE = {
 }
 GRANITE_MOE = EXPERTS
 
+
+def lfm2(**options):
+    defaults = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 40,
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "norm_eps": 1e-3,
+        "vocab_size": VOCAB,
+        "rope_parameters": PLAIN_ROPE,
+        "tie_word_embeddings": False,
+        **NO_TOKENS,
+    }
+    return randomize(Lfm2ForCausalLM(Lfm2Config(**(defaults | options))))
+
+
+def lfm2_moe(**options):
+    defaults = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 14,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_bias": False,
+        "norm_eps": 1e-3,
+        "vocab_size": VOCAB,
+        "rope_parameters": PLAIN_ROPE,
+        **NO_TOKENS,
+    }
+    model = Lfm2MoeForCausalLM(Lfm2MoeConfig(**(defaults | options)))
+    model.set_experts_implementation("eager")
+    return randomize(model)
+
+
+def olmo_hybrid(**options):
+    defaults = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 3,
+        "rms_norm_eps": 1e-3,
+        "attention_bias": True,
+        "vocab_size": VOCAB,
+        "rope_parameters": PLAIN_ROPE,
+        **NO_TOKENS,
+    }
+    return randomize(OlmoHybridForCausalLM(OlmoHybridConfig(**(defaults | options))))
+
+
+NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+
 HF_CASES = {
     "mamba2": mamba2,
     "mamba2-tied": lambda: mamba2(
@@ -478,6 +553,22 @@ HF_CASES = {
     "falcon-h1-no-norm": lambda: falcon(
         mamba_rms_norm=False, mamba_proj_bias=False, attention_bias=False
     ),
+    "olmo-hybrid": olmo_hybrid,
+    "olmo-hybrid-nope": lambda: olmo_hybrid(
+        attention_bias=False,
+        linear_allow_neg_eigval=False,
+        rope_parameters={"rope_theta": None},
+        tie_word_embeddings=True,
+    ),
+    "lfm2": lfm2,
+    "lfm2-adjusted": lambda: lfm2(
+        block_auto_adjust_ff_dim=True,
+        block_multiple_of=8,
+        block_ffn_dim_multiplier=1.3,
+        conv_bias=False,
+        tie_word_embeddings=True,
+    ),
+    "lfm2-moe": lfm2_moe,
     "zamba2": zamba,
     "zamba2-plain": lambda: zamba(
         use_shared_attention_adapter=False,

@@ -12,6 +12,7 @@ from stree_jax.models import (
     ModelConfig,
     MoEConfig,
     Rope,
+    ShortConvConfig,
     init_params,
 )
 from stree_jax.models.config import named
@@ -72,6 +73,29 @@ def tiny_delta(seed, layers=("delta", "mlp", "delta", "moe", "attention", "mlp")
     passed = jnp.eye(d, 2 * d) + 0.1 * params["mtp"]["eh_proj"]
     mtp = params["mtp"] | {"eh_proj": passed, "norm": params["norm"]}
     return Model(params | {"embedding": embedding, "mtp": mtp}, config)
+
+
+def tiny_hybrid(seed, layers, **options):
+    """Returns a model with layers of the newer hybrids: short convolutions (LFM2), or
+    norms after attention and MLPs (Olmo-Hybrid)."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_tokens=REAL,
+        d_model=32,
+        layers=layers,
+        stop_tokens=(STOP,),
+        mixers=named(
+            short_conv=ShortConvConfig(32, bias=True),
+            delta=DeltaConfig(2, 4, 8, 12, beta_max=2.0),
+            attention=AttentionConfig(
+                4, 2, 8, rope=Rope(1e4, 8), qk_norm_eps=1e-4, **options
+            ),
+            mlp=MLPConfig(48),
+            moe=MoEConfig(6, 2, 16, router="sigmoid", normalize_eps=1e-6),
+        ),
+    )
+    params = init_params(config, jax.random.key(seed), jnp.float32)
+    return Model(params=perturbed(params, 0.2, seed), config=config)
 
 
 def perturbed(params, scale, seed):

@@ -1,0 +1,88 @@
+"""Lfm2MoeForCausalLM (LFM2-8B-A1B): the layers of `lfm2`, with experts from the third
+layer on."""
+
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Any
+
+from stree_jax.convert.families import lfm2, read
+from stree_jax.convert.families.table import Field, read_fields, write_fields
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.rows import Names, Part, Path, Row
+from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
+
+FORMAT = "lfm2_moe"
+FUSED = "experts.gate_up_proj"  # ending of a tensor of all experts of a layer
+NORMALIZE_EPS = 1e-6  # added to the sum by which the router's weights are divided
+
+
+def moe_rows(
+    ours: Path, theirs: str, c: MoEConfig, fused: bool = False
+) -> Iterator[Row]:
+    """Yields the rows of experts; if `fused`, a tensor has all of them."""
+    yield Row((*ours, "router"), (f"{theirs}.gate.weight",))
+    yield Row((*ours, "router_bias"), (f"{theirs}.expert_bias",))
+    experts = f"{theirs}.experts"
+    if fused:
+        yield Row((*ours, "into"), (f"{experts}.gate_up_proj",))
+        yield Row((*ours, "down"), (f"{experts}.down_proj",))
+        return
+    each = range(c.num_experts)
+    both = (f"{experts}.{e}.{w}.weight" for e in each for w in ("w1", "w3"))
+    yield Row((*ours, "into"), tuple(both), "experts")
+    down = (f"{experts}.{e}.w2.weight" for e in each)
+    yield Row((*ours, "down"), tuple(down), "stack")
+
+
+def spelled(names: Names, tensors: Collection[str]) -> Names:
+    """Returns the names that a file uses; see `Names.spelling`."""
+    if any(name.endswith(FUSED) for name in tensors):
+        fused = partial(moe_rows, fused=True)
+        return names.with_parts(moe=Part("feed_forward", fused))
+    return names
+
+
+NAMES = Names(
+    **{
+        **vars(lfm2.NAMES.with_parts(moe=Part("feed_forward", moe_rows))),
+        "spelling": spelled,
+    }
+)
+MOE = (
+    Field("num_experts", "num_experts", read.size, 32),
+    Field("num_experts_per_tok", "top_k", read.size, 4),
+    Field("moe_intermediate_size", "d_hidden", read.size, 1792),
+    Field("norm_topk_prob", "normalize", read.flag, True),
+    Field("routed_scaling_factor", "scale", read.positive, 1.0),
+)
+DENSE = "num_dense_layers"
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    fields = lfm2.renamed(fields)
+    count = fields.size("num_hidden_layers", 32)
+    dense = min(fields.size(DENSE, 2, low=0), count)
+    fields.choice("use_expert_bias", True, (True,))
+    mixers: dict[str, Any] = {}
+    if dense:
+        mixers["mlp"] = MLPConfig(fields.size("intermediate_size", 7168))
+    if dense < count:
+        mixers["moe"] = MoEConfig(
+            **read_fields(MOE, fields), router="sigmoid", normalize_eps=NORMALIZE_EPS
+        )
+    second = ("mlp",) * dense + ("moe",) * (count - dense)
+    return lfm2.parse_layers(fields, second, **mixers)
+
+
+def export(config: ModelConfig) -> dict[str, Any]:
+    second = config.kinds[1::2]
+    mlp, moe = config.mixers.get("mlp"), config.mixers["moe"]
+    values = {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        **lfm2.export_layers(FORMAT, config),
+        DENSE: second.index("moe"),
+        **write_fields(FORMAT, MOE, moe, ("router", "normalize_eps")),
+    }
+    if mlp is not None:
+        values |= write_fields(FORMAT, (lfm2.WIDTH,), mlp)
+    return values

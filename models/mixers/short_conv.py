@@ -1,0 +1,177 @@
+"""A gated short convolution over the nodes of a tree, as in LFM2 (Liquid AI 2025)."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from stree_jax.models.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.nodes import Pass
+from stree_jax.models.params import ZEROS, Param, Table, conv_init, declare
+from stree_jax.models.sharding.shards import Run
+from stree_jax.models.tracing import traced_once
+from stree_jax.models.weights.linear import linear, linear_summed
+from stree_jax.pallas_kernels import commit_window, rounded_to, tree_conv
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """A gated short convolution.
+
+    Attributes:
+      channels: C, channels of the convolution.
+      d_conv: K, its taps.
+      bias: True if the projections and the convolution have biases.
+    """
+
+    channels: int
+    d_conv: int = 3
+    bias: bool = False
+
+
+@struct.dataclass
+class ShortConvState:
+    """The state of a short convolution.
+
+    Attributes:
+      conv: [B, K-1, C], its last K-1 inputs.
+    """
+
+    conv: jax.Array = leaf("window", part_axis=2)
+
+    def commit(
+        self, pending: "MixerPending[ShortConvRecord]", start: jax.Array
+    ) -> "ShortConvState":
+        """Returns the state after an accepted path; see `mixer.MixerState`."""
+        return commit_conv(self, pending)
+
+
+@struct.dataclass
+class ShortConvRecord:
+    """The record of a short convolution (see `models.mixer`).
+
+    Attributes:
+      inputs: [B, T, C], inputs of the convolution.
+    """
+
+    inputs: jax.Array = leaf("record", part_axis=2)
+
+
+@traced_once
+def commit_conv(
+    state: ShortConvState, pending: MixerPending[ShortConvRecord]
+) -> ShortConvState:
+    """Moves the inputs of the accepted path into the window."""
+    inputs, path = pending.record.inputs, pending.path
+    return ShortConvState(commit_window(state.conv, inputs, path, pending.length))
+
+
+def short_conv_params(c: ShortConvConfig, d_model: int) -> Table:
+    """Returns the parameters by name.
+
+    `in_proj` has the rows of the input's gate, of the output's gate and of the input,
+    which the LFM2 report calls B, C and x.
+    """
+    each = Run(c.channels, c.channels)
+    table: Table = {
+        "in_proj": Param((3 * c.channels, d_model), runs=(each,) * 3, quantizable=True),
+        "conv_weight": Param((c.channels, c.d_conv), conv_init(c.d_conv), (each,)),
+        "out_proj": Param(
+            (d_model, c.channels), runs=(each,), axis=1, quantizable=True
+        ),
+    }
+    if c.bias:
+        table["in_proj_bias"] = Param((3 * c.channels,), ZEROS, (each,) * 3)
+        table["conv_bias"] = Param((c.channels,), ZEROS, (each,))
+        table["out_proj_bias"] = Param((d_model,), ZEROS)
+    return table
+
+
+class ShortConvModule(nn.Module):
+    """Computes out_proj(output gate * conv(input gate * x)).
+
+    Attributes:
+      config: the config of this device's share.
+      dtype: dtype of records and of the convolution's window.
+      parts: number of devices that share the mixer.
+    """
+
+    config: ShortConvConfig
+    dtype: Any
+    parts: int = 1
+
+    @nn.compact
+    def __call__(
+        self,
+        u: jax.Array,
+        pass_: Pass[ShortConvRecord],
+        state: ShortConvState,
+        record: ShortConvRecord | None,
+    ) -> tuple[jax.Array, ShortConvRecord, ShortConvState]:
+        """Runs the mixer on u [B, Tq, d] float32; see `Pass` for the contract."""
+        c, valid_count, pending = self.config, pass_.valid_count, pass_.pending
+        p = declare(self, short_conv_params(c, u.shape[-1]), self.dtype)
+        with jax.named_scope("in_proj"):
+            into = linear(
+                u, p["in_proj"], p.get("in_proj_bias"), valid_count=valid_count
+            )
+        with jax.named_scope("conv"):
+            gate_in, gate_out, x = jnp.split(pass_.nodes_only(into), 3, axis=-1)
+            conv0 = state.conv
+            if pending is not None:
+                last = pending.record.inputs
+                conv0 = commit_window(conv0, last, pending.path, pending.length)
+            new = rounded_to(gate_in * x, conv0.dtype)
+            inputs = pass_.merged(None if record is None else record.inputs, new)
+            window = pass_.of_queries(pass_.nodes.taps(c.d_conv))
+            y = tree_conv(inputs, p["conv_weight"], p.get("conv_bias"), conv0, window)
+        with jax.named_scope("out_proj"):
+            out = linear_summed(
+                gate_out * y,
+                p["out_proj"],
+                p.get("out_proj_bias"),
+                self.parts,
+                valid_count,
+            )
+        return out, ShortConvRecord(inputs), ShortConvState(conv0)
+
+
+class ShortConv(Mixer[ShortConvConfig]):
+    """The implementation of `mixer.Mixer` for gated short convolutions."""
+
+    kind = "short_conv"
+    Config = ShortConvConfig
+    Module = ShortConvModule
+    State = ShortConvState
+    Record = ShortConvRecord
+
+    def params(self, c: ShortConvConfig, d_model: int) -> Table:
+        return short_conv_params(c, d_model)
+
+    def part(self, c: ShortConvConfig, n: int) -> ShortConvConfig:
+        return replace(c, channels=c.channels // n)
+
+    def conv_taps(self, c: ShortConvConfig) -> int:
+        return c.d_conv
+
+    def init_state(
+        self, c: ShortConvConfig, batch: int, capacity: int, dtype: Any
+    ) -> ShortConvState:
+        return ShortConvState(jnp.zeros((batch, c.d_conv - 1, c.channels), dtype))
+
+    def empty_record(
+        self, c: ShortConvConfig, batch: int, nodes: int, dtype: Any
+    ) -> ShortConvRecord:
+        return ShortConvRecord(jnp.zeros((batch, nodes, c.channels), dtype))
+
+    def record_bytes(self, c: ShortConvConfig, batch: int, nodes: int) -> int:
+        return FLOAT * batch * nodes * c.channels
+
+    def work_bytes(self, c: ShortConvConfig, batch: int, nodes: int, dtype: Any) -> int:
+        return FLOAT * padded_rows(batch * nodes) * 4 * c.channels
+
+
+SHORT_CONV = ShortConv()

@@ -1,0 +1,171 @@
+"""Test that mistakes people make with LFM2 and Olmo-Hybrid change the logits.
+
+Each function plants a mistake in a copy of transformers' model, whose right version the
+checkpoint holds. Its logits must then differ from the library's.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import stree_jax
+from tests.support.hf_checkpoints import VOCAB, lfm2, lfm2_moe, olmo_hybrid
+
+SEEN = 1e-2  # a mistake changes a logit by more than this: 100 times the tolerance
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40)
+MODELS = {
+    "lfm2": lambda: lfm2(conv_bias=True),
+    "lfm2-moe": lfm2_moe,
+    "olmo": lambda: olmo_hybrid(attention_bias=False),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    known = {}
+
+    def make(name):
+        if name not in known:
+            directory = tmp_path_factory.mktemp("mistakes") / name
+            model = MODELS[name]()
+            model.save_pretrained(directory)
+            ours = stree_jax.score(stree_jax.load(directory), TOKENS[None])[0]
+            known[name] = model, np.asarray(ours)
+        return known[name]
+
+    return make
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)[None]).logits[0].numpy()
+
+
+def of(model, ending):
+    """Returns the parameters and buffers with this ending of their name."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    found = [p for name, p in named if name.endswith(ending)]
+    assert found, ending
+    return found
+
+
+def changed(ending, change):
+    def plant(model):
+        with torch.no_grad():
+            for p in of(model, ending):
+                p.copy_(change(p.clone()))
+
+    return plant
+
+
+def thirds(*order):
+    return lambda w: torch.cat([w.chunk(3)[i] for i in order])
+
+
+def exchanged(one, other):
+    """Exchanges two parameters of equal shape in every layer."""
+
+    def plant(model):
+        with torch.no_grad():
+            for a, b in zip(of(model, one), of(model, other), strict=True):
+                kept = a.clone()
+                a.copy_(b)
+                b.copy_(kept)
+
+    return plant
+
+
+def with_config(**fields):
+    def plant(model):
+        for name, value in fields.items():
+            for module in model.modules():
+                if hasattr(module, name):
+                    setattr(module, name, value)
+
+    return plant
+
+
+def ones(w):
+    return torch.ones_like(w)
+
+
+def zeros(w):
+    return torch.zeros_like(w)
+
+
+MIXER = "linear_attn."
+CONV = {
+    "output gate before input gate": changed("in_proj.weight", thirds(1, 0, 2)),
+    "input before gates": changed("in_proj.weight", thirds(2, 0, 1)),
+    "reversed taps": changed("conv.conv.weight", lambda w: w.flip(-1)),
+    "no q norm": changed("q_layernorm.weight", ones),
+    "k norm of q": exchanged("q_layernorm.weight", "k_layernorm.weight"),
+    "norms exchanged": exchanged("operator_norm.weight", "ffn_norm.weight"),
+    "no final norm's scale": changed("embedding_norm.weight", ones),
+}
+MISTAKES = {
+    "lfm2": {
+        **CONV,
+        "no bias of the projection": changed("in_proj.bias", zeros),
+        "no bias of the convolution": changed("conv.conv.bias", zeros),
+        "no bias of the output": changed("conv.out_proj.bias", zeros),
+        "up before gate": exchanged("w1.weight", "w3.weight"),
+    },
+    "lfm2-moe": {
+        **CONV,
+        "no bias for the choice": changed("expert_bias", zeros),
+        "bias of the opposite sign": changed("expert_bias", lambda b: -b),
+        "up before gate": changed(
+            "experts.gate_up_proj", lambda w: torch.cat(w.chunk(2, 1)[::-1], 1)
+        ),
+        "experts in another order": changed("experts.down_proj", lambda w: w.flip(0)),
+        "no scale of the experts": with_config(routed_scaling_factor=1.0),
+        "weights that are not normalized": with_config(norm_topk_prob=False),
+    },
+    "olmo": {
+        "beta up to 1": with_config(allow_neg_eigval=False),
+        "a before b": exchanged("a_proj.weight", "b_proj.weight"),
+        "k before q": exchanged(
+            "linear_attn.q_proj.weight", "linear_attn.k_proj.weight"
+        ),
+        "reversed taps": changed("conv1d.weight", lambda w: w.flip(-1)),
+        "channels of the convolution moved": changed(
+            "conv1d.weight", lambda w: w.roll(5, 0)
+        ),
+        "no scale of the output's norm": changed("o_norm.weight", ones),
+        "no scale of the q norm": changed("self_attn.q_norm.weight", ones),
+        "k norm of one head": changed(
+            "self_attn.k_norm.weight", lambda w: w[:6].repeat(2)
+        ),
+        "norms after exchanged": changed("post_feedforward_layernorm.weight", ones),
+        "growth in place of decay": changed("A_log", lambda w: w - 3),
+        "no dt_bias": changed("dt_bias", zeros),
+        "norm before attention's output": changed(
+            "layers.1.post_attention_layernorm.weight", ones
+        ),
+        "gate of v": exchanged(
+            "linear_attn.v_proj.weight", "linear_attn.g_proj.weight"
+        ),
+        "up before gate": exchanged("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "heads of another order": changed(
+            "linear_attn.v_proj.weight", lambda w: w.roll(12, 0)
+        ),
+    },
+}
+CASES = [(name, mistake) for name, all_of in MISTAKES.items() for mistake in all_of]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_agree_without_a_mistake(made, name):
+    model, ours = made(name)
+    np.testing.assert_allclose(ours, logits(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "mistake"), CASES)
+def test_a_mistake_is_seen(made, name, mistake):
+    model, ours = made(name)
+    wrong = copy.deepcopy(model)
+    MISTAKES[name][mistake](wrong)
+    assert np.abs(logits(wrong) - ours).max() > SEEN

@@ -1,0 +1,96 @@
+"""Test models of LFM2 and Olmo-Hybrid everywhere in the decoder: the output of every
+drafter and tree equals plain decoding."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import Sampling, Staged
+from stree_jax.training.ngrams import count_grams, katz
+from tests.speculation.auto import times
+from tests.support.heads import random_heads
+from tests.support.tiny import REAL, perturbed, tiny_hybrid
+
+NEW, LENGTHS = 24, [1, 5, 70, 33]
+AUTO = "auto:1,4,8"
+CONVS = ("short_conv", "mlp", "attention", "moe", "short_conv", "mlp")
+AFTER = ("delta", "mlp", "after:attention", "after:mlp", "both:delta", "mlp")
+MODELS = {
+    "lfm2": partial(tiny_hybrid, 1, CONVS),
+    "olmo": partial(tiny_hybrid, 1, AFTER, qk_norm_whole=True),
+}
+CASES = [
+    ("model", "A"),
+    ("model", AUTO),
+    ("model", "beam:2x3"),
+    ("lookup", "chain:4"),
+    ("lookup", AUTO),
+    ("heads", AUTO),
+    ("staged", "A"),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def target(request):
+    return MODELS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(8, REAL, n).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def write(target, prompts):
+    plainly = dict(max_new_tokens=NEW, stop_tokens=(), drafter=None)
+    return partial(stree_jax.generate, target, prompts, **plainly)
+
+
+@pytest.fixture(scope="module")
+def plain(write):
+    return write()
+
+
+@pytest.fixture(scope="module")
+def drafters(target, plain, prompts):
+    half = target.replace(params=perturbed(target.params, 0.03, 3))
+    texts = [a + b for a, b in zip(prompts, plain.tokens, strict=True)]
+    text = np.resize(sum(texts, []), (1, 256)).astype(np.int32)
+    ngrams = katz(count_grams(text, 3, REAL), REAL, slots=512, keep=4)
+    return {
+        "lookup": "lookup",
+        "model": half,
+        "heads": random_heads(target, heads=2, blocks=1),
+        "staged": Staged(half, ngrams),
+    }
+
+
+@pytest.mark.parametrize(("name", "tree"), CASES)
+def test_text_is_identical_to_plain_decoding(write, drafters, plain, name, tree):
+    """Greedy, and sampled with the default rule."""
+    fast = dict(times=times()) if tree == AUTO else {}
+    drafting = dict(drafter=drafters[name], tree=tree) | fast
+    assert write(**drafting).tokens == plain.tokens
+    sampling = [Sampling(t, seed=4) for t in (0, 0.5, 1.0, 1.5)]
+    want = write(sampling=sampling).tokens
+    assert write(sampling=sampling, **drafting).tokens == want
+
+
+def test_a_whole_path_is_accepted_of_the_target_itself(target, prompts):
+    options = dict(max_new_tokens=NEW, stop_tokens=(), drafter=target, tree="A")
+    result = stree_jax.generate(target, prompts, **options)
+    assert result.target_calls.tolist() == [-(-NEW // 5)] * len(LENGTHS)
+
+
+def test_scores_do_not_depend_on_how_the_text_is_read(target, prompts):
+    """Chunks, and a tree below a text."""
+    text = np.asarray(prompts[2], np.int32)
+    whole = stree_jax.score(target, text[None])[0]
+    chain = [-1, *range(len(text) - 61)]
+    tree = stree_jax.score_tree(target, text[:60], text[60:], chain)
+    np.testing.assert_allclose(tree, whole[60:], rtol=0, atol=1e-4)
+    assert np.isfinite(whole).all() and whole.dtype == jnp.float32
