@@ -11,7 +11,7 @@ stored in it and large.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -19,7 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.cpu_kernels import available, cpu_kernel, floats, panels_unsupported
+from stree_jax.cpu_kernels import (
+    available,
+    by_platform,
+    cpu_kernel,
+    floats,
+    panels_unsupported,
+)
 from stree_jax.models.serialization import register_for_export
 from stree_jax.models.weights.panels import KINDS, PanelKind
 from stree_jax.models.weights.panels.gpu import gpu_product
@@ -253,9 +259,13 @@ class Panels(Weight):
         bits."""
         if self.columns is not None:
             rows = rows[:, self.columns]
-        compute = _product if native else _product.definition
-        panels = jnp.asarray(self.panels)
-        y = compute(rows, panels, valid_count, **self._options())
+        definition = _product.definition
+        cpu, cuda, default = (
+            partial(function, **self._options())
+            for function in (_product if native else definition, _on_gpu, definition)
+        )
+        args = rows, self.panels, valid_count
+        y = by_platform(*args, cpu=cpu, cuda=cuda, default=default)
         return y if self.factor is None else y * self.factor[None]
 
     def _options(self) -> dict[str, Any]:
