@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.checkpoint_files import CheckpointFiles as CheckpointFiles
 from stree_jax.convert.configs import Warn, check_mtp, read_config
 from stree_jax.convert.errors import CheckpointError as CheckpointError
@@ -27,7 +28,6 @@ from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import (
     FORMAT,
     SOURCE_CONFIG,
-    atomic_directory,
     check_space,
     config_from_json,
     is_ours,

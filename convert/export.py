@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.configs import GENERATION, export_format, hf_config
 from stree_jax.convert.errors import CheckpointError
@@ -17,7 +18,6 @@ from stree_jax.convert.gguf.checkpoint import source_config
 from stree_jax.convert.rows import split
 from stree_jax.convert.store import (
     SOURCE_CONFIG,
-    atomic_directory,
     check_space,
     dtype_named,
     is_ours,

@@ -1,10 +1,11 @@
 """Moves weights to 2 MB pages, which reduces TLB misses: a step reads all weights."""
 
+import atexit
 import ctypes
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import jax
 
@@ -29,8 +30,16 @@ def to_large_pages(arrays: Iterable[jax.Array]) -> Thread | None:
     large = [array for array in arrays if array.nbytes >= PAGE and _is_on_cpu(array)]
     if not large:
         return None
-    thread = Thread(target=_collapse, args=(large,), daemon=True)
+    stop = Event()
+    thread = Thread(target=_collapse, args=(large, stop), daemon=True)
     thread.start()
+
+    def finish() -> None:
+        """Ends the thread, which must not run while the interpreter shuts down."""
+        stop.set()
+        thread.join()
+
+    atexit.register(finish)
     return thread
 
 
@@ -47,14 +56,15 @@ def _is_on_cpu(array: jax.Array) -> bool:
     } == {"cpu"}
 
 
-def _collapse(arrays: list[jax.Array]) -> None:
+def _collapse(arrays: list[jax.Array], stop: Event) -> None:
     """Moves the whole pages of each array to large pages.
 
-    Empties the list one by one, so that arrays stay alive only until their turn.
+    Empties the list one by one, so that arrays stay alive only until their turn. Ends
+    early if `stop` is set.
     """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    while arrays:
+    while arrays and not stop.is_set():
         for shard in arrays.pop().addressable_shards:
             try:
                 first = shard.data.unsafe_buffer_pointer()

@@ -22,6 +22,7 @@ import numpy as np
 from stree_jax.checkpoints.resolve import local_or_hub, resolve, valid_path
 from stree_jax.checks import with_hints
 from stree_jax.convert import CheckpointError
+from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.hub import HubName, repository
 from stree_jax.convert.source import (
     Source,
@@ -31,7 +32,7 @@ from stree_jax.convert.source import (
     open_files,
     read_json,
 )
-from stree_jax.convert.store import atomic_directory, dtype_named, weights_named
+from stree_jax.convert.store import dtype_named, weights_named
 from stree_jax.models import Format
 from stree_jax.models.heads import Heads, HeadsConfig, head_table
 from stree_jax.models.params import by_path, nest, stored

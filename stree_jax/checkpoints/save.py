@@ -7,11 +7,11 @@ from stree_jax import models
 from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.resolve import valid_path
 from stree_jax.checks import with_hints
+from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.export import tokenizer_json
 from stree_jax.convert.special_tokens import SETTINGS
 from stree_jax.convert.store import (
-    atomic_directory,
     check_space,
     saved_format,
     write_directory,

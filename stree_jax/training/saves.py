@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from flax import struct
 
-from stree_jax.convert.store import os_problem, quiet_orbax
+from stree_jax.convert.atomic import os_problem
+from stree_jax.convert.store import quiet_orbax
 
 if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager

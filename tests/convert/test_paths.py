@@ -13,7 +13,7 @@ import pytest
 
 import stree_jax
 from stree_jax.cli import main as cli
-from stree_jax.convert import CheckpointError, convert_checkpoint, store
+from stree_jax.convert import CheckpointError, atomic, convert_checkpoint, store
 from tests.support.checkpoints import assert_same, sources
 from tests.support.tiny import tiny
 
@@ -104,7 +104,7 @@ def test_save_wants_a_model_and_a_path(model, tmp_path, wrong):
 WRITER = """
 import sys, time
 from pathlib import Path
-from stree_jax.convert.store import atomic_directory
+from stree_jax.convert.atomic import atomic_directory
 with atomic_directory(Path(sys.argv[1])) as temporary:
     (temporary / "part").write_text("x")
     print(temporary.name, flush=True)
@@ -156,7 +156,7 @@ def test_without_locks_nothing_is_removed(model, tmp_path, monkeypatch):
     def fail(directory):
         raise OSError("no locks")
 
-    monkeypatch.setattr(store, "_lock", fail)
+    monkeypatch.setattr(atomic, "_lock", fail)
     (tmp_path / ".dst.tmp-abcdefgh").mkdir()
     stree_jax.save(model, tmp_path / "dst")
     names = {file.name for file in tmp_path.iterdir()}

@@ -20,10 +20,10 @@ from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from stree_jax.cli.chat import read_chat_template, read_special_tokens
 from stree_jax.cli.serve import api_keys
+from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.files import read_file
-from stree_jax.convert.store import atomic_directory
 from stree_jax.sizing import step_times
 from stree_jax.training.recipe import Job, read_tokenizer_file
 from stree_jax.training.saves import one_line_errors

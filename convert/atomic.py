@@ -1,0 +1,128 @@
+"""Creates directories atomically: they are complete, or do not exist."""
+
+import os
+import re
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from stree_jax.convert.configs import Warn
+from stree_jax.convert.errors import CheckpointError
+
+REMOVALS = 40  # attempts to remove a directory, 0.05 s apart
+
+
+@contextmanager
+def atomic_directory(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
+    """Creates a temporary directory that is renamed to `dst` if the block succeeds.
+
+    If the process is killed, `dst` does not exist or is complete, and the next process
+    that writes to the same path removes the leftovers.
+
+    Args:
+      dst: path of the new directory.
+      warn: called with one line if leftovers were removed.
+
+    Yields:
+      The temporary directory, a sibling of `dst`.
+
+    Raises:
+      CheckpointError: `dst` exists, its parent does not exist, or it cannot be written.
+    """
+    dst = dst.absolute()
+    try:
+        if dst.exists() or dst.is_symlink():
+            raise CheckpointError(f"{dst}: exists already; choose another place")
+        if not dst.parent.is_dir():
+            raise CheckpointError(f"{dst.parent}: no such directory")
+        temporary, lock = _temporary(dst, warn)
+    except OSError as error:
+        raise CheckpointError(f"{dst}: cannot be written ({error})") from error
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        for file in temporary.iterdir():
+            file.chmod(0o755 if file.is_dir() else 0o644)
+        os.rename(temporary, dst)
+    except CheckpointError:
+        raise
+    except Exception as error:  # each writer raises its own exception for a full disk
+        if (problem := os_problem(error)) is None:
+            raise
+        raise CheckpointError(f"{dst}: cannot be written ({problem})") from error
+    finally:
+        _remove(temporary)
+        if lock is not None:
+            os.close(lock)
+
+
+def _remove(directory: Path) -> None:
+    """Removes a directory in which threads of a failed write may still create files."""
+    for _ in range(REMOVALS):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.05)
+
+
+def os_problem(error: Exception) -> str | None:
+    """Returns the operating system's message for an error, such as a full disk, or None
+    if the error is of another kind.
+
+    safetensors and tokenizers report "(os error 28)", tensorstore
+    "[os_error_code='28']".
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = re.search(r"os[ _]error(?:_code=')?[ ]?(\d+)", str(error))
+    return None if found is None else os.strerror(int(found[1]))
+
+
+def _temporary(dst: Path, warn: Warn) -> tuple[Path, int | None]:
+    """Creates a temporary sibling of `dst` and locks it. Removes those of processes
+    that have ended.
+
+    The operating system releases the lock when the process ends, for any reason.
+    """
+    prefix = f".{dst.name[:50]}.tmp-"  # a name has at most 255 bytes
+    for left in sorted(dst.parent.iterdir()):
+        if re.fullmatch(re.escape(prefix) + r"\w{8}", left.name):
+            with suppress(OSError):  # locks are unsupported, so it may be in use
+                if (lock := _lock(left)) is not None:
+                    shutil.rmtree(left, ignore_errors=True)
+                    os.close(lock)
+                    warn(f"{left}: removed (left by a process that was killed)")
+    while True:
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=dst.parent))
+        try:
+            if (lock := _lock(temporary)) is not None:
+                return temporary, lock
+        except OSError:  # a file system without locks
+            return temporary, None
+
+
+def _lock(directory: Path) -> int | None:
+    """Locks a directory and returns the file descriptor that holds the lock. Returns
+    None if another process holds it.
+
+    Raises:
+      OSError: the file system does not support locks.
+    """
+    import fcntl
+
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.stat(directory), os.fstat(lock)):
+            return lock  # locked, and still the same directory
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
