@@ -48,14 +48,8 @@ from stree_jax.models.state import (
     init_state,
 )
 from stree_jax.models.tracing import traced_once
-from stree_jax.models.weights.formats import (
-    as_weight,
-    format_of,
-    is_weight,
-    storage_named,
-)
+from stree_jax.models.weights.formats import as_weight, format_of, storage_named
 from stree_jax.models.weights.linear import linear
-from stree_jax.models.weights.plain import in_pool_thread
 from stree_jax.models.weights.weight import Format
 
 
@@ -358,8 +352,6 @@ class LanguageModel(nn.Module):
         n = self.cut.of(VOCAB)
         ids, here = own_rows(tokens, table.shape[0], n)
         h = as_weight(table).rows(ids)
-        if is_weight(table):  # the lookup of a plain array has already done so
-            h = in_pool_thread(h)
         if n > 1:
             h = total(jnp.where(here[..., None], h, 0.0), n)
         return h * self.config.embedding_multiplier

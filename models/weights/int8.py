@@ -18,7 +18,12 @@ from jax import lax
 
 from stree_jax.cpu_kernels import by_platform, cpu_kernel, int8_unsupported
 from stree_jax.models.serialization import register_for_export
-from stree_jax.models.weights.plain import MIN_GPU_ROWS, in_float32, product_shape
+from stree_jax.models.weights.plain import (
+    MIN_GPU_ROWS,
+    in_float32,
+    in_pool_thread,
+    product_shape,
+)
 from stree_jax.models.weights.weight import BFLOAT16, Format, Weight
 
 MAX_Q = 127  # q is from -MAX_Q to MAX_Q
@@ -95,7 +100,7 @@ class Quantized(Weight):
     def rows(self, ids: jax.Array) -> jax.Array:
         q, scale = self.q[ids], self.scale[ids]
         parts = q.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None]
-        return parts.reshape(q.shape)
+        return in_pool_thread(parts.reshape(q.shape))
 
 
 register_for_export(Quantized)
