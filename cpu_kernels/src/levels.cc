@@ -126,6 +126,17 @@ const ProductKernel& float32_product(int64_t level, int64_t m, int64_t k) {
   return kernels_of(level).float32;
 }
 
+// Without VNNI, AVX-512 has nothing for packed weights that AVX2 has not.
+const PanelProduct* panels_of_level(int64_t level) {
+#if defined(__x86_64__)
+  level = std::min(level, instructions());
+  static const bool f16c = __builtin_cpu_supports("f16c");
+  if (level >= 2 && has_vnni()) return avx512_vnni_panels();
+  if (level >= 1 && f16c) return avx2_panels();
+#endif
+  return portable_panels();
+}
+
 // Returns "portable", "avx2", "avx512" or "amx", followed by the machine's extensions.
 const char* instruction_names() {
   static const std::string name = [] {

@@ -1,6 +1,7 @@
 // Kernels by level of CPU instructions.
 #pragma once
 #include "kernels.h"
+#include "panels.h"
 
 namespace stree {
 
@@ -10,5 +11,8 @@ const Kernels& kernels_of(int64_t level);
 
 // Returns the kernel for a weight [m, k] in float32, for any number of rows.
 const ProductKernel& float32_product(int64_t level, int64_t m, int64_t k);
+
+// Returns the kernels for packed weights, by kind.
+const PanelProduct* panels_of_level(int64_t level);
 
 }  // namespace stree

@@ -1,99 +1,11 @@
 // XLA handlers for products.
-#include <algorithm>
-
-#include "handler.h"
 #include "levels.h"
+#include "product_work.h"
 
 namespace ffi = xla::ffi;
 
 namespace stree {
 namespace {
-
-constexpr int64_t MAX_ROWS = 64;  // rows that the kernels are designed for
-
-// A product's columns, divided into pieces that are multiples of `kernel.together` columns,
-// except for the last one.
-//
-// There are two kinds. Large pieces: a few per thread. Small pieces (`kernel.piece` columns): each
-// thread's first pieces are smaller still, because their weights have not been prefetched.
-class Pieces {
- public:
-  Pieces(const ProductKernel& kernel, const Product& p, int64_t threads, int64_t most)
-      : m_(p.m), n_(kernel.together), threads_(threads),
-        whole_(kernel.piece ? kernel.piece(p) / n_ : 0) {
-    const int64_t blocks = (m_ + n_ - 1) / n_;
-    if (whole_ == 0) {
-      count_ = std::min({most, PARTS_A_THREAD * threads, blocks});
-    } else {
-      count_ = 0;
-      while (begin(count_) < m_) count_++;
-    }
-  }
-  bool small() const { return whole_ > 0; }
-  int64_t count() const { return count_; }
-  Columns operator[](int64_t piece) const {
-    return {std::min(begin(piece), m_), std::min(begin(piece + 1), m_)};
-  }
-
- private:
-  int64_t begin(int64_t piece) const {
-    if (whole_ == 0) return (m_ + n_ - 1) / n_ * piece / count_ * n_;
-    int64_t blocks = 0;  // blocks before the piece
-    for (int64_t size = 1; size < whole_; size *= 2) {
-      if (piece < threads_) return (blocks + piece * size) * n_;
-      blocks += threads_ * size, piece -= threads_;
-    }
-    return (blocks + piece * whole_) * n_;
-  }
-  int64_t m_, n_, threads_, whole_, count_ = 0;
-};
-
-void multiply(ffi::ThreadPool& pool, const ProductKernel& kernel, const Product& p,
-              int64_t row_bytes) {
-  void* packed = scratch_of_thread<0>(kernel.packed_bytes(p));
-  {
-    const FlushDenormals flush;
-    kernel.pack(p, packed);
-  }
-  const int64_t most = std::max<int64_t>(1, p.m * row_bytes / PART_BYTES);
-  const int64_t threads = std::min<int64_t>(pool.num_threads(), most);
-  const Pieces pieces(kernel, p, threads, most);
-  const auto columns = [&](int64_t piece, int64_t next) {
-    kernel.columns(p, packed, pieces[piece], pieces[next]);
-  };
-  if (pieces.small())
-    share_out<true>(pool, threads, pieces.count(), columns);
-  else
-    share_out<false>(pool, threads, pieces.count(), columns);
-}
-
-// Computes the product for the valid rows: gathers them, and moves the results to their places.
-ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, Product p,
-               const ValidRows& valid, int64_t row_bytes) {
-  if (!valid.fits()) return refused(NOT_ROWS);
-  auto* const place = static_cast<int64_t*>(scratch_of_thread<1>(p.t * sizeof(int64_t)));
-  int64_t count = 0;
-  for (int64_t t = 0; t < p.t; t++)
-    if (valid(t)) place[count++] = t;
-  p.t = count;
-  if (count == 0) return ffi::Error::Success();
-  const bool together = place[count - 1] == count - 1;
-  if (!together) {
-    auto* const rows = static_cast<float*>(scratch_of_thread<2>(4 * count * p.k));
-    for (int64_t i = 0; i < count; i++)
-      std::copy_n(p.rows + place[i] * p.k, p.k, rows + i * p.k);
-    p.rows = rows;
-  }
-  for (int64_t first = 0; first < count; first += MAX_ROWS) {
-    Product some = p;
-    some.t = std::min(count - first, MAX_ROWS);
-    some.rows += first * p.k, some.out += first * p.m;
-    multiply(pool, kernel, some, row_bytes);
-  }
-  for (int64_t i = count; !together && i-- > 0;)  // from the end, as places only grow
-    if (place[i] != i) std::copy_n(p.out + i * p.m, p.m, p.out + place[i] * p.m);
-  return ffi::Error::Success();
-}
 
 ffi::Error product(ffi::ThreadPool pool, F32 rows, Any weight, S32 counts, Out<F32> out,
                    int64_t level) {
@@ -105,9 +17,9 @@ ffi::Error product(ffi::ThreadPool pool, F32 rows, Any weight, S32 counts, Out<F
   const ValidRows valid(counts, p.t);
   switch (weight.element_type()) {
     case ffi::F32:
-      return run(pool, float32_product(level, p.m, p.k), p, valid, 4 * p.k);
+      return run_product(pool, float32_product(level, p.m, p.k), p, valid, 4 * p.k);
     case ffi::BF16:
-      return run(pool, kernels_of(level).bfloat16, p, valid, 2 * p.k);
+      return run_product(pool, kernels_of(level).bfloat16, p, valid, 2 * p.k);
     default:
       return refused("want a weight in float32 or bfloat16");
   }
@@ -124,7 +36,7 @@ ffi::Error product_int8(ffi::ThreadPool pool, F32 rows, S8 weight, F32 scale, S3
   const Product p{rows.typed_data(), weight.typed_data(), scale.typed_data(),
                   out->typed_data(), shape[0],            shape[1],
                   wide[0],           groups[1]};
-  return run(pool, kernels_of(level).int8, p, ValidRows(counts, p.t), p.k);
+  return run_product(pool, kernels_of(level).int8, p, ValidRows(counts, p.t), p.k);
 }
 
 }  // namespace

@@ -1,0 +1,281 @@
+// Products of few rows with packed weights, for the vectors of one instruction set.
+//
+// Included once per instruction set, inside its namespace, after panels_kinds.h. Like
+// product_body.h it must not use inline functions of standard headers. The including file defines:
+//   W               lanes of a vector: rows of the weight
+//   SIZES           of n rows (up to 16), the number that are computed together first
+//   Number          the numbers of a vector, in the form that `add_dot` takes
+//   Sum<P>          sums of W lanes, begun by `begun<P>(int)`; `total` returns integers
+//   FOUR<P>         bytes of four numbers of a rounded row, which `put_four<P>` writes
+//   PLANES<P>       P, or 2 if the same code computes any number of planes
+//   BY_ROW          true if a block's eight vectors stay in registers, false if a sum per row does
+//   UNROLLED        vectors per iteration, unless BY_ROW
+//   FETCH_FROM      least number of rows for which weights are prefetched
+//
+// The order of operations is fixed, so that a row has the same bits beside any other rows, on any
+// number of threads, and with any instruction set. A row is rounded in groups of columns. Sums
+// over a span of 16 or 32 columns are exact integers; a group adds them in order, each with one
+// fused multiply-add, and the groups are added in order. Minima are added in the same way, times
+// the sum of the rounded row.
+
+constexpr float MIN_GROUP_MAX = 1e-30f;  // smaller groups are 0; same as in models/weights/int8.py
+constexpr int64_t FETCH_AHEAD = 2048;    // bytes from a vector to the one prefetched with it
+
+// How the rows of a product are packed: in groups of `SIZES` rows. A group has blocks of
+// numbers, each followed by a number per span and row, and then scales [k / columns][rows].
+struct PanelRows {
+  int64_t k, columns, planes, spans;
+
+  TARGET static int64_t rounded_up(int64_t n) { return (n + 63) / 64 * 64; }
+  TARGET int64_t block_bytes(int64_t rows) const {
+    return rows * (8 * (planes == 2 ? FOUR<2> : FOUR<1>) + 4 * spans);
+  }
+  TARGET int64_t scales_at(int64_t rows) const {
+    return rounded_up(k / BLOCK * block_bytes(rows));
+  }
+  TARGET int64_t bytes(int64_t rows) const {
+    return scales_at(rows) + rounded_up(4 * rows * (k / columns));
+  }
+};
+
+TARGET inline int together(int64_t rows) { return SIZES[rows < 16 ? rows : 16]; }
+
+template <class K, int P>
+TARGET PanelRows rows_of(const Product& p) {
+  return {p.k, rounded_columns(p.k, P), P, 32 / K::span};
+}
+
+template <class K, int P>
+TARGET int64_t panels_packed_bytes(const Product& p) {
+  const PanelRows rows = rows_of<K, P>(p);
+  int64_t bytes = 0;
+  for (int64_t first = 0; first < p.t; first += together(p.t - first))
+    bytes += rows.bytes(together(p.t - first));
+  return bytes;
+}
+
+// Rounds `count` numbers (at most 256, multiples of 32) to integers up to `most`. Returns the
+// scale.
+TARGET inline float rounded_group(const float* from, int64_t count, float most, int16_t* q) {
+  uint32_t bits = 0;  // of the largest magnitude; infinity and NaN have larger ones
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t magnitude;
+    __builtin_memcpy(&magnitude, from + i, 4);
+    magnitude &= 0x7FFFFFFF;
+    bits = magnitude > bits ? magnitude : bits;
+  }
+  float group_max;
+  __builtin_memcpy(&group_max, &bits, 4);
+  const bool finite = bits < 0x7F800000, is_normal = finite && group_max >= MIN_GROUP_MAX;
+  const float inverse = is_normal ? most / group_max : 0.0f;
+  // Adding and subtracting 1.5 * 2^23 rounds to nearest, ties to even.
+  for (int64_t i = 0; i < count; i++) {
+    const float product = is_normal ? from[i] * inverse : 0.0f;
+    q[i] = static_cast<int16_t>(static_cast<int32_t>((product + 12582912.0f) - 12582912.0f));
+  }
+  return is_normal ? group_max / most : finite ? 0.0f : __builtin_nanf("");
+}
+
+// Packs `count` rows for `rows` rows that are computed together; the others are 0. `zero` and
+// `mins` are those of the kind.
+template <int P>
+TARGET __attribute__((noinline)) void pack_together(const float* from, int count, int rows,
+                                                    const PanelRows& as, int zero, bool mins,
+                                                    char* to) {
+  float* const scales = reinterpret_cast<float*>(to + as.scales_at(rows));
+  const int64_t stride = as.block_bytes(rows), span = 32 / as.spans;
+  alignas(64) int16_t q[256];
+  for (int r = 0; r < rows; r++)
+    for (int64_t g = 0; g < as.k / as.columns; g++) {
+      float scale = 0.0f;
+      if (r < count)
+        scale = rounded_group(from + r * as.k + g * as.columns, as.columns,
+                              P == 2 ? 32512.0f : 127.0f, q);
+      else
+        for (int64_t i = 0; i < as.columns; i++) q[i] = 0;
+      scales[g * rows + r] = scale;
+      for (int64_t b = 0; b < as.columns / BLOCK; b++) {
+        char* const block = to + (g * as.columns / BLOCK + b) * stride;
+        put_block<P>(block + r * FOUR<P>, rows * FOUR<P>, q + BLOCK * b);
+        for (int64_t s = 0; s < as.spans; s++) {
+          int32_t sum = 0;
+          for (int64_t i = 0; i < span; i++) sum += q[BLOCK * b + span * s + i];
+          const float min_factor = static_cast<float>(sum);
+          const int32_t begin = -zero * sum;
+          char* const place = block + 8 * FOUR<P> * rows + 4 * (s * rows + r);
+          __builtin_memcpy(place, mins ? static_cast<const void*>(&min_factor) : &begin, 4);
+        }
+      }
+    }
+}
+
+template <class K, int P>
+TARGET void panels_pack(const Product& p, void* packed) {
+  const PanelRows as = rows_of<K, P>(p);
+  auto* to = static_cast<char*>(packed);
+  for (int64_t first = 0; first < p.t;) {
+    const int rows = together(p.t - first);
+    const int count = static_cast<int>(p.t - first < rows ? p.t - first : rows);
+    pack_together<P>(p.rows + first * p.k, count, rows, as, K::zero, K::mins, to);
+    to += as.bytes(rows), first += count;
+  }
+}
+
+// Loads a vector of weights. If R rows are many, prefetches a later one, tied to this one:
+// otherwise GCC gathers prefetches into bursts, which take much longer.
+template <int R>
+struct Weights {
+  INLINE Bytes operator()(const uint8_t* from) const {
+    Bytes v = vector_at<Bytes>(from);
+#if defined(__x86_64__)
+    if constexpr (R >= FETCH_FROM)
+      asm volatile("prefetcht0 %1" : "+v"(v) : "m"(*(from + FETCH_AHEAD)));
+#endif
+    return v;
+  }
+};
+
+// Adds a block to the sums of its group, for R rows. `x` are the packed rows of the block, `i` the
+// block's number within its tile.
+template <class K, int R, int P>
+INLINE void add_block(Floats (&acc)[R], const uint8_t* block, const typename K::Scales& scales,
+                      int i, const char* x) {
+  constexpr int spans = 32 / K::span, vectors = 8 / spans;
+  Bytes w[8];
+  unpack<K>(w, block, Weights<R>());
+  const char* const extra = x + 8 * FOUR<P> * R;
+  Floats scale[spans];
+#pragma GCC unroll 2
+  for (int s = 0; s < spans; s++) scale[s] = scales.scale(spans * i + s);
+  const auto first = [&](int s, int r) LAMBDA {
+    int32_t begin = 0;
+    if constexpr (!K::mins) __builtin_memcpy(&begin, extra + 4 * (s * R + r), 4);
+    return begun<P>(begin);
+  };
+  const auto add = [&](int s, int r, const Sum<P>& sum) LAMBDA {
+    acc[r] = fused(__builtin_convertvector(total(sum), Floats), scale[s], acc[r]);
+  };
+  if constexpr (BY_ROW) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int s = 0; s < spans; s++) {
+        Sum<P> sum = first(s, r);
+#pragma GCC unroll 8
+        for (int v = s * vectors; v < (s + 1) * vectors; v++)
+          add_dot<P>(sum, Number(w[v]), x + (v * R + r) * FOUR<P>);
+        add(s, r, sum);
+      }
+  } else {
+#pragma GCC unroll 2
+    for (int s = 0; s < spans; s++) {
+      Sum<P> sum[R];
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) sum[r] = first(s, r);
+#pragma GCC unroll UNROLLED
+      for (int v = s * vectors; v < (s + 1) * vectors; v++) {
+        const Number number(w[v]);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) add_dot<P>(sum[r], number, x + (v * R + r) * FOUR<P>);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) add(s, r, sum[r]);
+    }
+  }
+  if constexpr (K::mins) {
+    const Floats min = scales.min(i);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      float factor;
+      __builtin_memcpy(&factor, extra + 4 * r, 4);
+      acc[r] = fused(Floats{} + factor, min, acc[r]);
+    }
+  }
+}
+
+// Adds the sums of a group to the totals [R][W], and clears them.
+template <int R>
+INLINE void add_group(Floats (&acc)[R], const float* scales, float* totals) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    const Floats now = fused(acc[r], Floats{} + scales[r], vector_at<Floats>(totals + r * W));
+    __builtin_memcpy(totals + r * W, &now, sizeof now);
+    acc[r] = Floats{};
+  }
+  asm volatile("" : : : "memory");  // keep totals out of registers, which the sums need
+}
+
+// Computes W lanes from `lane` on of a panel, for R rows: totals [R][W].
+template <class K, int R, int P>
+TARGET __attribute__((noinline)) void panel_of_rows(const uint8_t* panel, int lane, const char* x,
+                                                    const PanelRows& as, float* totals) {
+  constexpr int stride = R * (8 * FOUR<P> + 4 * (32 / K::span));
+  constexpr bool tile_is_group = PLANES<1> == 1 && P == 2 && K::blocks == 8;
+  const auto* scale = reinterpret_cast<const float*>(x + as.scales_at(R));
+  const int64_t tiles = as.k / (K::blocks * BLOCK), blocks = as.columns / BLOCK;
+  Floats acc[R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    acc[r] = Floats{};
+    __builtin_memcpy(totals + r * W, &acc[r], sizeof acc[r]);
+  }
+  int64_t left = blocks;
+  for (int64_t t = 0; t < tiles; t++, panel += K::bytes) {
+    const typename K::Scales scales(panel, lane);
+#pragma GCC unroll 1
+    for (int b = 0; b < K::blocks; b++, x += stride) {
+      add_block<K, R, P>(acc, panel + K::numbers + b * K::block_bytes + 4 * lane, scales, b, x);
+      if constexpr (!tile_is_group) {
+        if (P == 1 || --left == 0) {
+          add_group<R>(acc, scale, totals);
+          scale += R, left = blocks;
+        }
+      }
+    }
+    if constexpr (tile_is_group) {
+      add_group<R>(acc, scale, totals);
+      scale += R;
+    }
+  }
+}
+
+template <class K, int P>
+TARGET void panels_columns(const Product& p, const void* packed, Columns now, Columns) {
+  const PanelRows as = rows_of<K, P>(p);
+  const int64_t bytes = p.k / (K::blocks * BLOCK) * K::bytes;
+  alignas(64) float totals[16 * W];
+  for (int64_t c = now.begin; c < now.end; c += PANEL) {
+    const auto* const panel = static_cast<const uint8_t*>(p.weight) + c / PANEL * bytes;
+    const auto* x = static_cast<const char*>(packed);
+    for (int64_t first = 0; first < p.t;) {
+      const int rows = together(p.t - first);
+      const int count = static_cast<int>(p.t - first < rows ? p.t - first : rows);
+      for (int lane = 0; lane < PANEL; lane += W) {
+        switch (rows) {
+#define STREE_ROWS(R)                                                               \
+  case R:                                                                           \
+    if constexpr (SIZES[R] == R)                                                 \
+      panel_of_rows<K, R, PLANES<P>>(panel, lane, x, as, totals);                 \
+    break;
+          STREE_ROWS(1) STREE_ROWS(2) STREE_ROWS(3) STREE_ROWS(4)
+          STREE_ROWS(6) STREE_ROWS(8) STREE_ROWS(12) STREE_ROWS(16)
+#undef STREE_ROWS
+        }
+        const int64_t left = now.end - c - lane, lanes = left < W ? left : W;
+        for (int r = 0; lanes > 0 && r < count; r++)
+          __builtin_memcpy(p.out + (first + r) * p.m + c + lane, totals + r * W, 4 * lanes);
+      }
+      x += as.bytes(rows), first += count;
+    }
+  }
+}
+
+template <class K, int P>
+constexpr ProductKernel panel_kernel() {
+  return {panels_packed_bytes<K, P>, panels_pack<K, P>, panels_columns<K, P>, PANEL, nullptr};
+}
+
+template <class... Ks>
+struct PanelKernels {
+  static constexpr PanelProduct kernels[] = {{{panel_kernel<Ks, 1>(), panel_kernel<Ks, 2>()}}...};
+};
