@@ -89,7 +89,7 @@ def _check_units(
     size = unit(format.abstract(shape), param.axis)
     runs = [run for i in range(parts) for run in part_indices(param, i, parts)]
     if any(run.start % size or run.stop % size for run in runs):
-        axis_name = ("rows", "columns")[param.axis]
+        axis_name = ("rows", "columns")[param.axis - len(shape)]
         raise ValueError(
             f"mesh: {'/'.join(path)}: {shape[param.axis]} {axis_name} in units of "
             f"{size} do not divide by {MODEL}={parts} in {format}; load in bfloat16, "

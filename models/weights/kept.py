@@ -6,7 +6,7 @@ compute it if they are available, with the same bits on every CPU. All other par
 caches and records are float32. Matrices that cannot be kept are plain arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,8 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.cpu_kernels import cpu_kernel, floats, panels_unsupported
+from stree_jax.cpu_kernels import (
+    cpu_kernel,
+    experts_unsupported,
+    floats,
+    panels_unsupported,
+)
 from stree_jax.models.serialization import register_for_export
+from stree_jax.models.weights.experts import Experts, chosen_rows
 from stree_jax.models.weights.panels import KINDS, PanelKind
 from stree_jax.models.weights.panels.kind import LANES
 from stree_jax.models.weights.panels.product import panel_product
@@ -25,6 +31,7 @@ from stree_jax.models.weights.weight import (
     FLOAT32,
     Format,
     Packed,
+    Stored,
     Weight,
     slices,
     take,
@@ -44,8 +51,9 @@ class KeptFormat(Format):
     planes: int = 2
     keeps_columns: ClassVar[bool] = True
 
-    def store(self, matrix: Any, columns: int | None = None) -> "Whole":
-        return Whole(matrix.astype(FLOAT32, copy=False), self.planes)
+    def store(self, matrix: Any, columns: int | None = None) -> Any:
+        whole = Whole(matrix.astype(FLOAT32, copy=False), self.planes)
+        return whole if matrix.ndim == 2 else Experts(whole)
 
     def source_dtype(self, stored: str) -> np.dtype:
         return FLOAT32
@@ -53,15 +61,23 @@ class KeptFormat(Format):
     def keeps(self, scheme: str, shape: Sequence[int]) -> bool:
         return scheme in KINDS and KINDS[scheme].keeps(shape)
 
-    def keep(self, blocks: Sequence[Packed]) -> Weight:
-        parts = [self._panels(packed) for packed in _joined(blocks)]
-        return parts[0] if len(parts) == 1 else Stack(tuple(parts))
+    def keep(self, blocks: Sequence[Packed], experts: int | None = None) -> Stored:
+        joined = _joined(blocks, experts)
+        parts = tuple(self._panels(packed, experts) for packed in joined)
+        weight = parts[0] if len(parts) == 1 else Stack(parts)
+        return weight if experts is None else Experts(weight)
 
-    def _panels(self, packed: Packed) -> "Panels":
-        kind, m = KINDS[packed.scheme], packed.shape[0]
-        panels = kind.pack(packed.by_row)
+    def _panels(self, packed: Packed, experts: int | None) -> "Panels":
+        kind, rows = KINDS[packed.scheme], packed.shape[0]
         columns, factor = (packed.arrays.get(name) for name in ("columns", "factor"))
-        return Panels(panels, columns, factor, kind.name, -m % LANES, self.planes)
+        m = rows if experts is None else rows // experts
+        padding = -m % LANES
+        if experts is None:
+            panels = kind.pack(packed.by_row)
+        else:
+            panels = _packed_experts(kind, packed.by_row, experts, m)
+            factor = None if factor is None else factor.reshape(experts, m)
+        return Panels(panels, columns, factor, kind.name, padding, self.planes)
 
 
 KEPT = KeptFormat()
@@ -69,9 +85,26 @@ KEPT_INT8 = KeptFormat("kept-int8", planes=1)
 _FORMATS = {format.planes: format for format in (KEPT, KEPT_INT8)}
 
 
-def _joined(blocks: Sequence[Packed]) -> list[Packed]:
+def _packed_experts(
+    kind: PanelKind, arrays: Mapping[str, np.ndarray], experts: int, m: int
+) -> np.ndarray:
+    """Rearranges matrices [E m, k] to panels [E, P, n, nbytes]."""
+    if m % LANES == 0:
+        panels = kind.pack(arrays)
+        return panels.reshape(experts, -1, *panels.shape[1:])
+    each = (
+        kind.pack({name: a[e * m : (e + 1) * m] for name, a in arrays.items()})
+        for e in range(experts)
+    )
+    return np.stack(list(each))
+
+
+def _joined(blocks: Sequence[Packed], experts: int | None = None) -> list[Packed]:
     """Stacks consecutive matrices of one scheme, unless their columns have an order of
-    their own."""
+    their own.
+
+    With `experts`, stacks the matrices of each expert, see `Format.keep`.
+    """
     joined: list[Packed] = []
     for packed in blocks:
         before = joined[-1] if joined else None
@@ -79,7 +112,7 @@ def _joined(blocks: Sequence[Packed]) -> list[Packed]:
         if before is None or own or not before.fits(packed):
             joined.append(packed)
         else:
-            joined[-1] = before.stacked(packed)
+            joined[-1] = before.stacked(packed, experts or 1)
     return joined
 
 
@@ -148,6 +181,18 @@ class Panels(Weight):
     def _options(self) -> dict[str, Any]:
         return {"kind": self.kind, "planes": self.planes, "padding": self.padding}
 
+    def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
+        return _chosen.unsupported(rows, chosen, self.panels, **self._options())
+
+    def chosen_product(
+        self, rows: jax.Array, chosen: jax.Array, native: bool
+    ) -> jax.Array:
+        if self.columns is not None:
+            rows = rows[:, self.columns]
+        compute = _chosen if native else _chosen.definition
+        y = compute(rows, chosen, self.panels, **self._options())
+        return y if self.factor is None else y * self.factor[chosen]
+
     def rows(self, ids: jax.Array) -> jax.Array:
         where = jnp.where(ids < 0, ids + self.shape[0], ids)
         some = self.panels[where // LANES]
@@ -196,6 +241,39 @@ def _product(
     return y[:, : y.shape[1] - padding]
 
 
+@cpu_kernel(
+    "stree_experts_panels",
+    outputs=lambda rows, chosen, panels, kind, planes, padding: floats(
+        chosen.shape[0], panels.shape[1] * LANES - padding
+    ),
+    unsupported=lambda rows, chosen, panels, **_: experts_unsupported(
+        rows, chosen, panels
+    ),
+    shared=("panels",),
+    attributes=lambda kind, planes, **_: {
+        "kind": KINDS[kind].number,
+        "planes": planes,
+    },
+    prepare=lambda rows, *rest, **_: in_float32(rows, *rest),
+)
+def _chosen(
+    rows: jax.Array,
+    chosen: jax.Array,
+    panels: jax.Array,
+    *,
+    kind: str,
+    planes: int,
+    padding: int,
+) -> jax.Array:
+    """Computes products with the chosen matrices of panels [E, P, n, nbytes]."""
+    weight = Panels(panels, None, None, kind, padding, planes)
+
+    def product(rows: jax.Array, expert: Panels) -> jax.Array:
+        return expert.product(rows, None, native=False)
+
+    return chosen_rows(rows, chosen, weight, product)
+
+
 @struct.dataclass
 class Whole(Weight):
     """A matrix that is a plain array in a model that keeps the others.
@@ -223,6 +301,14 @@ class Whole(Weight):
         self, rows: jax.Array, valid_count: jax.Array | None, native: bool
     ) -> jax.Array:
         return PlainWeight(self.array).product(rows, valid_count, native)
+
+    def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
+        return PlainWeight(self.array).chosen_unsupported(rows, chosen)
+
+    def chosen_product(
+        self, rows: jax.Array, chosen: jax.Array, native: bool
+    ) -> jax.Array:
+        return PlainWeight(self.array).chosen_product(rows, chosen, native)
 
     def rows(self, ids: jax.Array) -> jax.Array:
         return PlainWeight(self.array).rows(ids)
@@ -275,6 +361,16 @@ class Stack(Weight):
         self, rows: jax.Array, valid_count: jax.Array | None, native: bool
     ) -> jax.Array:
         each = [part.product(rows, valid_count, native) for part in self.parts]
+        return jnp.concatenate(each, axis=1)
+
+    def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
+        reasons = (part.chosen_unsupported(rows, chosen) for part in self.parts)
+        return next(filter(None, reasons), None)
+
+    def chosen_product(
+        self, rows: jax.Array, chosen: jax.Array, native: bool
+    ) -> jax.Array:
+        each = [part.chosen_product(rows, chosen, native) for part in self.parts]
         return jnp.concatenate(each, axis=1)
 
     def rows(self, ids: jax.Array) -> jax.Array:
