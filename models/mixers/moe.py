@@ -171,8 +171,8 @@ class MoE(nn.Module):
                 # Without the barrier XLA:CPU fuses the transpose at the end of `linear`
                 # into the experts' product, which it cannot compile in bfloat16.
                 x = lax.optimization_barrier(linear(x, p["latent_in"]))
-            options = {"gated": c.gated, "activation": c.activation}
-            y = weighted_experts(x, chosen, weight, p["into"], p["down"], **options)
+            args = x, chosen, weight, p["into"], p["down"]
+            y = weighted_experts(*args, gated=c.gated, activation=c.activation)
             y = total(y, self.parts)
             if c.d_latent:
                 y = linear(y, p["latent_out"])
@@ -195,8 +195,8 @@ def _unsupported(
     gated: bool,
     activation: Activation,
 ) -> str | None:
-    pairs = jax.ShapeDtypeStruct((chosen.size,), chosen.dtype)
-    hidden = floats(chosen.size, down.shape[2])
+    pairs: Any = jax.ShapeDtypeStruct((chosen.size,), chosen.dtype)
+    hidden: Any = floats(chosen.size, down.shape[2])
     products = ((x, into), (hidden, down))
     reasons = (stack_of(w).chosen_unsupported(rows, pairs) for rows, w in products)
     return next(filter(None, reasons), None)

@@ -71,6 +71,7 @@ def expert_product(
     Raises:
       ValueError: the implementation is unknown or does not support the arguments.
     """
+    x, chosen = jnp.asarray(x), jnp.asarray(chosen)
     stack = stack_of(experts)
     reason = stack.chosen_unsupported(x, chosen)
     if implementation not in (None, "xla", "native"):
