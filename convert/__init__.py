@@ -3,7 +3,8 @@ back."""
 
 import shutil
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stree_jax.convert.errors import CheckpointError as CheckpointError
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
 from stree_jax.convert.gguf.header import is_gguf
+from stree_jax.convert.keeping import kept_kinds, layout_of, note_of_dequantized
 from stree_jax.convert.quantized import logical, scheme_names
 from stree_jax.convert.rows import Names, Row
 from stree_jax.convert.source import Source, open_source
@@ -27,8 +29,8 @@ from stree_jax.convert.store import (
     atomic_directory,
     check_space,
     config_from_json,
-    dtype_named,
     is_ours,
+    saved_format,
     weights_named,
     write_directory,
 )
@@ -38,6 +40,7 @@ from stree_jax.convert.tensors import (
     is_finite,
     nonfinite_tensor,
     packed_blocks,
+    packed_experts,
     parts_are_read,
     read_param,
     rows_of,
@@ -56,6 +59,12 @@ from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import Make, Slices, part_indices, placed
 from stree_jax.models.sharding.shards import WHOLE, Cut
 from stree_jax.models.weights.formats import is_weight
+from stree_jax.models.weights.kept import (
+    KEPT,
+    KeptFormat,
+    Layout,
+    runs_compiled,
+)
 from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, take
 
 
@@ -82,13 +91,14 @@ class Opened:
       format: our name of the model family; "gguf" followed by llama.cpp's name of the
         architecture; or "stree-jax" for our own format.
       config: the architecture.
-      dtype: dtype in which the weights are loaded by default.
+      dtype: dtype in which the weights are loaded by default, unless they are kept.
       quantized: quantization scheme of the weights, such as "nvfp4". None if they are
         not quantized.
       source: the tensors. None for a directory of our own format.
       names: names of the tensors. None for a directory of our own format.
       left_out: names of the tensors that are not read, as patterns such as
         "model.visual.*".
+      own_format: format of the stored weights, for a directory of our own format.
     """
 
     files: CheckpointFiles
@@ -99,6 +109,65 @@ class Opened:
     source: Source | None = None
     names: Names | None = None
     left_out: tuple[str, ...] = ()
+    own_format: Format | None = None
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Storage of the matrices in dtype "kept"."""
+        if self.source is None or self.names is None:
+            return ()
+        return layout_of(self.source, self.names, self.config)
+
+    def weight_format(self, dtype: Any = None, warn: Warn | None = None) -> Format:
+        """Returns the format in which `load` stores the weights.
+
+        Args:
+          dtype: the argument of `load`. If None, "kept" if a matrix can be kept and the
+            compiled CPU kernels run here; otherwise `self.dtype`.
+          warn: called with one line if no matrix can be kept although `dtype` says so.
+
+        Raises:
+          CheckpointError: the dtype is unknown.
+        """
+        if self.own_format is not None:
+            return _in_own(self.own_format, dtype)
+        if dtype is None:
+            use = KEPT if runs_compiled() and kept_kinds(self.layout) else self.dtype
+            return self.weight_format(use)
+        found = weights_named(dtype)
+        if not isinstance(found, KeptFormat):
+            return found
+        if kept_kinds(self.layout):
+            return replace(found, layout=self.layout)
+        if warn is not None:
+            warn(
+                f"{self.files.path}: no matrix can be kept as it is; loaded in "
+                f"{self.dtype}"
+            )
+        return weights_named(self.dtype)
+
+    def exported_dtype(self) -> np.dtype:
+        """Returns the default dtype for exports.
+
+        Raises:
+          CheckpointError: the stored weights are kept.
+        """
+        if isinstance(self.own_format, KeptFormat):
+            raise CheckpointError(
+                f"{self.files.path}: its weights are kept as {self.quantized}; to "
+                "export them dequantized, give --dtype bfloat16 or float32"
+            )
+        return self.dtype
+
+
+def _in_own(stored: Format, dtype: Any) -> Format:
+    """Returns the format for weights of a converted directory, stored in `stored`."""
+    found = stored if dtype is None else weights_named(dtype)
+    if not isinstance(found, KeptFormat):
+        return found
+    if isinstance(stored, KeptFormat):
+        return replace(found, layout=stored.layout)
+    return stored
 
 
 def open_local(
@@ -124,10 +193,12 @@ def open_local(
     if not files.path.is_dir() and not files.is_gguf:
         raise CheckpointError(f"{files.path}: no such directory")
     if is_ours(files):
-        config, dtype = config_from_json(files)
+        config, own = config_from_json(files)
         if mtp:
             check_mtp(files.path, config)
-        return Opened(files, FORMAT, config, dtype)
+        kinds = isinstance(own, KeptFormat) and "+".join(sorted(kept_kinds(own.layout)))
+        quantized = kinds or None
+        return Opened(files, FORMAT, config, own.dtype, quantized, own_format=own)
     left_out: tuple[str, ...] = ()
     if files.is_gguf:
         source, name, names, config = open_gguf(files, mtp, warn)
@@ -158,6 +229,15 @@ class Checkpoint:
     config: ModelConfig
     rows: list[Row]
     weight_format: Format
+
+    @property
+    def note(self) -> str | None:
+        """One line about quantized matrices that a kept model stores as bfloat16, or
+        None."""
+        format = self.weight_format
+        if not isinstance(format, KeptFormat):
+            return None
+        return note_of_dequantized(self.source, self.rows, self.config, format.layout)
 
     def read(
         self,
@@ -221,7 +301,7 @@ class Checkpoint:
         entry, format = param_at(self.config, row.path), self.weight_format
         dtype = array_dtype(entry, format.dtype)
         if entry.quantizable:
-            dtype = format.source_dtype(dtype_in_file(self.source, row))
+            dtype = format.source_dtype(dtype_in_file(self.source, row), shape)
 
         def read(axis: int = 0, places: Slices = ()) -> np.ndarray:
             found = read_param(self.source, row, shape, dtype, axis, places)
@@ -234,9 +314,12 @@ class Checkpoint:
             return part if done else format.store(part, shape[-1])
 
         def whole() -> Any:
-            blocks = None
-            if entry.quantizable:
-                blocks = packed_blocks(self.source, row, format)
+            if not entry.quantizable:
+                return read()
+            if len(shape) == 3:
+                blocks = packed_experts(self.source, row, format)
+                return read() if blocks is None else format.keep(blocks, shape[0])
+            blocks = packed_blocks(self.source, row, format)
             return read() if blocks is None else format.keep(blocks)
 
         if param is None or parts == 1:
@@ -267,7 +350,7 @@ def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
     _check_layer_count(source, config)
     rows = rows_of(names, config)
     check_tensors(source, rows, config)
-    kept = weights_named(opened.dtype if dtype is None else dtype)
+    kept = opened.weight_format(opened.dtype if dtype is None else dtype)
     return Checkpoint(source, config, rows, kept)
 
 
@@ -299,7 +382,8 @@ def convert_checkpoint(
       src: a directory in a supported format, or a GGUF file.
       dst: path of the new directory, which must not exist. If the process is killed, it
         does not exist or is complete.
-      dtype: "float32" or "bfloat16". If None, see `source_dtype`.
+      dtype: "float32", "bfloat16", or "kept" to keep quantized weights. If None, see
+        `source_dtype`.
       progress: True to show a progress bar, on a terminal only.
       dt_floor: see `configs.read_config`.
       warn: called with one line for each problem that is not an error: a weight with
@@ -314,15 +398,19 @@ def convert_checkpoint(
     """
     with atomic_directory(dst, warn) as temporary:
         if dtype is not None:
-            dtype_named(dtype)
+            saved_format(dtype)
         files = CheckpointFiles(src)
         read_tokenizer(files, warn)  # raises for a bad one before the weights are read
-        checkpoint = checked(open_local(files, dt_floor, warn, mtp=None), dtype)
-        config, kept = checkpoint.config, checkpoint.weight_format.dtype
-        check_space(dst, config, kept)
+        opened = open_local(files, dt_floor, warn, mtp=None)
+        dtype = opened.dtype if dtype is None else dtype
+        checkpoint = checked(opened, opened.weight_format(dtype, warn))
+        config, format = checkpoint.config, checkpoint.weight_format
+        check_space(dst, config, format)
+        if (note := checkpoint.note) is not None:
+            warn(note)
         copy_tokenizer(files, temporary)  # before `write_directory` takes its checksum
         if files.is_gguf:
             write_source_config(files.header, temporary / SOURCE_CONFIG)
         else:
             shutil.copyfile(files.config_file, temporary / SOURCE_CONFIG)
-        write_directory(temporary, config, kept, checkpoint.read(progress, warn))
+        write_directory(temporary, config, format, checkpoint.read(progress, warn))

@@ -9,6 +9,7 @@ import numpy as np
 
 from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.configs import GENERATION, export_format, hf_config
+from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.families.qwen3_5 import TEXT
 from stree_jax.convert.fields import ConfigFields
@@ -26,6 +27,7 @@ from stree_jax.convert.tokenizer import copy_tokenizer
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, by_path, format_of
 from stree_jax.models.config_json import MAX_SIZE
+from stree_jax.models.weights.kept import KeptFormat
 
 SHARD_BYTES = 5 * 10**9
 
@@ -61,7 +63,13 @@ def export_hf(
       CheckpointError: no Hugging Face class has the model's layers and options, `dst`
         cannot be written, or the disk is full.
     """
-    dtype = dtype_named(format_of(params))
+    format = format_of(params)
+    if isinstance(format, KeptFormat):
+        raise CheckpointError(
+            "export: the weights are kept quantized; load the model in bfloat16 or "
+            "float32 to export it"
+        )
+    dtype = dtype_named(format)
     fields = hf_config(config, dtype.name, _kept_fields(config, source))
     tensors = _tensors(config, params)
     with atomic_directory(dst) as temporary:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,6 +26,13 @@ from stree_jax.checks import shown
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.kept_file import (
+    check_kept,
+    layout_from_json,
+    layout_to_json,
+    read_kept,
+    write_kept,
+)
 from stree_jax.convert.restore import restored
 from stree_jax.convert.tokenizer import end_of_text, end_token, has_tokenizer
 from stree_jax.models import (
@@ -40,11 +47,14 @@ from stree_jax.models import (
 from stree_jax.models.memory import weight_bytes
 from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.sharding.shards import WHOLE, Cut
+from stree_jax.models.weights.kept import KeptFormat, with_layout
 
 FORMAT, VERSION = "stree-jax", 2
-READABLE = (1, VERSION)  # version 1 has one config per kind of mixer
+KEPT_VERSION = 3  # of kept models, whose weights are in one safetensors file
+READABLE = (1, VERSION, KEPT_VERSION)  # version 1 has one config per kind of mixer
 PARAMS = "params"  # folder of the weights
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
+FIELDS |= {"layout"}  # of kept models
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that tensorstore does not interpret
 WRITE_BYTES = 2**27  # bytes that orbax writes at the same time, at least
 CHUNK_BYTES = 2**26  # chunk size of parameters; a part of one is read in whole chunks
@@ -58,25 +68,38 @@ THREADS = 8  # threads that hash; a core with SHA instructions hashes about 2 GB
 
 
 def dtype_named(dtype: Any) -> np.dtype:
-    """Returns the dtype for weights on a disk, from a name, a dtype or a format.
+    """Returns the dtype of plain weights on a disk, from a name, a dtype or a format.
 
     Raises:
       CheckpointError: the format is unknown, or not plain.
     """
-    return weights_named(dtype, on_disk=True).dtype
+    return weights_named(dtype, lambda format: format.plain).dtype
 
 
-def weights_named(dtype: Any, on_disk: bool = False) -> Format:
+def saved_format(dtype: Any) -> Format:
+    """Returns the format for weights of a converted directory.
+
+    Raises:
+      CheckpointError: the format is unknown, or models cannot be saved in it.
+    """
+    return weights_named(dtype, lambda format: format.can_be_saved)
+
+
+def weights_named(
+    dtype: Any, on_disk: Callable[[Format], bool] | None = None
+) -> Format:
     """Returns the format of weights, from a name, a dtype or a format.
 
     Args:
       dtype: the name, dtype or format.
-      on_disk: True if the weights will be written to a disk.
+      on_disk: True for formats that can be written to a disk. If None, the weights
+        will not be written.
 
     Raises:
       CheckpointError: the format is unknown, or cannot be written to a disk.
     """
-    names = [name for name, format in FORMATS.items() if format.plain or not on_disk]
+    allowed = on_disk or (lambda _: True)
+    names = [name for name, format in FORMATS.items() if allowed(format)]
     wanted = " or ".join(", ".join(names).rsplit(", ", 1))
     name = dtype if isinstance(dtype, str) else ""
     if isinstance(dtype, type | np.dtype):  # an array has a NumPy dtype, too
@@ -85,7 +108,7 @@ def weights_named(dtype: Any, on_disk: bool = False) -> Format:
     found = dtype if isinstance(dtype, Format) else FORMATS.get(name)
     if found is None or found.name not in FORMATS:
         raise CheckpointError(f"dtype: want {wanted}, got {shown(dtype)}")
-    if on_disk and not found.plain:
+    if not allowed(found):
         raise CheckpointError(
             f"dtype: models cannot be saved in {found}, only loaded; want {wanted}"
         )
@@ -251,7 +274,7 @@ def _plain(directory: Path) -> Iterator[Path]:
         yield link
 
 
-def check_space(dst: Path, config: ModelConfig, dtype: np.dtype) -> None:
+def check_space(dst: Path, config: ModelConfig, dtype: Any) -> None:
     """Checks that the disk of `dst` has enough free space for a model.
 
     Raises:
@@ -266,13 +289,16 @@ def check_space(dst: Path, config: ModelConfig, dtype: np.dtype) -> None:
         )
 
 
-def config_to_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    return {
+def config_to_json(config: ModelConfig, format: Format) -> dict[str, Any]:
+    values = {
         "format": FORMAT,
         "version": VERSION,
-        "dtype": dtype.name,
+        "dtype": format.name,
         "model": config_json.to_json(config),
     }
+    if isinstance(format, KeptFormat):
+        values |= {"version": KEPT_VERSION, "layout": layout_to_json(format.layout)}
+    return values
 
 
 def is_ours(files: CheckpointFiles) -> bool:
@@ -280,8 +306,8 @@ def is_ours(files: CheckpointFiles) -> bool:
     return files.config_file.is_file() and files.json().get("format") == FORMAT
 
 
-def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, np.dtype]:
-    """Reads the architecture and dtype of a directory in our own format.
+def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, Format]:
+    """Reads the architecture and weight format of a directory in our own format.
 
     Raises:
       CheckpointError: a field is unknown, missing or invalid.
@@ -291,18 +317,22 @@ def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, np.dtype]:
         raise CheckpointError(f"{file}: {min(unknown)}: unknown field")
     if values.get("version") not in READABLE:
         raise CheckpointError(
-            f"{file}: version: want {VERSION} or before, got {values.get('version')!r}"
+            f"{file}: version: want {KEPT_VERSION} or before, "
+            f"got {values.get('version')!r}"
         )
     try:
         config = config_json.from_json(values.get("model"))
         param_shapes(config)  # raises for sizes that do not fit each other
-        dtype = dtype_named(values.get("dtype"))
+        format = saved_format(values.get("dtype"))
+        if isinstance(format, KeptFormat):
+            layout = layout_from_json(values.get("layout"), config)
+            format = replace(format, layout=layout)
     except (ArithmeticError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{file}: not a model config ({reason})") from error
     if not config.stop_tokens and "tokenizer" not in values:
         config = replace(config, stop_tokens=_ends_by_later_tokenizer(config, files))
-    return config, dtype
+    return config, format
 
 
 def _ends_by_later_tokenizer(
@@ -345,7 +375,7 @@ def _checksum(values: Mapping[str, Any]) -> str:
 
 
 def write_directory(
-    directory: Path, config: ModelConfig, dtype: np.dtype, params: Any
+    directory: Path, config: ModelConfig, format: Format, params: Any
 ) -> None:
     """Writes params/, and then config.json with the checksums of all files.
 
@@ -354,32 +384,16 @@ def write_directory(
     Args:
       directory: an existing directory, empty except for the tokenizer's files.
       config: the architecture.
-      dtype: dtype of the weights.
+      format: format of the weights.
       params: the parameters.
     """
-    import orbax.checkpoint as ocp
-
-    folder = directory.absolute() / "params"
-    # Bytes that orbax compresses at the same time; must exceed the largest parameter.
-    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
-    at_once = (max(largest, WRITE_BYTES) + 2**20) / 1e9
-    try:
-        with (
-            quiet_orbax(),
-            _plain(directory.absolute()) as plain,
-            ocp.StandardCheckpointer(save_concurrent_gb=at_once) as checkpointer,
-        ):
-            chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
-            save_args = jax.tree.map(lambda _: chunked, params)
-            checkpointer.save(plain / "params", params, save_args=save_args)
-            checkpointer.wait_until_finished()
-    except CheckpointError:
-        raise
-    except Exception as error:  # orbax and tensorstore raise many kinds
-        if os_problem(error) is not None:
-            raise  # `atomic_directory` converts it to a CheckpointError
-        raise CheckpointError(f"{folder}: cannot be written ({error!r})") from error
-    values = config_to_json(config, dtype)
+    folder = directory.absolute() / PARAMS
+    format = with_layout(format, by_path(params))
+    if isinstance(format, KeptFormat):
+        write_kept(folder, params)
+    else:
+        _write_orbax(folder, params)
+    values = config_to_json(config, format)
     found, beside = _files(folder), directory / HASHED
     values["files"] = dict(zip(found, _entries(found.values()), strict=True))
     if beside.is_file():
@@ -388,6 +402,31 @@ def write_directory(
     (directory / "config.json").write_text(json.dumps(values, indent=1) + "\n")
     written = CheckpointFiles(directory)
     read_params(written, config_from_json(written)[0], None)
+
+
+def _write_orbax(folder: Path, params: Any) -> None:
+    """Writes plain parameters to a folder that does not exist yet."""
+    import orbax.checkpoint as ocp
+
+    # Bytes that orbax compresses at the same time; must exceed the largest parameter.
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    at_once = (max(largest, WRITE_BYTES) + 2**20) / 1e9
+    try:
+        with (
+            quiet_orbax(),
+            _plain(folder.parent) as plain,
+            ocp.StandardCheckpointer(save_concurrent_gb=at_once) as checkpointer,
+        ):
+            chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+            save_args = jax.tree.map(lambda _: chunked, params)
+            checkpointer.save(plain / PARAMS, params, save_args=save_args)
+            checkpointer.wait_until_finished()
+    except CheckpointError:
+        raise
+    except Exception as error:  # orbax and tensorstore raise many kinds
+        if os_problem(error) is not None:
+            raise  # `atomic_directory` converts it to a CheckpointError
+        raise CheckpointError(f"{folder}: cannot be written ({error!r})") from error
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -479,10 +518,18 @@ def read_params(
       CheckpointError: a file of params/ or the tokenizer is damaged or missing.
     """
     directory = files.path.absolute()
-    folder = directory / "params"
+    folder = directory / PARAMS
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such directory")
     _check_files(files, hashed=dtype is not None)
+    stored = config_from_json(files)[1]
+    if isinstance(stored, KeptFormat):
+        check_kept(folder, config, stored)
+        check_config(files)
+        if dtype is None:
+            return None
+        config = config if mtp else replace(config, mtp=())
+        return read_kept(folder, config, stored, format_named(dtype), mesh, cut)
     import orbax.checkpoint as ocp
 
     shapes = param_shapes(config)

@@ -24,7 +24,7 @@ from stree_jax.convert.rows import (
 from stree_jax.convert.source import PIECE, Source, TensorInfo, at_once
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.config import required
-from stree_jax.models.weights.weight import Format, Packed
+from stree_jax.models.weights.weight import QUANTIZED, Format, Packed, flat_experts
 
 HEAD = "lm_head.weight"  # name of the head in all families
 FLOATS = ("float32", "float16", "bfloat16")
@@ -282,10 +282,12 @@ def nonfinite_tensor(
 
 
 def dtype_in_file(source: Source, row: Row) -> str:
-    """Returns "bfloat16" if all of a row's tensors are bfloat16, else "float32"."""
-    plain = not any(map(source.is_quantized, row.sources))
+    """Returns "quantized" if any of a row's tensors is, "bfloat16" if all are bfloat16,
+    else "float32"."""
+    if any(map(source.is_quantized, row.sources)):
+        return QUANTIZED
     found = {source.tensors[name].dtype for name in row.sources}
-    return "bfloat16" if plain and found == {"bfloat16"} else "float32"
+    return "bfloat16" if found == {"bfloat16"} else "float32"
 
 
 def packed_blocks(source: Source, row: Row, format: Format) -> list[Packed] | None:
@@ -297,9 +299,86 @@ def packed_blocks(source: Source, row: Row, format: Format) -> list[Packed] | No
       format: the format that shall keep them.
 
     Returns:
-      The matrices, to be stacked by rows. None if one of them is not quantized or not
-      supported by the format, or if the parameter is more than the rows or columns of
-      its sources in another order.
+      The matrices, to be stacked by rows. None as in `packed_orders`.
+    """
+    orders = packed_orders(source, row, format)
+    if orders is None:
+        return None
+    matrices = [source.packed(name).in_order(order) for name, order in orders]
+    if row.groups and row.group_axis == 1:
+        columns = order_of(row.groups)
+        matrices = [matrix.with_columns(columns) for matrix in matrices]
+    return matrices
+
+
+def packed_experts(source: Source, row: Row, format: Format) -> list[Packed] | None:
+    """Reads the quantized matrices of experts without dequantizing them.
+
+    Args:
+      source: the tensors.
+      row: the row of a parameter [E, m, k].
+      format: the format that shall keep them.
+
+    Returns:
+      Matrices [E m_i, k], for `Format.keep`. None as in `expert_sources`.
+    """
+    parts = expert_sources(source, row, format)
+    if parts is None:
+        return None
+    matrices = [[source.packed(name) for name in names] for names in parts]
+    if any("columns" in matrix.arrays for part in matrices for matrix in part):
+        return None
+    return list(map(flat_experts, matrices))
+
+
+def expert_sources(
+    source: Source, row: Row, format: Format
+) -> list[tuple[str, ...]] | None:
+    """Returns the quantized tensors that the matrices of experts consist of. Reads only
+    headers.
+
+    Args:
+      source: the tensors.
+      row: the row of a parameter [E, m, k].
+      format: the format that shall keep them.
+
+    Returns:
+      For each part of an expert's rows, such as gate and up: the names of one tensor
+      [E, m_i, k], or of E tensors [m_i, k]. None if one of them is not quantized or not
+      supported by the format, or if the experts differ in their storage. (Experts
+      whose columns have an order of their own are not kept either.)
+    """
+    parts: dict[str, list[tuple[str, ...]]] = {
+        "copy": [row.sources],
+        "halves": [(name,) for name in row.sources],
+        "stack": [row.sources],
+        "experts": [row.sources[0::2], row.sources[1::2]],
+    }
+    for name in row.sources:
+        scheme, shape = source.scheme(name), source.tensors[name].shape
+        if scheme is None or len(shape) < 2 or not format.keeps(scheme, shape):
+            return None
+    found = parts.get(row.how)
+    if row.groups or found is None:
+        return None
+    alike = all(len({source.scheme(name) for name in names}) == 1 for names in found)
+    return found if alike else None
+
+
+def packed_orders(
+    source: Source, row: Row, format: Format
+) -> list[tuple[str, Any]] | None:
+    """Returns the quantized matrices that a parameter consists of. Reads only headers.
+
+    Args:
+      source: the tensors.
+      row: the row.
+      format: the format that shall keep them.
+
+    Returns:
+      Names of tensors with indices of their rows. None if one of them is not quantized
+      or not supported by the format, or if the parameter is more than the rows or
+      columns of its sources in another order.
     """
     for name in row.sources:
         scheme, shape = source.scheme(name), source.tensors[name].shape
@@ -310,14 +389,7 @@ def packed_blocks(source: Source, row: Row, format: Format) -> list[Packed] | No
         return None
     if by_columns and not format.keeps_columns:
         return None
-    orders = row_orders(row, [source.tensors[name].shape[0] for name in row.sources])
-    if orders is None:
-        return None
-    matrices = [source.packed(name).in_order(order) for name, order in orders]
-    if by_columns:
-        columns = order_of(row.groups)
-        matrices = [matrix.with_columns(columns) for matrix in matrices]
-    return matrices
+    return row_orders(row, [source.tensors[name].shape[0] for name in row.sources])
 
 
 def row_orders(row: Row, counts: list[int]) -> list[tuple[str, Any]] | None:

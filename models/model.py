@@ -47,7 +47,7 @@ from stree_jax.models.state import (
     init_state,
 )
 from stree_jax.models.tracing import traced_once
-from stree_jax.models.weights.formats import as_weight, format_of
+from stree_jax.models.weights.formats import as_weight, format_of, storage_named
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.weight import Format
 
@@ -92,9 +92,10 @@ class Model:
 
     def __repr__(self) -> str:
         config, count = self.config, parameter_count(self.params)
+        storage = storage_named(self.params)
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(config.kinds).items())
         return (
-            f"{type(self).__name__}({count:,} parameters in {self.weight_format}, "
+            f"{type(self).__name__}({count:,} parameters in {storage}, "
             f"layers: {kinds}; d_model {config.d_model}, {config.num_tokens} tokens)"
         )
 

@@ -81,7 +81,7 @@ def abstract_params(config: ModelConfig, dtype: Any) -> Params:
     def abstract(path: Path, shape: tuple[int, ...]) -> Any:
         param = param_at(config, path)
         if param.quantizable:
-            return format.abstract(shape)
+            return format.abstract(shape, path)
         return jax.ShapeDtypeStruct(shape, array_dtype(param, format.dtype))
 
     shapes = param_shapes(config)

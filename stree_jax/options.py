@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 DTYPES = ["float32", "bfloat16"]
-WEIGHTS = [*DTYPES, "int8"]  # formats of a model in memory
+# Formats of a model in memory: the keys of `models.FORMATS`
+KEPT = "kept"
+WEIGHTS = [*DTYPES, "int8", KEPT, "kept-int8"]
 
 # Names of drafters that are not paths; `stree_jax.pair` gives them their meaning.
 DRAFTERS = ("lookup", "mtp", "none", "demo", "demo-heads", "demo-drafter")
@@ -221,7 +223,8 @@ RULE_HELP = (
 )
 CONTEXT_HELP = "tokens of a prompt and its answer together"
 STORED = (
-    "default: as stored; quantized weights become bfloat16, float16 becomes float32"
+    "default: as stored; quantized weights are kept if the CPU kernels run here and "
+    "become bfloat16 otherwise, float16 becomes float32"
 )
 
 
@@ -266,6 +269,11 @@ def add_model_options(
 def add_dtype(p: Group, default: str | None, choices: Sequence[str] = WEIGHTS) -> None:
     """Adds `--dtype`. If `default` is None, each model keeps its stored dtype."""
     text = "dtype of weights and caches"
-    text += "; with int8 weights, caches are bfloat16" if "int8" in choices else ""
+    if KEPT in choices:
+        text += (
+            "; with int8 weights, caches are bfloat16; kept leaves quantized weights "
+            "as they are in the file, with float32 caches and 16-bit products, "
+            "kept-int8 (for draft models) with 8-bit products"
+        )
     text += f" ({STORED})" if default is None else ""
     add(p, "--dtype", str, default, text, choices=choices)

@@ -5,7 +5,11 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from stree_jax.checkpoints.heads import heads_config, is_heads, load_heads
+from stree_jax.checkpoints.heads import (
+    heads_config_and_format,
+    is_heads,
+    load_heads,
+)
 from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.ngrams import load_ngrams
@@ -15,14 +19,19 @@ from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.hub import hub_name
 from stree_jax.custom_drafter import custom_drafter, import_drafter
 from stree_jax.custom_drafter import is_custom as has_custom_form
-from stree_jax.models import ModelConfig
-from stree_jax.models.heads import HeadsConfig
+from stree_jax.models import Format, ModelConfig
+from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
 from stree_jax.options import DRAFTERS, suggestion
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.mtp import MTP
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.staged import AHEAD, WIDTH, Staged
-from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, default_drafter
+from stree_jax.speculation.drafters.table import (
+    AUTO,
+    AnyDrafter,
+    DrafterConfig,
+    default_drafter,
+)
 from stree_jax.speculation.tree import DEEPEST
 
 DEMO, NO_DRAFTER = "demo", "none"
@@ -85,8 +94,10 @@ def load_pair(
         custom drafter as "MODULE:NAME"; or "none". None and "auto" are the bundled
         draft model for the bundled target, "mtp" for others that have MTP layers, and
         "lookup" for the rest.
-      dtype: "float32", "bfloat16" or "int8" weights. If None, each model keeps the
-        dtype that it is stored in, as with `load`.
+      dtype: dtype of the weights, as for `load`. If None, each model keeps the dtype
+        that it is stored in. If the target's weights are kept, a draft model is in
+        "kept-int8", or in its default dtype if it cannot be kept; heads are in their
+        default dtype.
       ngrams: a file of n-grams that propose tokens for the draft model, or None.
       ngram_levels: levels of the tree that they propose at a time. If None, 2.
       ngram_width: tokens that they propose for each node. If None, 1.
@@ -114,8 +125,12 @@ def load_pair(
     if _are_heads(name):
         if table is not None:
             raise ValueError("--ngrams: proposes tokens for a draft model, not heads")
-        return model, load_heads(name, dtype=dtype)
+        kept = isinstance(model.weight_format, KeptFormat)
+        return model, load_heads(name, dtype=None if kept else dtype)
     path = "demo-drafter" if name == DEMO else name
+    if isinstance(model.weight_format, KeptFormat):
+        with headers(path) as directory:
+            dtype = described(directory).weight_format(KEPT_INT8).name
     draft_model = load(path, dtype=dtype, mesh=mesh, whole=mesh is not None)
     if table is None:
         return model, draft_model
@@ -130,29 +145,32 @@ class PairConfigs(NamedTuple):
     Attributes:
       target: the architecture.
       drafter: the architecture of a draft model or of heads; otherwise the drafter.
-      dtype: name of the dtype in which `load` keeps the target.
+      weights: format in which `load` stores the target's weights.
     """
 
     target: ModelConfig
-    drafter: ModelConfig | HeadsConfig | AnyDrafter
-    dtype: str
+    drafter: DrafterConfig | AnyDrafter
+    weights: Format
 
 
-def pair_configs(target: str, drafter: str | None) -> PairConfigs:
+def pair_configs(
+    target: str, drafter: str | None, dtype: str | None = None
+) -> PairConfigs:
     """Returns the architectures of the models that `load_pair` would load. N-grams are
     read, and for a custom drafter, which may depend on its weights, the target is."""
     with headers(target) as directory:
         found = described(directory)
+        weights = found.weight_format(dtype)
     name = drafter_name(target, drafter)
     if name == AUTO:
         name = default_drafter(found.config)
     if is_custom(name):
         custom = custom_drafter(name, load(target))
-        return PairConfigs(found.config, custom, found.dtype.name)
-    return PairConfigs(found.config, _drafter_config(name), found.dtype.name)
+        return PairConfigs(found.config, custom, weights)
+    return PairConfigs(found.config, _drafter_config(name), weights)
 
 
-def _drafter_config(drafter: str) -> ModelConfig | HeadsConfig | NGrams | str | None:
+def _drafter_config(drafter: str) -> DrafterConfig | NGrams | str | None:
     if drafter == NO_DRAFTER:
         return None
     if drafter in (LOOKUP, MTP):
@@ -160,9 +178,10 @@ def _drafter_config(drafter: str) -> ModelConfig | HeadsConfig | NGrams | str | 
     if _is_ngrams(drafter):
         return load_ngrams(drafter)
     if _are_heads(drafter):
-        return heads_config(drafter)
+        return DrafterConfig(*heads_config_and_format(drafter))
     with headers("demo-drafter" if drafter == DEMO else drafter) as directory:
-        return described(directory).config
+        found = described(directory)
+        return DrafterConfig(found.config, found.weight_format(KEPT_INT8))
 
 
 def is_custom(name: str) -> bool:

@@ -220,10 +220,11 @@ TARGET __attribute__((noinline)) void panel_of_rows(const uint8_t* panel, int la
     __builtin_memcpy(totals + r * W, &acc[r], sizeof acc[r]);
   }
   int64_t left = blocks;
+  int of_tile = K::blocks;
+  asm("" : "+r"(of_tile));  // otherwise GCC repeats the code of a block for each of two
   for (int64_t t = 0; t < tiles; t++, panel += K::bytes) {
     const typename K::Scales scales(panel, lane);
-#pragma GCC unroll 1
-    for (int b = 0; b < K::blocks; b++, x += stride) {
+    for (int b = 0; b < of_tile; b++, x += stride) {
       add_block<K, R, P>(acc, panel + K::numbers + b * K::block_bytes + 4 * lane, scales, b, x);
       if constexpr (!tile_is_group) {
         if (P == 1 || --left == 0) {

@@ -32,21 +32,19 @@ ffi::Error panels(ffi::ThreadPool pool, F32 rows, U8 data, S32 counts, Out<F32> 
                      ValidRows(counts, p.t), k / of.tile * of.bytes / PANEL);
 }
 
-// Decodes rows of a table. As in JAX, negative ids count from the end, and ids out of range are
-// clamped.
-ffi::Error decoded(U8& data, S32& ids, Out<F32>& out, int64_t kind, int64_t m) {
+// Decodes rows of a table. Ids out of range are clamped.
+ffi::Error decoded(U8& data, S32& ids, Out<F32>& out, int64_t kind) {
   const auto shape = out->dimensions();
   const int64_t k = shape.size() > 0 ? shape[shape.size() - 1] : 0;
   const auto count = static_cast<int64_t>(ids.element_count());
-  if (m < 1 || k < 1 || panels_of(data, kind, k) != (m + PANEL - 1) / PANEL)
-    return refused(NOT_PANELS);
+  const int64_t m = PANEL * panels_of(data, kind, k);
+  if (m < 1 || k < 1) return refused(NOT_PANELS);
   if (static_cast<int64_t>(out->element_count()) != count * k)
     return refused("want ids [..] and results [.., k]");
   const FlushDenormals flush;
   for (int64_t i = 0; i < count; i++) {
-    const int64_t id = ids.typed_data()[i], from = id < 0 ? id + m : id;
-    decode_panel_row(kind, data.typed_data(), std::clamp<int64_t>(from, 0, m - 1), k,
-                     out->typed_data() + i * k);
+    const int64_t row = std::clamp<int64_t>(ids.typed_data()[i], 0, m - 1);
+    decode_panel_row(kind, data.typed_data(), row, k, out->typed_data() + i * k);
   }
   return ffi::Error::Success();
 }
@@ -54,12 +52,12 @@ ffi::Error decoded(U8& data, S32& ids, Out<F32>& out, int64_t kind, int64_t m) {
 // Like `rows`, this kernel can be the first one of a forward pass, and moves the program to a pool
 // thread.
 ffi::Future panel_rows(ffi::ThreadPool pool, U8 data, S32 ids, Out<F32> out, int64_t kind,
-                       int64_t m, int64_t) {
-  return going_on_in(pool, decoded(data, ids, out, kind, m));
+                       int64_t) {
+  return going_on_in(pool, decoded(data, ids, out, kind));
 }
 
 }  // namespace
 }  // namespace stree
 
 STREE_KERNEL(panels, "kind", "planes")
-STREE_KERNEL(panel_rows, "kind", "m")
+STREE_KERNEL(panel_rows, "kind")

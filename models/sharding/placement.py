@@ -26,7 +26,8 @@ from stree_jax.models.sharding.shards import (
     run_width,
 )
 from stree_jax.models.weights.formats import format_named
-from stree_jax.models.weights.weight import Format, take, unit
+from stree_jax.models.weights.kept import with_layout
+from stree_jax.models.weights.weight import Format, Stored, take, unit
 
 AnyModel = TypeVar("AnyModel", bound=Model)  # `Model`, or a subclass with a tokenizer
 Slices = tuple[slice, ...]
@@ -86,10 +87,13 @@ def _check_units(
     path: Path, shape: tuple[int, ...], param: Param, parts: int, format: Format
 ) -> None:
     """Raises ValueError if the division would split a unit of a weight; see `unit`."""
-    size = unit(format.abstract(shape), param.axis)
-    runs = [run for i in range(parts) for run in part_indices(param, i, parts)]
-    if any(run.start % size or run.stop % size for run in runs):
+    weight = format.abstract(shape, path)
+    runs = (part_indices(param, i, parts) for i in range(parts))
+    if isinstance(weight, Stored) and not all(
+        weight.divides(places, param.axis) for places in runs
+    ):
         axis_name = ("rows", "columns")[param.axis - len(shape)]
+        size = unit(weight, param.axis)
         raise ValueError(
             f"mesh: {'/'.join(path)}: {shape[param.axis]} {axis_name} in units of "
             f"{size} do not divide by {MODEL}={parts} in {format}; load in bfloat16, "
@@ -153,6 +157,18 @@ def placed(make: Make, param: Param | None, parts: int, mesh: Mesh) -> Any:
     return jax.tree.unflatten(kind, arrays)
 
 
+def on_mesh(host: Any, param: Param | None, parts: int, mesh: Mesh) -> Any:
+    """Places a parameter that is whole on the host on a mesh; see `placed`."""
+    arrays = jax.tree.map(np.asarray, host)
+
+    def make(i: int) -> Any:
+        if param is None or parts == 1:
+            return arrays
+        return take(arrays, part_indices(param, i, parts), param.axis)
+
+    return placed(make, param, parts, mesh)
+
+
 def _own_devices(mesh: Mesh) -> list[tuple[Any, int]]:
     """Returns this process's devices with their indices along "model", sorted by
     index."""
@@ -209,20 +225,13 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
     if model.mesh is not None:
         raise ValueError("model: already on a mesh; load it again")
     whole, mesh = flag("whole", whole), automatic(mesh)
-    cut = cut_for(model.config, mesh, model.weight_format, whole)
+    format = with_layout(model.weight_format, by_path(model.params))
+    cut = cut_for(model.config, mesh, format, whole)
 
-    def on_mesh(path: Path, leaf: Any) -> Any:
-        param, parts = cut_at(model.config, cut, path)
-        host = jax.tree.map(np.asarray, leaf)
-
-        def make(i: int) -> Any:
-            if param is None or parts == 1:
-                return host
-            return take(host, part_indices(param, i, parts), param.axis)
-
-        return placed(make, param, parts, mesh)
-
-    flat = {path: on_mesh(path, leaf) for path, leaf in by_path(model.params).items()}
+    flat = {
+        path: on_mesh(leaf, *cut_at(model.config, cut, path), mesh)
+        for path, leaf in by_path(model.params).items()
+    }
     return replace(model, params=nest(flat), mesh=mesh, cut=cut)
 
 

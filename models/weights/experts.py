@@ -37,17 +37,20 @@ class Experts(Stored):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return jax.tree.leaves(self.stack)[0].shape[0], *self._one.shape
+        return jax.tree.leaves(self.stack)[0].shape[0], *self.one.shape
 
     @property
-    def _one(self) -> Any:
+    def one(self) -> Any:
         """The weight of one expert, with `jax.ShapeDtypeStruct`s instead of arrays."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.stack
         )
 
+    def divides(self, places: Sequence[slice], axis: int) -> bool:
+        return axis == 0 or self.one.divides(places, axis - 1)
+
     def unit(self, axis: int) -> int:
-        return 1 if axis == 0 else self._one.unit(axis - 1)
+        return 1 if axis == 0 else self.one.unit(axis - 1)
 
     def take(self, places: Sequence[slice], axis: int) -> "Experts":
         if axis == 0:
@@ -60,6 +63,15 @@ class Experts(Stored):
 
 
 register_for_export(Experts)
+
+
+def abstract_experts(weight: Any, experts: int) -> Experts:
+    """Returns the matrices of experts, each with the storage of an abstract weight."""
+    return Experts(
+        jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((experts, *x.shape), x.dtype), weight
+        )
+    )
 
 
 def expert_at(stack: Any, index: Any) -> Any:

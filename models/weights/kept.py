@@ -2,13 +2,16 @@
 
 Matrices are stored in panels (`weights.panels`). A product rounds its input rows to 16
 bits, which changes logits by less than 1e-4 of the largest, or to 8 bits. CPU kernels
-compute it if they are available, with the same bits on every CPU. All other parameters,
-caches and records are float32. Matrices that cannot be kept are plain arrays.
+compute it if they are available, with equal results on every CPU. All other parameters,
+caches and records are float32. Matrices that cannot be kept are plain arrays: quantized
+ones are bfloat16, others float32, or bfloat16 if they are stored in it and large.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +19,22 @@ import numpy as np
 from flax import struct
 
 from stree_jax.cpu_kernels import (
+    available,
     cpu_kernel,
     experts_unsupported,
     floats,
     panels_unsupported,
 )
 from stree_jax.models.serialization import register_for_export
-from stree_jax.models.weights.experts import Experts, chosen_rows
+from stree_jax.models.weights.experts import Experts, abstract_experts, chosen_rows
 from stree_jax.models.weights.panels import KINDS, PanelKind
 from stree_jax.models.weights.panels.kind import LANES
 from stree_jax.models.weights.panels.product import panel_product
 from stree_jax.models.weights.plain import PlainWeight, in_float32
 from stree_jax.models.weights.weight import (
+    BFLOAT16,
     FLOAT32,
+    QUANTIZED,
     Format,
     Packed,
     Stored,
@@ -37,6 +43,29 @@ from stree_jax.models.weights.weight import (
     take,
 )
 
+# A bfloat16 matrix up to this size in float32 becomes float32, so that products do not
+# round their input rows to bfloat16. Larger ones stay bfloat16, to save memory.
+MAX_WIDENED_BYTES = 2**26
+
+
+class Part(NamedTuple):
+    """The storage of consecutive rows of a matrix.
+
+    Attributes:
+      kind: a key of `KINDS`, or the dtype of a plain array.
+      rows: number of rows, for experts those of one expert.
+      columns: True if the columns have an order of their own.
+      factor: True if the rows have factors.
+    """
+
+    kind: str
+    rows: int
+    columns: bool = False
+    factor: bool = False
+
+
+Layout = tuple[tuple[tuple[str, ...], tuple[Part, ...]], ...]
+
 
 @dataclass(frozen=True)
 class KeptFormat(Format):
@@ -44,19 +73,30 @@ class KeptFormat(Format):
 
     Attributes:
       planes: int8 numbers per number of an input row: 2 rounds rows to 16 bits, 1 to 8.
+      layout: path and storage of the matrices of one file. `abstract` takes all others
+        to be float32.
     """
 
     name: str = "kept"
     dtype: np.dtype = FLOAT32
     planes: int = 2
+    layout: Layout = ()
     keeps_columns: ClassVar[bool] = True
+    can_be_saved: ClassVar[bool] = True
+
+    @cached_property
+    def _parts(self) -> dict[tuple[str, ...], tuple[Part, ...]]:
+        return dict(self.layout)
 
     def store(self, matrix: Any, columns: int | None = None) -> Any:
-        whole = Whole(matrix.astype(FLOAT32, copy=False), self.planes)
+        dtype = BFLOAT16 if matrix.dtype == BFLOAT16 else FLOAT32
+        whole = Whole(matrix.astype(dtype, copy=False), self.planes)
         return whole if matrix.ndim == 2 else Experts(whole)
 
-    def source_dtype(self, stored: str) -> np.dtype:
-        return FLOAT32
+    def source_dtype(self, stored: str, shape: Sequence[int]) -> np.dtype:
+        large = math.prod(shape) * FLOAT32.itemsize > MAX_WIDENED_BYTES
+        narrow = stored == QUANTIZED or (stored == BFLOAT16.name and large)
+        return BFLOAT16 if narrow else FLOAT32
 
     def keeps(self, scheme: str, shape: Sequence[int]) -> bool:
         return scheme in KINDS and KINDS[scheme].keeps(shape)
@@ -66,6 +106,37 @@ class KeptFormat(Format):
         parts = tuple(self._panels(packed, experts) for packed in joined)
         weight = parts[0] if len(parts) == 1 else Stack(parts)
         return weight if experts is None else Experts(weight)
+
+    def abstract(self, shape: tuple[int, ...], path: tuple[str, ...] = ()) -> Stored:
+        *experts, m, k = shape
+        parts = self._parts.get(path, (Part(FLOAT32.name, m),))
+        weights = [self._abstract(part, k) for part in parts]
+        weight = weights[0] if len(weights) == 1 else Stack(tuple(weights))
+        return abstract_experts(weight, *experts) if experts else weight
+
+    def _abstract(self, part: Part, k: int) -> Weight:
+        m = part.rows
+        if part.kind not in KINDS:
+            whole = jax.ShapeDtypeStruct((m, k), np.dtype(part.kind))
+            return Whole(whole, self.planes)
+        panels = KINDS[part.kind].panel_shape(m, k)
+        return Panels(
+            jax.ShapeDtypeStruct(panels, jnp.uint8),
+            jax.ShapeDtypeStruct((k,), jnp.int32) if part.columns else None,
+            jax.ShapeDtypeStruct((m,), jnp.float32) if part.factor else None,
+            part.kind,
+            -m % LANES,
+            self.planes,
+        )
+
+    def adopt(self, weight: Any) -> Any:
+        """Returns a kept weight with this format's rounding of rows."""
+        if isinstance(weight, Experts):
+            return Experts(self.adopt(weight.stack))
+        if isinstance(weight, Stack):
+            return Stack(tuple(map(self.adopt, weight.parts)))
+        assert isinstance(weight, Panels | Whole)
+        return replace(weight, planes=self.planes)
 
     def _panels(self, packed: Packed, experts: int | None) -> "Panels":
         kind, rows = KINDS[packed.scheme], packed.shape[0]
@@ -83,6 +154,49 @@ class KeptFormat(Format):
 KEPT = KeptFormat()
 KEPT_INT8 = KeptFormat("kept-int8", planes=1)
 _FORMATS = {format.planes: format for format in (KEPT, KEPT_INT8)}
+
+
+def runs_compiled() -> bool:
+    """True if compiled kernels compute products of kept weights here."""
+    return available()
+
+
+def with_layout(format: Format, params: Mapping[tuple[str, ...], Any]) -> Format:
+    """Returns the format with the storage of a model's parameters, by path. Formats
+    that do not depend on it are unchanged."""
+    if not isinstance(format, KeptFormat):
+        return format
+    layout = tuple(
+        (path, parts_of(leaf))
+        for path, leaf in params.items()
+        if isinstance(leaf, Stored)
+    )
+    return replace(format, layout=layout)
+
+
+def storage_of(params: Any) -> str:
+    """Returns the kinds and size of a kept model's matrices, such as "q4_k+q6_k, 4.9
+    bits a weight". Arrays may be abstract."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Stored))
+    weights = [leaf for leaf in leaves if isinstance(leaf, Stored)]
+    kinds = {part.kind for weight in weights for part in parts_of(weight)}
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+    count = sum(math.prod(weight.shape) for weight in weights)
+    named = "+".join(sorted(kinds & KINDS.keys())) or "nothing quantized"
+    return f"{named}, {8 * size / max(count, 1):.1f} bits a weight"
+
+
+def parts_of(weight: Stored) -> tuple[Part, ...]:
+    """Returns the storage of a weight of a `KeptFormat`, or of each expert's."""
+    if isinstance(weight, Experts):
+        return parts_of(weight.one)
+    if isinstance(weight, Stack):
+        return tuple(part for each in weight.parts for part in parts_of(each))
+    if isinstance(weight, Panels):
+        columns, factor = (x is not None for x in (weight.columns, weight.factor))
+        return (Part(weight.kind, weight.shape[0], columns, factor),)
+    assert isinstance(weight, Whole)
+    return (Part(np.dtype(weight.array.dtype).name, weight.shape[0]),)
 
 
 def _packed_experts(
@@ -164,6 +278,10 @@ class Panels(Weight):
         panels = slices(self.panels, places, axis, self.unit(axis))
         return self.replace(panels=panels, factor=factor)  # type: ignore[attr-defined]
 
+    def divides(self, places: Sequence[slice], axis: int) -> bool:
+        fixed = self.columns is not None if axis else self.padding > 0
+        return not fixed and super().divides(places, axis)
+
     def unsupported(self, rows: jax.Array, valid_count: jax.Array | None) -> str | None:
         return _product.unsupported(rows, self.panels, valid_count, **self._options())
 
@@ -175,7 +293,8 @@ class Panels(Weight):
         if self.columns is not None:
             rows = rows[:, self.columns]
         compute = _product if native else _product.definition
-        y = compute(rows, self.panels, valid_count, **self._options())
+        panels = jnp.asarray(self.panels)
+        y = compute(rows, panels, valid_count, **self._options())
         return y if self.factor is None else y * self.factor[None]
 
     def _options(self) -> dict[str, Any]:
@@ -190,16 +309,13 @@ class Panels(Weight):
         if self.columns is not None:
             rows = rows[:, self.columns]
         compute = _chosen if native else _chosen.definition
-        y = compute(rows, chosen, self.panels, **self._options())
+        y = compute(rows, chosen, jnp.asarray(self.panels), **self._options())
         return y if self.factor is None else y * self.factor[chosen]
 
     def rows(self, ids: jax.Array) -> jax.Array:
-        where = jnp.where(ids < 0, ids + self.shape[0], ids)
-        some = self.panels[where // LANES]
-        decoded = self.of.decode(some.reshape(-1, *some.shape[-2:])).matrix()
-        lane = (where % LANES).reshape(-1, 1, 1)
-        found = jnp.take_along_axis(decoded, lane, axis=1)[:, 0]
-        found = found.reshape(*ids.shape, -1)
+        m = self.shape[0]
+        where = jnp.clip(jnp.where(ids < 0, ids + m, ids), 0, m - 1)
+        found = _rows(jnp.asarray(self.panels), where, kind=self.kind)
         if self.factor is not None:
             found = found * self.factor[where][..., None]
         return found if self.columns is None else self._in_order(found)
@@ -210,6 +326,24 @@ class Panels(Weight):
 
 
 register_for_export(Panels)
+
+
+@cpu_kernel(
+    "stree_panel_rows",
+    outputs=lambda panels, ids, kind: floats(
+        *ids.shape, panels.shape[1] * KINDS[kind].tile
+    ),
+    unsupported=lambda panels, ids, **_: not panels.size,
+    shared=("panels",),
+    attributes=lambda kind: {"kind": KINDS[kind].number},
+)
+def _rows(panels: jax.Array, ids: jax.Array, *, kind: str) -> jax.Array:
+    """Looks up rows [.., k] float32, for ids [..] int32 from 0 to 16 P - 1."""
+    some = panels[ids // LANES]
+    decoded = KINDS[kind].decode(some.reshape(-1, *some.shape[-2:])).matrix()
+    lane = (ids % LANES).reshape(-1, 1, 1)
+    found = jnp.take_along_axis(decoded, lane, axis=1)[:, 0]
+    return found.reshape(*ids.shape, -1)
 
 
 @cpu_kernel(
@@ -279,7 +413,7 @@ class Whole(Weight):
     """A matrix that is a plain array in a model that keeps the others.
 
     Attributes:
-      array: [m, k] float32.
+      array: [m, k] float32 or bfloat16.
       planes: see `KeptFormat`.
     """
 
@@ -339,9 +473,18 @@ class Stack(Weight):
         return max(part.unit(axis) for part in self.parts)
 
     def take(self, places: Sequence[slice], axis: int) -> "Stack":
-        if axis:
-            return Stack(tuple(part.take(places, axis) for part in self.parts))
-        parts, begin = [], 0
+        each = self._places(places, axis)
+        return Stack(tuple(take(part, own, axis) for part, own in each))
+
+    def divides(self, places: Sequence[slice], axis: int) -> bool:
+        each = self._places(places, axis)
+        return all(own and part.divides(own, axis) for part, own in each)
+
+    def _places(
+        self, places: Sequence[slice], axis: int
+    ) -> Iterator[tuple[Weight, Sequence[slice]]]:
+        """Yields each part with its own slices."""
+        begin = 0
         for part in self.parts:
             end = begin + part.shape[0]
             own = [
@@ -349,9 +492,8 @@ class Stack(Weight):
                 for p in places
                 if max(p.start, begin) < min(p.stop, end)
             ]
-            parts.append(take(part, own, axis))
+            yield part, places if axis else own
             begin = end
-        return Stack(tuple(parts))
 
     def unsupported(self, rows: jax.Array, valid_count: jax.Array | None) -> str | None:
         reasons = (part.unsupported(rows, valid_count) for part in self.parts)

@@ -1,6 +1,7 @@
 """float32 and bfloat16 weights, with products in the form that each platform reads
 fastest."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,11 +27,12 @@ class PlainFormat(Format):
     """The format whose weights are plain arrays of one float dtype."""
 
     plain = True
+    can_be_saved = True
 
     def store(self, matrix: Any, columns: int | None = None) -> Any:
         return matrix.astype(self.dtype, copy=False)
 
-    def source_dtype(self, stored: str) -> np.dtype:
+    def source_dtype(self, stored: str, shape: Sequence[int]) -> np.dtype:
         return self.dtype
 
 

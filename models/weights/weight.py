@@ -1,5 +1,6 @@
 """The interface of weight formats: `Format` stores matrices as `Weight`s."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+QUANTIZED = "quantized"  # in place of a dtype, see `Format.source_dtype`
 
 
 class Stored(ABC):
@@ -34,6 +36,11 @@ class Stored(ABC):
     @abstractmethod
     def take(self, places: Sequence[slice], axis: int) -> "Stored":
         """Takes a device's part of the parameter, see `take`."""
+
+    def divides(self, places: Sequence[slice], axis: int) -> bool:
+        """True if `take` can take these slices. Arrays may be abstract."""
+        size = self.unit(axis)
+        return not any(place.start % size or place.stop % size for place in places)
 
 
 class Weight(Stored):
@@ -161,6 +168,19 @@ class Packed:
         return replace(self, shape=shape, arrays=arrays)
 
 
+def flat_experts(matrices: Sequence[Packed]) -> Packed:
+    """Returns the quantized matrices of experts as one matrix [E m, k].
+
+    Args:
+      matrices: one [E, m, k], or E matrices [m, k] of one layout.
+    """
+    first = matrices[0]
+    names = first.arrays if len(matrices) > 1 else ()
+    arrays = {n: np.concatenate([z.arrays[n] for z in matrices]) for n in names}
+    shape = len(matrices) * math.prod(first.shape[:-1]), first.shape[-1]
+    return replace(first, shape=shape, arrays=arrays or first.arrays)
+
+
 @dataclass(frozen=True)
 class Format(ABC):
     """A storage format of a model's weight matrices.
@@ -171,14 +191,15 @@ class Format(ABC):
     Attributes:
       name: name of the format.
       dtype: dtype of KV caches, records, and all other parameters.
-      plain: True if the matrices are plain arrays of `dtype`. Only models in such a
-        format can be saved.
+      plain: True if the matrices are plain arrays of `dtype`.
+      can_be_saved: True if models in this format can be saved.
       keeps_columns: True if `keep` supports matrices with "columns", see `Packed`.
     """
 
     name: str
     dtype: np.dtype
     plain: ClassVar[bool] = False
+    can_be_saved: ClassVar[bool] = False
     keeps_columns: ClassVar[bool] = False
 
     def __str__(self) -> str:
@@ -195,9 +216,13 @@ class Format(ABC):
             If None, the matrix is whole.
         """
 
-    def source_dtype(self, stored: str) -> np.dtype:
-        """Returns the dtype in which `store` receives a matrix whose dtype in the
-        checkpoint is `stored`."""
+    def source_dtype(self, stored: str, shape: Sequence[int]) -> np.dtype:
+        """Returns the dtype in which `store` receives a matrix.
+
+        Args:
+          stored: the dtype in the checkpoint, or "quantized".
+          shape: shape of the matrix.
+        """
         return BFLOAT16 if stored == BFLOAT16.name else FLOAT32
 
     def keeps(self, scheme: str, shape: Sequence[int]) -> bool:
@@ -218,9 +243,13 @@ class Format(ABC):
         """
         raise NotImplementedError(f"{self.name} cannot keep quantized matrices")
 
-    def abstract(self, shape: tuple[int, ...]) -> Any:
-        """Returns a parameter [m, k] or [E, m, k] with `jax.ShapeDtypeStruct`s instead
-        of arrays."""
+    def abstract(self, shape: tuple[int, ...], path: tuple[str, ...] = ()) -> Any:
+        """Returns a parameter with `jax.ShapeDtypeStruct`s instead of arrays.
+
+        Args:
+          shape: shape [m, k] or [E, m, k].
+          path: path of the parameter, for formats in which the storage depends on it.
+        """
         return _abstract(self, shape)
 
 

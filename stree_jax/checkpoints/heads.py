@@ -32,8 +32,10 @@ from stree_jax.convert.source import (
     read_json,
 )
 from stree_jax.convert.store import atomic_directory, dtype_named, weights_named
+from stree_jax.models import Format
 from stree_jax.models.heads import Heads, HeadsConfig, head_table
 from stree_jax.models.params import by_path, nest, stored
+from stree_jax.models.weights.kept import KeptFormat
 
 WEIGHTS = "medusa_lm_head.safetensors"
 FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
@@ -68,7 +70,7 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
 
     Args:
       dtype: "float32", "bfloat16" or "int8". If None, bfloat16 weights stay and all
-        others become float32.
+        others become float32. Heads are not quantized, so that "kept" means the same.
 
     Raises:
       CheckpointError: one line that says what is wrong and where.
@@ -76,7 +78,9 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     if dtype is not None:
         weights_named(dtype)
     source, names, config = _opened(path_or_hub_id)
-    kept = weights_named(_usual(source) if dtype is None else dtype)
+    kept = _usual(source) if dtype is None else weights_named(dtype)
+    if isinstance(kept, KeptFormat):
+        kept = _usual(source)
     table = head_table(config)
     params = {
         path: stored(table[path], jnp.asarray(source.read(n)), kept)
@@ -85,9 +89,13 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     return Heads(nest(params), config)
 
 
-def heads_config(path_or_hub_id: str | Path) -> HeadsConfig:
-    """Returns the architecture of heads without reading weights."""
-    return _opened(path_or_hub_id)[2]
+def heads_config_and_format(
+    path_or_hub_id: str | Path,
+) -> tuple[HeadsConfig, Format]:
+    """Returns the architecture of heads and the default format of their weights,
+    without reading weights."""
+    source, _, config = _opened(path_or_hub_id)
+    return config, _usual(source)
 
 
 def _opened(
@@ -112,9 +120,9 @@ def _opened(
     return source, names, config
 
 
-def _usual(source: Source) -> str:
+def _usual(source: Source) -> Format:
     found = {info.dtype for info in source.tensors.values()}
-    return "bfloat16" if found == {"bfloat16"} else "float32"
+    return weights_named("bfloat16" if found == {"bfloat16"} else "float32")
 
 
 def _named(

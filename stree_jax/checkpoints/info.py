@@ -33,23 +33,27 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
     Numbers of parameters and bytes are those that `load` reads, without MTP layers
     (which have separate entries). "left_out" lists tensors that are not read, such as
     those of a vision encoder; it is absent if there are none. "quantized" is the
-    storage format of the weights, such as "nvfp4", or None.
+    storage format of the weights, such as "nvfp4" or "q4_k+q6_k", or None.
+    "bits_per_weight" is the mean of all parameters in memory.
     """
     return info_and_config(path_or_hub_id)[0]
 
 
 def info_and_config(
     path_or_hub_id: str | Path,
-) -> tuple[dict[str, Any], models.ModelConfig]:
-    """Returns the result of `info`, and the architecture including MTP layers."""
+) -> tuple[dict[str, Any], models.ModelConfig, models.Format]:
+    """Returns the result of `info`, the architecture including MTP layers, and the
+    format in which `load` stores the weights."""
     with headers(path_or_hub_id) as path:
         opened = described(path)
+        dtype = opened.weight_format()
         tokenizer = has_tokenizer(opened.files)
     on_hub = isinstance(local_or_hub(path_or_hub_id), HubName)
-    whole, dtype = opened.config, opened.dtype
+    whole = opened.config
     config = replace(whole, mtp=())
     weights = weight_bytes(config, dtype)
     one, two = (state_bytes(config, 1, capacity, dtype) for capacity in (1, 2))
+    count = sum(map(math.prod, param_shapes(config).values()))
     facts = {
         "path": str(path_or_hub_id) if on_hub else str(path),
         "format": opened.format,
@@ -57,10 +61,11 @@ def info_and_config(
         "d_model": config.d_model,
         "vocab_size": config.vocab_size,
         "num_tokens": config.num_tokens,
-        "parameters": sum(map(math.prod, param_shapes(config).values())),
+        "parameters": count,
         "dtype": dtype.name,
         "quantized": opened.quantized,
         "weight_bytes": weights,
+        "bits_per_weight": round(8 * weights / count, 2),
         "mtp_layers": list(map(str, whole.mtp)),
         "mtp_weight_bytes": weight_bytes(whole, dtype) - weights,
         "state_bytes_per_sequence": 2 * one - two,
@@ -71,4 +76,4 @@ def info_and_config(
     }
     if opened.left_out:
         facts["left_out"] = list(opened.left_out)
-    return facts, whole
+    return facts, whole, dtype

@@ -62,10 +62,14 @@ def load(
       path_or_hub_id: a directory, a GGUF file (or the first of its shards), a Hugging
         Face hub id, "demo" or "demo-drafter" (the bundled models), or "smollm2" (see
         `checkpoints.resolve.PACKAGED`).
-      dtype: "float32", "bfloat16" or "int8". If None, bfloat16 weights stay, quantized
-        weights become bfloat16, and all others become float32. A_log, dt_bias and D are
-        always float32. With int8, matrices are rounded in groups of columns as they are
-        read (`models.weights.int8`), and other weights are bfloat16.
+      dtype: "float32", "bfloat16", "int8", "kept" or "kept-int8". If None, quantized
+        weights are kept if the compiled CPU kernels run here and become bfloat16
+        otherwise, bfloat16 weights stay, and all others become float32. A_log, dt_bias
+        and D are always float32. With int8, matrices are rounded in groups of columns
+        as they are read (`models.weights.int8`), and other weights are bfloat16. With
+        kept, quantized matrices stay as they are in the file (`models.weights.kept`),
+        and activations are float32, rounded to 16 bits for products. kept-int8 rounds
+        them to 8 bits: it is faster and less exact, for draft models.
       dt_floor: if True, dt of Nemotron-H and Zamba2 is clamped to at least
         `time_step_min`, as in transformers 5.23 (the authors' code does not).
       mtp: if True, the layers for multi-token prediction are read, for drafter "mtp".
@@ -96,7 +100,7 @@ def load(
         weights_named(dtype)
     files, warn, cut = CheckpointFiles(resolve(path_or_hub_id)), warnings.warn, WHOLE
     opened = open_local(files, dt_floor, warn, mtp)
-    kept = weights_named(opened.dtype if dtype is None else dtype)
+    kept = opened.weight_format(dtype, warn)
     own_layers = mtp is not False
     config = opened.config if own_layers else replace(opened.config, mtp=())
     checkpoint = None if opened.source is None else checked(opened, kept)
@@ -105,6 +109,8 @@ def load(
     if checkpoint is None:
         params = read_params(files, opened.config, kept, own_layers, mesh, cut)
     else:
+        if (note := checkpoint.note) is not None:
+            warn(note)
         params = checkpoint.read(mesh=mesh, cut=cut)
     if mesh is None:
         to_large_pages(jax.tree.leaves(params))

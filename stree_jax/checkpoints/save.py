@@ -13,10 +13,12 @@ from stree_jax.convert.special_tokens import SETTINGS
 from stree_jax.convert.store import (
     atomic_directory,
     check_space,
-    dtype_named,
+    saved_format,
     write_directory,
 )
 from stree_jax.convert.whole_texts import for_whole_texts
+from stree_jax.models import by_path
+from stree_jax.models.weights.kept import with_layout
 
 
 @with_hints
@@ -36,14 +38,14 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
     if model.mesh is not None:
         raise CheckpointError("save: the model is sharded; load it without a mesh")
     path = valid_path("save: dst", dst)
-    dtype = dtype_named(model.weight_format)
+    format = with_layout(saved_format(model.weight_format), by_path(model.params))
     tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(path) as temporary:
-        check_space(path, model.config, dtype)
+        check_space(path, model.config, format)
         if tokenizer is not None:  # write it first: the config has its checksum
             whole = for_whole_texts(tokenizer)
             whole.save(str(temporary / "tokenizer.json"))
             if whole.encode_special_tokens:
                 said = tokenizer_json(model.config, whole)
                 (temporary / SETTINGS).write_text(json.dumps(said, indent=2) + "\n")
-        write_directory(temporary, model.config, dtype, model.params)
+        write_directory(temporary, model.config, format, model.params)

@@ -12,7 +12,7 @@ from stree_jax.cli.plan import Draw, add_report_options, aligned
 from stree_jax.options import CONTEXT_HELP, add, group
 
 if TYPE_CHECKING:
-    from stree_jax.models import ModelConfig
+    from stree_jax.models import Format, ModelConfig
 
 NOTES = notes(
     "Reads configuration and headers only: no weights are loaded or downloaded.",
@@ -35,8 +35,8 @@ def run_info(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.checkpoints.info import info_and_config
     from stree_jax.sizing.units import shown_bytes
 
-    contents, config = info_and_config(args.path)
-    decoding = plain_decoding(config, contents["dtype"], args.batch, args.context)
+    contents, config, format = info_and_config(args.path)
+    decoding = plain_decoding(config, format, args.batch, args.context)
     if args.figure:
         title = f"Plain decoding, {args.batch} x {args.context} tokens"
         draw(args.figure, title, {args.path: decoding["parts"]}, None)
@@ -53,7 +53,7 @@ def run_info(args: argparse.Namespace, draw: Draw) -> None:
 
 
 def plain_decoding(
-    config: "ModelConfig", dtype: str, batch: int, context: int
+    config: "ModelConfig", dtype: "Format", batch: int, context: int
 ) -> dict[str, Any]:
     """Predicts the bytes of plain decoding by part. `stree-jax plan` does so for trees
     and drafters."""

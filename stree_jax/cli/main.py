@@ -29,6 +29,7 @@ from stree_jax.options import (
     CONTEXT_HELP,
     DEVICES,
     DTYPES,
+    KEPT,
     OUTPUT,
     SAMPLING,
     STOPPING,
@@ -145,7 +146,7 @@ def build_parser() -> Parser:
 
     text = "convert a checkpoint to a directory of this library"
     p = command("convert", text, CONVERT_NOTES, "SRC DST")
-    add_paths(p, "checkpoint directory, GGUF file or hub id")
+    add_paths(p, "checkpoint directory, GGUF file or hub id", [*DTYPES, KEPT])
     p.add_argument(
         "--dt-floor",
         action="store_true",
@@ -185,14 +186,18 @@ def build_parser() -> Parser:
     return parser
 
 
-def add_paths(p: argparse.ArgumentParser, src: str) -> None:
+def add_paths(
+    p: argparse.ArgumentParser, src: str, choices: Sequence[str] = DTYPES
+) -> None:
     """Adds the source and destination of a conversion, and the dtype to write."""
     p.add_argument("src", metavar="SRC", help=src)
     dst = "directory to create; must not exist"
     p.add_argument("dst", type=Path, metavar="DST", help=dst)
     text = "dtype of the written weights (default: bfloat16 stays bfloat16, quantized "
     text += "weights become bfloat16, all else float32)"
-    add(p, "--dtype", str, None, text, choices=DTYPES)
+    if KEPT in choices:
+        text += "; kept writes quantized weights as they are, to be loaded at once"
+    add(p, "--dtype", str, None, text, choices=choices)
 
 
 def add_text_options(p: argparse.ArgumentParser) -> None:
@@ -466,13 +471,15 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoints.info import info
+    from stree_jax.checkpoints.info import described
     from stree_jax.checkpoints.load import load
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.convert.export import export_hf
 
     src = resolve(args.src)
-    model = load(src, dtype=args.dtype, mtp=bool(info(src)["mtp_layers"]))
+    opened = described(src)
+    dtype = args.dtype or opened.exported_dtype()
+    model = load(src, dtype=dtype, mtp=bool(opened.config.mtp))
     export_hf(model.config, model.params, model.tokenizer, args.dst, source=src)
     print_status(f"wrote {args.dst}")
 

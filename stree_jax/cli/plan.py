@@ -26,6 +26,7 @@ from stree_jax.options import (
 )
 
 if TYPE_CHECKING:
+    from stree_jax.models import Format
     from stree_jax.sizing.plan import Choice, Planned
 
 NOTES = notes(
@@ -78,7 +79,10 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.sizing.units import bytes_named
 
     memory = bytes_named(args.memory)  # checked before any file is read
-    pair = pair_configs(args.model, args.drafter)
+    pair = pair_configs(args.model, args.drafter, args.dtype)
+    dtypes: Sequence[str | Format] = [pair.weights]
+    if args.dtype is None and pair.weights.plain:
+        dtypes = DTYPES[DTYPES.index(pair.weights.name) :]
     found = plan(
         pair.target,
         memory,
@@ -87,7 +91,7 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
         context=args.context,
         queries=args.queries,
         max_new_tokens=args.max_new_tokens,
-        dtypes=[args.dtype] if args.dtype else DTYPES[DTYPES.index(pair.dtype) :],
+        dtypes=dtypes,
         check=args.check,
     )
     if args.figure:

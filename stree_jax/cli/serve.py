@@ -323,7 +323,6 @@ def sizes_of(args: argparse.Namespace) -> "tuple[Sizes, list[str]]":
 def check_weights(args: argparse.Namespace, limit: int) -> None:
     """Raises ValueError if the weights of the target alone exceed `limit` bytes, with
     the MTP layers if these draft. They are not read for this."""
-    from stree_jax.convert.store import weights_named
     from stree_jax.models.memory import size_of
     from stree_jax.pair import NO_DRAFTER, pair_configs
     from stree_jax.sizing.memory import abstract_model
@@ -331,10 +330,9 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
     from stree_jax.speculation.drafters.mtp import MTP
     from stree_jax.speculation.drafters.table import AUTO
 
-    found = pair_configs(args.model, NO_DRAFTER)
-    dtype = weights_named(args.dtype or found.dtype)
+    found = pair_configs(args.model, NO_DRAFTER, args.dtype)
     mtp = found.target.mtp if args.drafter in (None, AUTO, MTP) else ()
-    size = size_of(abstract_model(replace(found.target, mtp=mtp), dtype))
+    size = size_of(abstract_model(replace(found.target, mtp=mtp), found.weights))
     if size > limit:
         raise ValueError(
             f"--memory: {shown_bytes(limit)} is too little: the weights alone take "

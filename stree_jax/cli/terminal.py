@@ -90,13 +90,12 @@ def load_models(
 def planned(args: argparse.Namespace, request: Request) -> Planned:
     """Finds the setup that decodes the request fastest within `args.memory`, without
     loading the models."""
-    found = pair_configs(args.model, args.drafter)
-    dtypes = [args.dtype or found.dtype]
+    found = pair_configs(args.model, args.drafter, args.dtype)
     return plan(
         found.target,
         args.memory,
         drafter=found.drafter,
-        dtypes=dtypes,
+        dtypes=[found.weights],
         **asdict(request),
     )
 

@@ -17,6 +17,7 @@ from stree_jax.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, with_hint
 from stree_jax.convert.store import weights_named
 from stree_jax.models import Format, ModelConfig
 from stree_jax.models.config import blocks
+from stree_jax.models.weights.kept import with_layout
 from stree_jax.sizing.candidates import Candidate, by_speed, described
 from stree_jax.sizing.fit import Count, Task, fastest
 from stree_jax.sizing.memory import (
@@ -158,7 +159,7 @@ def plan(
     context: int = 2048,
     queries: int = 1,
     max_new_tokens: int = DEFAULT_NEW_TOKENS,
-    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    dtypes: Sequence[str | Format] = ("float32", "bfloat16"),
     acceptance: Acceptance | None = None,
     check: bool = False,
 ) -> Planned:
@@ -174,7 +175,8 @@ def plan(
         "mtp" (layers of the config), `NGrams` or None.
       memory: bytes, see `bytes_named`.
       batch, context, queries, max_new_tokens: see `Request`.
-      dtypes: of all weights, in order of preference; "int8" is allowed.
+      dtypes: of all weights, in order of preference; "int8" is allowed, and "kept" for
+        models whose weights are kept.
       acceptance: acceptance rates of draft tokens, see `cost`. If None, the accuracies
         stored with heads are used, or assumed rates.
       check: if True, the fastest candidates are compiled (seconds to a minute each) to
@@ -191,12 +193,21 @@ def plan(
     check = flag("check", check)
     config = model if isinstance(model, ModelConfig) else model.config
     wishes = (
-        _wish(config, drafter, weights_named(dtype), request, acceptance)
+        _wish(config, drafter, _format(model, dtype), request, acceptance)
         for dtype in dtypes
     )
     found = fastest(_PlanTask(check), wishes, limit, 1 if check else KEPT)
     choices = tuple(one.request.choice(one.candidate) for one in found)
     return Planned(request, limit, choices)
+
+
+def _format(model: ModelConfig | models.Model, dtype: str | Format) -> Format:
+    """Returns the format of a name. For weights that `model` keeps, it has their
+    storage."""
+    format = weights_named(dtype)
+    if isinstance(model, ModelConfig) or format.name != model.weight_format.name:
+        return format
+    return with_layout(format, models.by_path(model.params))
 
 
 def _check_plan(dtypes: Any, acceptance: Any) -> None:

@@ -26,6 +26,7 @@ from stree_jax.models import (
     Tapped,
     Taps,
 )
+from stree_jax.models.weights.formats import storage_named
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import Draft, only_root
@@ -232,7 +233,7 @@ class DrafterBase(Drafter):
 
 def model_key(model: Model) -> str:
     """Returns a key: models with equal keys have the same measured pass times."""
-    return f"{_config_key(model.config)} {model.weight_format}"
+    return f"{_config_key(model.config)} {storage_named(model.params)}"
 
 
 @cache

@@ -20,6 +20,8 @@ from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.gguf import blocks
 from stree_jax.convert.gguf.blocks import KINDS, read_blocks
 from stree_jax.models import by_path
+from stree_jax.models.memory import size_of
+from stree_jax.models.weights.panels import kind
 from tests.support.checkpoints import assert_same
 from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.vocabularies import byte_level, write_byte_level
@@ -107,14 +109,18 @@ def test_weights_are_those_of_the_file(tmp_path, kind):
     facts = info(file)
     quantized = kind.lower() if kind.startswith("Q") else None
     usual = "float32" if kind == "F16" else "bfloat16"
-    assert (facts["quantized"], facts["dtype"]) == (quantized, usual)
-    usual_params = stree_jax.load(file).params
+    default = "kept" if kind == "Q8_0" else usual
+    assert (facts["quantized"], facts["dtype"]) == (quantized, default)
+    usual_params = stree_jax.load(file, dtype=usual).params
     assert usual_params["layers_3"]["mlp"]["down"].dtype == usual
     low = stree_jax.load(file, dtype="int8").params["layers_3"]["mlp"]["down"]
     assert low.q.dtype == jnp.int8
 
 
-def test_memory_is_one_model(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("bfloat16", 2**22), ("kept", 2**21 * 17 // 16)]
+)
+def test_memory_is_one_model(tmp_path, monkeypatch, dtype, largest):
     """Extra memory is one parameter and a piece of a tensor."""
     model = GGUF_CASES["llama"][1](
         hidden_size=256, vocab_size=8192, head_dim=16, intermediate_size=64
@@ -122,13 +128,14 @@ def test_memory_is_one_model(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "model")
     file = write_gguf(tmp_path / "model", "llama", tmp_path / "m.gguf", "Q8_0")
     monkeypatch.setattr(blocks, "PIECE", 2**14)
-    stree_jax.load(file)  # what is imported counts as well
+    monkeypatch.setattr(kind, "PACK_BYTES", 2**14)
+    stree_jax.load(file, dtype=dtype)  # what is imported counts as well
     tracemalloc.start()
-    loaded = stree_jax.load(file)
+    loaded = stree_jax.load(file, dtype=dtype)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    leaves = [leaf.nbytes for leaf in by_path(loaded.params).values()]
-    assert max(leaves) == 2**22
+    leaves = [size_of(leaf) for leaf in by_path(loaded.params).values()]
+    assert max(leaves) == largest
     assert peak < sum(leaves) + max(leaves) + 2**20
 
 

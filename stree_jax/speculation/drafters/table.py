@@ -2,10 +2,12 @@
 `drafter`."""
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from stree_jax.models import Model, ModelConfig
+from stree_jax.models import Format, Model, ModelConfig, by_path, format_named
 from stree_jax.models.heads import Heads, HeadsConfig
+from stree_jax.models.weights.kept import KeptFormat, with_layout
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.drafters.custom import METHODS, Custom
 from stree_jax.speculation.drafters.lookup import LOOKUP
@@ -29,6 +31,18 @@ SOURCES: dict[type, Any] = {  # by the type of the value that users pass
 ABSTRACT: dict[type, Any] = {ModelConfig: ModelSource, HeadsConfig: HeadsSource}
 WITHOUT_MODEL = LookupSource(), PlainSource()  # they work with any target
 NAMED = {source.value: source for source in (*WITHOUT_MODEL, MTPSource())}
+
+
+class DrafterConfig(NamedTuple):
+    """The architecture of a draft model or of heads.
+
+    Attributes:
+      config: the architecture.
+      kept: format of the weights if those of the target are kept.
+    """
+
+    config: ModelConfig | HeadsConfig
+    kept: Format
 
 
 def default_drafter(config: ModelConfig) -> str:
@@ -87,11 +101,23 @@ def abstract_source(
     Args:
       drafter: the architecture of a draft model or of heads, an object that has one as
         its `config`, or the `drafter` argument of `generate`.
-      dtype: dtype of the weights of a draft model or of heads.
+      dtype: dtype or format of the target's weights, in which a draft model or heads
+        are, too, unless it keeps a file's weights.
       target: the target's architecture, as `config` of `source_of`.
     """
     config = getattr(drafter, "config", drafter)
     kind = ABSTRACT.get(type(config))
     if kind is not None:
-        return kind.abstract(config, dtype)
+        return kind.abstract(config, _format_of(drafter, format_named(dtype)))
     return source_of(drafter, target)
+
+
+def _format_of(drafter: Any, target: Format) -> Format:
+    """Returns the format of a drafter for a target in the format `target`."""
+    if not isinstance(target, KeptFormat):
+        return target
+    if isinstance(drafter, DrafterConfig):
+        return drafter.kept
+    if isinstance(drafter, Model | Heads):
+        return with_layout(drafter.weight_format, by_path(drafter.params))
+    return replace(target, layout=())
