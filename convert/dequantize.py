@@ -1,14 +1,19 @@
 """Converts quantized weights to floats: the quantization schemes and their scales.
 
+`int4.py` has the schemes of 4-bit integers.
+
 Products of a stored number and its scales are computed in float64, where they are
-exact: E2M1 has 2 significant bits, E4M3 has 4, int8 minus a zero point has 9 and a
-float32 scale has 24. The result is rounded once, to the requested dtype. A global scale
-is never multiplied into the E4M3 scales, because most products would be subnormal.
+exact: E2M1 has 2 significant bits, E4M3 has 4, an integer of 8 bits minus a zero point
+has 9 and a float32 scale has 24. The result is rounded once, to the requested dtype. A
+global scale is never multiplied into the E4M3 scales, because most products would be
+subnormal.
 
 Sources: NVIDIA Model Optimizer (`nvfp4_tensor.py`), compressed-tensors (`forward.py`,
-`pack_quantized`), transformers (`finegrained_fp8.py`), OCP's E2M1 and E4M3.
+`pack_quantized`, `mxfp4`), transformers (`finegrained_fp8.py`, `mxfp4.py`), OCP's
+E2M1, E4M3 and E8M0.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -22,8 +27,11 @@ BYTES = np.arange(256)
 E2M1_OF_BYTE = np.concatenate([E2M1, -E2M1])[np.stack([BYTES % 16, BYTES // 16], 1)]
 # Numbers per element of a stored dtype, by its name in safetensors.
 STORED = {"F8_E4M3": 1, "I8": 1, "U8": 2, "I32": 4}
+FLOATS = ("float32", "float16", "bfloat16")
+BLOCKS, SCALES = "_blocks", "_scales"  # endings of the tensors of gpt-oss
+E8M0_NAN = 255  # the other bytes e stand for 2**(e - 127)
 PIECE = 2**21  # numbers that are converted to float64 at a time
-Part = Literal["weight", "scale", "global_scale", "zero_point", "shape"]
+Part = Literal["weight", "scale", "global_scale", "zero_point", "shape", "groups"]
 
 
 @dataclass(frozen=True)
@@ -31,13 +39,18 @@ class Scheme:
     """A quantization scheme: how a matrix [out, in] is stored.
 
     Attributes:
-      name: "fp8", "nvfp4" or "int8".
+      name: "fp8", "nvfp4", "mxfp4", "int8" or "int4".
       stored: dtype of the stored weight: F8_E4M3; I8; U8 (two E2M1 per byte); or I32
         (four int8 plus 128 each, the first in the lowest bits).
       block: (rows, columns) that share a scale; 0 means all rows or columns.
       weight, scale, global_scale, zero_point, shape: the last components of the
         tensors' names. If empty, the scheme has no such tensor.
+      groups: the same, for the index of each column's group of scales.
+      optional: the tensors that a file may lack.
       reciprocal: True if numbers are divided by the global scale instead of multiplied.
+      exponents: True if a scale is a byte of E8M0, which is a power of two.
+      signed_scales: True if scales may be negative.
+      adds_biases: True if each module may have a bias of zeros that the model lacks.
     """
 
     name: str
@@ -48,7 +61,12 @@ class Scheme:
     global_scale: str = ""
     zero_point: str = ""
     shape: str = ""
+    groups: str = ""
+    optional: frozenset[Part] = frozenset()
     reciprocal: bool = False
+    exponents: bool = False
+    signed_scales: bool = False
+    adds_biases: bool = False
 
     def endings(self) -> dict[Part, str]:
         """Returns the last component of each tensor's name."""
@@ -58,21 +76,47 @@ class Scheme:
             "global_scale": self.global_scale,
             "zero_point": self.zero_point,
             "shape": self.shape,
+            "groups": self.groups,
         }
         return {part: word for part, word in named.items() if word}
 
-    def matrix(self, stored: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the shape [out, in] of a matrix from its stored shape."""
+    @property
+    def rank(self) -> int:
+        """Number of axes of the stored weight."""
+        return 2
+
+    @property
+    def whole_groups(self) -> bool:
+        """True if the last group of columns must not be smaller than the others."""
+        return True
+
+    def dtypes(self, part: Part) -> tuple[str, ...]:
+        """Returns the allowed dtypes of a tensor except the weight."""
+        match part:
+            case "scale" if self.exponents:
+                return ("U8",)
+            case "scale" if self.global_scale:
+                return ("F8_E4M3",)
+            case "zero_point":
+                return ("I8",)
+            case "shape":
+                return ("I64", "I32")
+            case "groups":
+                return ("I32", "I64")
+        return FLOATS
+
+    def matrix(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape [.., out, in] of a matrix from its stored shape."""
         return stored[0], stored[1] * STORED[self.stored]
 
-    def grid(self, matrix: tuple[int, int]) -> tuple[int, int]:
+    def grid(self, matrix: tuple[int, ...]) -> tuple[int, int]:
         """Returns the number of scales along each axis. The last block may be smaller
         than the others."""
         sizes = zip(matrix, self.block, strict=True)
         rows, columns = (-(-n // size) if size else 1 for n, size in sizes)
         return rows, columns
 
-    def shapes(self, matrix: tuple[int, int]) -> dict[Part, set[tuple[int, ...]]]:
+    def shapes(self, matrix: tuple[int, ...]) -> dict[Part, set[tuple[int, ...]]]:
         """Returns the allowed shapes of each tensor except the weight."""
         rows, columns = self.grid(matrix)
         grids: set[tuple[int, ...]] = {(rows, columns)}
@@ -87,7 +131,72 @@ class Scheme:
             "zero_point": grids,
             "global_scale": {(), (1,)},
             "shape": {(2,)},
+            "groups": {matrix[1:]},
         }
+
+    def kept_as(self, matrix: tuple[int, ...]) -> str:
+        """Returns the name of a matrix's layout after `kept`: the name of the scheme,
+        and for integers the number of columns of a group."""
+        return self.name
+
+    def kept(self, arrays: Mapping[Part, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the exact matrix in a layout that depends on `kept_as` only.
+
+        "numbers" is [out, in] uint8, the bits of each number, and "scale" is [out,
+        groups]: float32, or bytes of E8M0 if the scheme has `exponents`. "factor" [out]
+        has float32 factors of the rows, if there is a global scale. Leading axes of the
+        matrix are joined with its rows. Other schemes than those of four bits are as
+        stored.
+        """
+        if self.stored != "U8":
+            return dict(arrays.items())
+        plain = self.unpacked(arrays)
+        scale = plain["scale"]
+        found = {
+            "numbers": halves(plain["weight"]),
+            "scale": scale if self.exponents else scale.astype(np.float32),
+        }
+        if "global_scale" in plain:
+            factor = plain["global_scale"].astype(np.float64).reshape(1)
+            factor = 1 / factor if self.reciprocal else factor
+            found["factor"] = np.repeat(factor.astype(np.float32), len(scale))
+        return found
+
+    def unpacked(self, arrays: Mapping[Part, np.ndarray]) -> Mapping[Part, np.ndarray]:
+        """Returns the arrays with the weight by rows and the scales and zero points in
+        the shape of `grid`."""
+        return arrays
+
+    def numbers(self, elements: np.ndarray) -> np.ndarray:
+        """Decodes some rows of the unpacked weight to float64, without scales."""
+        return decode(self.stored, elements)
+
+    def problem(self, arrays: Mapping[Part, np.ndarray]) -> tuple[Part, str] | None:
+        """Returns which tensor is invalid for a reason of this scheme alone, and
+        why."""
+        return None
+
+
+@dataclass(frozen=True)
+class Blocks(Scheme):
+    """MXFP4 as in gpt-oss: a weight [.., out, in] is stored as X_blocks [.., out, in /
+    32, 16] and X_scales [.., out, in / 32], with three axes for all experts of a
+    layer."""
+
+    @property
+    def rank(self) -> int:
+        return 4
+
+    def matrix(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        return *stored[:-2], stored[-2] * stored[-1] * 2
+
+    def shapes(self, matrix: tuple[int, ...]) -> dict[Part, set[tuple[int, ...]]]:
+        return {"scale": {(*matrix[:-1], matrix[-1] // self.block[1])}}
+
+    def unpacked(self, arrays: Mapping[Part, np.ndarray]) -> Mapping[Part, np.ndarray]:
+        weight, scale = arrays["weight"], arrays["scale"]
+        rows = math.prod(scale.shape[:-1])
+        return {"weight": weight.reshape(rows, -1), "scale": scale.reshape(rows, -1)}
 
 
 def problem(
@@ -100,10 +209,10 @@ def problem(
     for part in ("scale", "global_scale"):
         if part not in arrays:
             continue
-        values = arrays[part].astype(np.float64)
+        values = _values(scheme, part, arrays[part])
         if not np.isfinite(values).all():
             return part, "a scale is not finite"
-        if (values < 0).any():
+        if (values < 0).any() and not scheme.signed_scales:
             return part, f"a scale is negative ({values.min():g})"
         whole = part == "global_scale" or scheme.block == (0, 0)
         if whole and not values.all():
@@ -112,32 +221,34 @@ def problem(
         wanted, got = scheme.matrix(arrays["weight"].shape), arrays["shape"].tolist()
         if got != list(wanted):
             return "shape", f"want {list(wanted)} by the weight's shape, got {got}"
-    return None
+    return scheme.problem(arrays)
 
 
 def dequantize(
     scheme: Scheme, arrays: Mapping[Part, np.ndarray], dtype: np.dtype
 ) -> np.ndarray:
-    """Computes the matrix [out, in] in a float dtype. Each number is rounded once.
+    """Computes the matrix [.., out, in] in a float dtype. Each number is rounded once.
 
     Args:
       scheme: the quantization scheme.
       arrays: the stored arrays, in the dtypes and shapes of the scheme.
       dtype: float32 or bfloat16.
     """
-    stored = arrays["weight"]
-    matrix = scheme.matrix(stored.shape)
+    shape = scheme.matrix(arrays["weight"].shape)
+    matrix = math.prod(shape[:-1]), shape[-1]
+    arrays = scheme.unpacked(arrays)
+    stored, columns = arrays["weight"], arrays.get("groups")
     grid = scheme.grid(matrix)
-    scale = arrays["scale"].astype(np.float64).reshape(grid)
+    scale = _values(scheme, "scale", arrays["scale"]).reshape(grid)
     zero = np.zeros(grid)
     if "zero_point" in arrays:
         zero = arrays["zero_point"].astype(np.float64).reshape(grid)
     result = np.empty(matrix, dtype)
     for rows in _pieces(matrix):
-        numbers = decode(scheme.stored, stored[rows])
+        numbers = scheme.numbers(stored[rows])
         if "zero_point" in arrays:
-            numbers -= _spread(zero, scheme.block, matrix, rows)
-        numbers *= _spread(scale, scheme.block, matrix, rows)
+            numbers -= _spread(zero, scheme.block, matrix, rows, columns)
+        numbers *= _spread(scale, scheme.block, matrix, rows, columns)
         if "global_scale" in arrays:
             factor = arrays["global_scale"].astype(np.float64).reshape(())
             # The quotient is not exact. But since both operands have few bits, it is at
@@ -145,7 +256,15 @@ def dequantize(
             # more than the rounding error of float64.
             numbers = numbers / factor if scheme.reciprocal else numbers * factor
         result[rows] = rounded(numbers, dtype)
-    return result
+    return result.reshape(shape)
+
+
+def _values(scheme: Scheme, part: Part, array: np.ndarray) -> np.ndarray:
+    """Decodes scales to float64."""
+    if part == "scale" and scheme.exponents:
+        exponents = array.astype(np.int32) - 127
+        return np.where(array == E8M0_NAN, np.nan, np.ldexp(1.0, exponents))
+    return array.astype(np.float64)
 
 
 def _pieces(matrix: tuple[int, int]) -> Iterator[slice]:
@@ -155,16 +274,28 @@ def _pieces(matrix: tuple[int, int]) -> Iterator[slice]:
 
 
 def _spread(
-    values: np.ndarray, block: tuple[int, int], matrix: tuple[int, int], rows: slice
+    values: np.ndarray,
+    block: tuple[int, int],
+    matrix: tuple[int, int],
+    rows: slice,
+    columns: np.ndarray | None = None,
 ) -> np.ndarray:
     """Broadcasts a grid [out blocks, in blocks] to some rows of the matrix,
-    [rows, in]."""
+    [rows, in]. `columns` [in] is the block of each column, if they are not in order."""
     if block[0]:
         numbers = np.arange(*rows.indices(matrix[0]))
         values = values[numbers // block[0]]
+    if columns is not None:
+        return values[:, columns]
     if block[1]:
         values = np.repeat(values, block[1], axis=1)[:, : matrix[1]]
     return values
+
+
+def halves(elements: np.ndarray) -> np.ndarray:
+    """Returns the low half of each byte [n, bytes], then its high half, as [n, numbers]
+    uint8."""
+    return np.stack([elements & 15, elements >> 4], -1).reshape(len(elements), -1)
 
 
 def decode(stored: str, elements: np.ndarray) -> np.ndarray:

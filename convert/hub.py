@@ -22,7 +22,7 @@ from stree_jax.convert.configs import detect
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import mambainllama
 from stree_jax.convert.gguf.header import MAX_HEADER, SHARD, first_shards, read_one
-from stree_jax.convert.quantized import MODELOPT_FILE
+from stree_jax.convert.quantization_config import MODELOPT_FILE
 from stree_jax.convert.source import (
     ADAPTER,
     INDEX,

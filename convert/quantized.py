@@ -1,24 +1,17 @@
-"""Finds from the config files which tensors of a checkpoint are quantized, and how.
+"""Finds which tensors of a checkpoint are quantized, by its config files.
 
 The result is a `Source` that lists the dequantized matrices, so that other code can
-read it like any other source. `dequantize.py` defines the quantization schemes.
-
-Sources of names and shapes: NVIDIA Model Optimizer (`convert_hf_config.py`), vLLM
-(`modelopt.py`), compressed-tensors (`quant_config.py`, `quant_args.py`) and
-transformers (`FineGrainedFP8Config`, `FbgemmFp8Config`).
+read it like any other source. `dequantize.py` and `int4.py` define the quantization
+schemes, and `quantization_config.py` says which module has which scheme.
 """
 
-import fnmatch
-import re
-import reprlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 
 from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.convert.dequantize import Part, Scheme
+from stree_jax.convert.dequantize import BLOCKS, FLOATS, SCALES, Part, Scheme
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.quantization_config import WEIGHTS, Recipe, read_recipe
 from stree_jax.convert.source import (
     PICKLED,
     PackedInfo,
@@ -26,114 +19,19 @@ from stree_jax.convert.source import (
     TensorInfo,
 )
 
-CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
-TEXT_CONFIG = "text_config"
-OLD_CONFIG = "compression_config"  # the field's name in compressed-tensors before 2025
-FP8 = Scheme("fp8", "F8_E4M3")
-INT8 = Scheme("int8", "I8")
-NVFP4 = Scheme("nvfp4", "U8", (1, 16), global_scale="weight_scale_2")
-CHANNEL = (1, 0)  # a scale for each row
-INVERSE = "weight_scale_inv"  # a factor, too: the inverse of the quantizer's scale
-MODELOPT = {
-    "FP8": FP8,
-    "FP8_PER_CHANNEL_PER_TOKEN": replace(FP8, block=CHANNEL),
-    "FP8_PB_WO": replace(FP8, block=(128, 128)),
-    "NVFP4": NVFP4,
-    "W4A16_NVFP4": NVFP4,
-}
-MIXED = "MIXED_PRECISION"
-# Schemes of compressed-tensors, by format, type and bits of the weights.
-NVFP4_PACKED = replace(
-    NVFP4, weight="weight_packed", global_scale="weight_global_scale", reciprocal=True
-)
-COMPRESSED = {
-    ("float-quantized", "float", 8): FP8,
-    ("naive-quantized", "float", 8): FP8,
-    ("naive-quantized", "int", 8): INT8,
-    ("int-quantized", "int", 8): INT8,
-    ("pack-quantized", "int", 8): replace(
-        INT8, stored="I32", weight="weight_packed", shape="weight_shape"
-    ),
-    ("nvfp4-pack-quantized", "float", 4): NVFP4_PACKED,
-}
-FORMATS = tuple(dict.fromkeys(format for format, _, _ in COMPRESSED))
 # Scales of activations and KV caches, which are ignored: both stay in the model's
 # dtype.
 ACTIVATIONS = frozenset(
     "input_scale input_global_scale input_zero_point output_scale output_zero_point "
     "activation_scale q_scale k_scale v_scale k_zero_point v_zero_point".split()
 )
-FLOATS = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class Modules:
-    """A set of modules, by names and by patterns of the whole name.
-
-    Attributes:
-      names: names of modules.
-      patterns: regular expressions for names.
-      below: True if a name also stands for all modules below it, and for modules whose
-        names end in it.
-    """
-
-    names: frozenset[str] = frozenset()
-    patterns: tuple[re.Pattern[str], ...] = ()
-    below: bool = False
-
-    def has(self, module: str) -> bool:
-        found = module in self.names or any(p.match(module) for p in self.patterns)
-        if found or not self.below:
-            return found
-        words = module.split(".")
-        ends = (".".join(words[i:]) for i in range(1, len(words)))
-        return not self.names.isdisjoint(_above(module)) or any(
-            end in self.names for end in ends
-        )
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The quantization schemes of all modules, from a config file.
-
-    Attributes:
-      file: the config file.
-      named: schemes by module; they also apply to the modules below it.
-      patterned: schemes by pattern of the module's name. `named` takes precedence.
-      default: scheme of all other quantized modules. If None, there are no others.
-      ignored: modules that are not quantized.
-    """
-
-    file: Path
-    named: Mapping[str, Scheme] = field(default_factory=dict)
-    patterned: tuple[tuple[re.Pattern[str], Scheme], ...] = ()
-    default: Scheme | None = None
-    ignored: Modules = Modules()
-
-    def has_schemes(self) -> bool:
-        return bool(self.named or self.patterned or self.default)
-
-    def scheme(self, module: str) -> Scheme | None:
-        """Returns the scheme of a quantized module, or None if there is no scheme."""
-        for name in (module, *_above(module)):
-            if name in self.named:
-                return self.named[name]
-        fits = (scheme for p, scheme in self.patterned if p.match(module))
-        return next(fits, self.default)
-
-
-def _above(module: str) -> Iterator[str]:
-    """Yields the names of the modules that contain a module, innermost first."""
-    while "." in module:
-        module = module.rpartition(".")[0]
-        yield module
 
 
 def logical(source: Source, files: CheckpointFiles) -> Source:
     """Returns the source with a float tensor in place of each quantized one.
 
     If no config file mentions quantization, the source is unchanged. Only headers are
-    read.
+    read, and biases that may have been added to the model.
 
     Args:
       source: the tensors as stored.
@@ -143,7 +41,7 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
       CheckpointError: the quantization method is unknown, or a quantized tensor does
         not fit the config or its shape.
     """
-    recipe = _recipe(source, files)
+    recipe = read_recipe(source, files)
     if recipe is None:
         return source
     stored = source.tensors
@@ -151,20 +49,21 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
         raise CheckpointError(
             f"{pickled[0]}: quantized weights are read from safetensors files only"
         )
-    words = {scheme.weight for scheme in COMPRESSED.values()}
     quantized: dict[str, PackedInfo] = {}
     for name, info in stored.items():
-        module, _, word = name.rpartition(".")
-        if word not in words or (word == "weight" and info.dtype in FLOATS):
+        module, word = _split(name)
+        if word not in WEIGHTS or (word == "weight" and info.dtype in FLOATS):
             continue
         found = _quantized(recipe, stored, module, name)
-        if quantized.setdefault(f"{module}.weight", found) is not found:
+        matrix = module if word == BLOCKS else f"{module}.weight"
+        if quantized.setdefault(matrix, found) is not found:
             raise CheckpointError(f"{info.file}: {name}: {module} has two weights")
     if recipe.has_schemes() and not quantized:
         raise CheckpointError(
             f"{recipe.file}: declares quantized weights, but no tensor is quantized"
         )
     used = {name for q in quantized.values() for name, _ in q.parts.values()}
+    used |= _zero_biases(source, quantized)
     tensors = {
         name: info
         for name, info in stored.items()
@@ -177,6 +76,20 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
         info = q.parts["weight"][1]
         tensors[name] = TensorInfo(info.file, q.scheme.matrix(info.shape), "bfloat16")
     return replace(source, tensors=tensors, quantized=quantized)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Splits a tensor's name into the name of the module, or of the parameter of
+    gpt-oss, and the ending that `Scheme.endings` lists."""
+    if name.endswith(BLOCKS):
+        return name.removesuffix(BLOCKS), BLOCKS
+    module, _, word = name.rpartition(".")
+    return module, word
+
+
+def _joined(module: str, word: str) -> str:
+    """Returns a tensor's name: the inverse of `_split`, for scales too."""
+    return module + word if word in (BLOCKS, SCALES) else f"{module}.{word}"
 
 
 def scheme_names(source: Source) -> str | None:
@@ -199,31 +112,53 @@ def _quantized(
         )
     if scheme is None:
         raise CheckpointError(f"{where}: no scheme for it in {recipe.file.name}")
-    if (name, info.dtype) != (f"{module}.{scheme.weight}", scheme.stored):
+    if (name, info.dtype) != (_joined(module, scheme.weight), scheme.stored):
         raise CheckpointError(
             f"{where}: want {scheme.weight} of dtype {scheme.stored} "
             f"({scheme.name} by {recipe.file.name}), got dtype {info.dtype}"
         )
-    if len(info.shape) != 2 or 0 in info.shape:
+    if len(info.shape) != scheme.rank or 0 in info.shape:
+        wanted = "a matrix" if scheme.rank == 2 else f"{scheme.rank} axes"
         raise CheckpointError(
-            f"{where}: quantized shape {list(info.shape)}, want a matrix"
+            f"{where}: quantized shape {list(info.shape)}, want {wanted}"
         )
     matrix = scheme.matrix(info.shape)
     rows, columns = scheme.block
-    if rows == 1 and columns and matrix[1] % columns:
+    if scheme.whole_groups and rows == 1 and columns and matrix[-1] % columns:
         raise CheckpointError(
-            f"{where}: {matrix[1]} columns are not whole groups of {columns}"
+            f"{where}: {matrix[-1]} columns are not whole groups of {columns}"
         )
     shapes = scheme.shapes(matrix)
     parts: dict[Part, tuple[str, TensorInfo]] = {}
     for part, word in scheme.endings().items():
-        tensor = f"{module}.{word}"
+        tensor = _joined(module, word)
+        if tensor not in stored and part in scheme.optional:
+            continue
         if tensor not in stored:
             raise CheckpointError(f"{where}: {tensor} is missing")
         parts[part] = tensor, stored[tensor]
         if part != "weight":
             _check_part(scheme, part, shapes[part], tensor, stored[tensor])
     return PackedInfo(scheme, parts)
+
+
+def _zero_biases(source: Source, quantized: Mapping[str, PackedInfo]) -> set[str]:
+    """Returns the biases that a quantizer has added to the modules of a model.
+
+    AutoGPTQ writes a bias for every module: zeros if the module has none. A module
+    counts as such if all modules of its name, such as "q_proj", have only zeros.
+    """
+    biases: dict[str, list[str]] = {}
+    for name, q in quantized.items():
+        bias = name.removesuffix("weight") + "bias"
+        if q.scheme.adds_biases and bias in source.tensors:
+            biases.setdefault(bias.split(".")[-2], []).append(bias)
+    return {
+        bias
+        for names in biases.values()
+        if not any(source.read(name).any() for name in names)
+        for bias in names
+    }
 
 
 def _check_part(
@@ -233,14 +168,8 @@ def _check_part(
     name: str,
     info: TensorInfo,
 ) -> None:
-    """Checks the dtype and shape of a matrix's scale, zero point or shape tensor."""
-    dtypes: tuple[str, ...] = FLOATS
-    if part == "scale" and scheme.global_scale:
-        dtypes = ("F8_E4M3",)
-    if part == "zero_point":
-        dtypes = ("I8",)
-    if part == "shape":
-        dtypes = ("I64", "I32")
+    """Checks the dtype and shape of a tensor that belongs to a quantized matrix."""
+    dtypes = scheme.dtypes(part)
     if info.dtype not in dtypes:
         wanted = " or ".join(dtypes)
         raise CheckpointError(
@@ -251,200 +180,3 @@ def _check_part(
         raise CheckpointError(
             f"{info.file}: {name}: want shape {wanted}, got {list(info.shape)}"
         )
-
-
-# Config files
-
-
-def _recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
-    """Reads the schemes from config.json or from Model Optimizer's own file. Returns
-    None if neither mentions quantization."""
-    config = files.fields(tensors=source.tensors)
-    if all(config.get(name, None) is None for name in (CONFIG, OLD_CONFIG)):
-        text = config.object(TEXT_CONFIG)  # of a multimodal model
-        config = text if text.get(CONFIG, None) is not None else config
-    name = CONFIG if config.get(CONFIG, None) is not None else OLD_CONFIG
-    if config.get(name, None) is None:
-        has_file = files.has(MODELOPT_FILE)
-        return _modelopt(files.fields(MODELOPT_FILE)) if has_file else None
-    fields = config.object(name)
-    method = fields.get("quant_method")
-    match method:
-        case "modelopt" | "modelopt_fp4" | "modelopt_mixed":
-            return _modelopt(fields)
-        case "compressed-tensors":
-            return _compressed(fields)
-        case "fp8":
-            return _fine_grained(fields)
-        case "fbgemm_fp8":
-            ignored = _modules(fields, "modules_to_not_convert")
-            scheme = replace(FP8, block=CHANNEL)
-            return Recipe(fields.file, default=scheme, ignored=ignored)
-    raise fields.error(
-        "quant_method",
-        f"weights quantized by {reprlib.repr(method)} are not supported "
-        "(known: modelopt, compressed-tensors, fp8, fbgemm_fp8); load the model that "
-        "it was made of, or a GGUF file",
-    )
-
-
-def _strings(fields: ConfigFields, *names: str) -> list[str]:
-    """Returns the list of strings in the first of these fields that is present."""
-    name = next((n for n in names if fields.get(n, None) is not None), names[0])
-    value = fields.get(name, [])
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise fields.wants(name, "a list of names", value)
-    return value
-
-
-def _modules(fields: ConfigFields, *names: str) -> Modules:
-    """Reads the list of module names in the first of these fields that is present.
-
-    Names with the wildcards *, ? or [] become patterns, which are matched when
-    `Modules` looks up a module; they are not expanded here.
-
-    Args:
-      fields: the quantization config.
-      *names: names of the field in different versions of the format.
-    """
-    values = _strings(fields, *names)
-    wild = {value for value in values if any(c in value for c in "*?[")}
-    patterns = tuple(re.compile(fnmatch.translate(value)) for value in sorted(wild))
-    return Modules(frozenset(values) - wild, patterns, below=True)
-
-
-def _modelopt(fields: ConfigFields) -> Recipe:
-    """Reads Model Optimizer's fields: one algorithm for all modules, or one for
-    each."""
-    if "quantization" in fields.values:
-        fields = fields.object("quantization")
-    ignored = _modules(fields, "exclude_modules", "ignore")
-    if fields.get("quant_algo", None) is None:  # only the KV cache is quantized
-        return Recipe(fields.file, ignored=ignored)
-    if fields.get("quant_algo") != MIXED:
-        scheme = _algorithm(fields)
-        return Recipe(fields.file, default=scheme, ignored=ignored)
-    layers = fields.object("quantized_layers")
-    named = {name: _algorithm(layers.object(name)) for name in layers.values}
-    return Recipe(fields.file, named, ignored=ignored)
-
-
-def _algorithm(fields: ConfigFields) -> Scheme:
-    """Returns the scheme of `quant_algo` (case-insensitive) and `group_size`."""
-    word = fields.get("quant_algo")
-    known = word.upper() if isinstance(word, str) else word
-    if known not in tuple(MODELOPT):
-        raise fields.error(
-            "quant_algo",
-            f"weights quantized by {reprlib.repr(word)} are not supported "
-            f"(known: {', '.join([*MODELOPT, MIXED])})",
-        )
-    scheme = MODELOPT[known]
-    size = fields.size("group_size", scheme.block[1], low=0)
-    if scheme.block[1] and size != scheme.block[1]:
-        raise fields.wants("group_size", f"{scheme.block[1]}", size)
-    return scheme
-
-
-def _fine_grained(fields: ConfigFields) -> Recipe:
-    """Reads the fields of FP8 with scales per block (as in DeepSeek) or per tensor."""
-    fields.choice("fmt", "e4m3", ("e4m3",))
-    fields.choice("scale_fmt", "float", ("float",))
-    fields.choice("expert_dtype", "fp8", ("fp8",))
-    ignored = _modules(fields, "modules_to_not_convert", "ignored_layers")
-    scheme = FP8  # as written by AutoFP8
-    if fields.get("weight_block_size", None) is not None:
-        block = _block(fields, "weight_block_size")
-        scheme = replace(FP8, block=block, scale=INVERSE)
-    elif fields.has_tensor(f".{INVERSE}"):  # as written by transformers
-        scheme = replace(FP8, scale=INVERSE)
-    return Recipe(fields.file, default=scheme, ignored=ignored)
-
-
-def _block(fields: ConfigFields, name: str) -> tuple[int, int]:
-    """Returns the rows and columns of a block."""
-    value = fields.get(name)
-    whole = isinstance(value, list) and len(value) == 2
-    if not whole or not all(type(n) is int and 0 < n <= 2**20 for n in value):
-        raise fields.wants(name, "[rows, columns]", value)
-    return value[0], value[1]
-
-
-def _compressed(fields: ConfigFields) -> Recipe:
-    """Reads compressed-tensors' groups of modules, which are given by name, pattern
-    ("re:...") or class."""
-    if fields.get("transform_config", None):
-        raise fields.error("transform_config", "transformed weights are not supported")
-    sparsity = fields.object("sparsity_config")
-    sparsity.choice("format", "dense", ("dense",))
-    groups = fields.object("config_groups")
-    named: dict[str, Scheme] = {}
-    patterned: list[tuple[re.Pattern[str], Scheme]] = []
-    default: Scheme | None = None
-    for name in groups.values:
-        group = groups.object(name)
-        if group.get("weights", None) is None:  # only activations are quantized
-            continue
-        scheme = _weights(group, fields)
-        for target in _strings(group, "targets"):
-            if target.startswith("re:"):
-                patterned.append((_pattern(group, "targets", target), scheme))
-            elif "." in target or target == "lm_head":
-                named[target] = scheme
-            elif default not in (None, scheme):
-                raise group.error("targets", f"{target}: is in another group, too")
-            else:  # a class, such as Linear, means all other quantized modules
-                default = scheme
-    ignored = _strings(fields, "ignore")
-    plain = frozenset(name for name in ignored if not name.startswith("re:"))
-    patterns = (_pattern(fields, "ignore", n) for n in ignored if n not in plain)
-    modules = Modules(plain, tuple(patterns))
-    return Recipe(fields.file, named, tuple(patterned), default, modules)
-
-
-def _pattern(fields: ConfigFields, name: str, target: str) -> re.Pattern[str]:
-    try:
-        return re.compile(target.removeprefix("re:"))
-    except (re.error, OverflowError, RecursionError) as error:
-        raise fields.error(name, f"{reprlib.repr(target)}: {error}") from error
-
-
-def _weights(group: ConfigFields, fields: ConfigFields) -> Scheme:
-    """Returns the scheme of a group, from its weights and its format, or else the
-    common format."""
-    weights = group.object("weights")
-    own = group.get("format", None) is not None
-    format = (group if own else fields).choice("format", "", FORMATS)
-    kind = weights.choice("type", "int", ("int", "float"))
-    bits = weights.size("num_bits", 8)
-    if (format, kind, bits) not in COMPRESSED:
-        raise weights.error("num_bits", f"{bits}-bit {kind} {format} is not supported")
-    scheme = COMPRESSED[format, kind, bits]
-    weights.choice("dynamic", False, (False,))
-    weights.choice("actorder", False, (False, "weight", "static"))
-    if not weights.flag("symmetric", True):
-        if scheme != INT8:
-            raise weights.error("symmetric", f"false is not supported for {format}")
-        scheme = replace(scheme, zero_point="weight_zero_point")
-    return replace(scheme, block=_shared(weights, scheme))
-
-
-def _shared(weights: ConfigFields, scheme: Scheme) -> tuple[int, int]:
-    """Returns the rows and columns that share a scale, from a group's strategy."""
-    size = weights.get("group_size", None)  # -1 means a whole row
-    if size not in (None, -1):
-        size = weights.size("group_size")
-    guess = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategies: tuple[str, ...] = ("tensor", "channel", "group", "block")
-    if scheme.global_scale:
-        strategies = ("tensor_group", "group")
-    match weights.choice("strategy", guess, strategies):
-        case "tensor":
-            return 0, 0
-        case "channel":
-            return CHANNEL
-        case "block":
-            return _block(weights, "block_structure")
-    if scheme.global_scale and size != scheme.block[1]:
-        raise weights.wants("group_size", f"{scheme.block[1]}", size)
-    return 1, weights.size("group_size")

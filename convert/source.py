@@ -106,10 +106,10 @@ class Source:
     shapes_from: str = "config.json"
 
     def scheme(self, name: str) -> str | None:
-        """Returns a tensor's quantization scheme, such as "nvfp4" or "q4_k". None if it
-        consists of plain floats."""
+        """Returns a tensor's quantization scheme, such as "nvfp4", "int4_128" or
+        "q4_k". None if it consists of plain floats."""
         if name in self.quantized:
-            return self.quantized[name].scheme.name
+            return self.quantized[name].scheme.kept_as(self.tensors[name].shape)
         kind = self.tensors[name].kind
         return None if kind is None or kind.plain else kind.name.lower()
 
@@ -158,7 +158,8 @@ class Source:
     def packed(self, name: str) -> Packed:
         """Reads a quantized matrix without dequantizing it.
 
-        The blocks of a GGUF file are one array "blocks" [m, bytes per row].
+        The blocks of a GGUF file are one array "blocks" [m, bytes per row]. The arrays
+        of other files are those of `Scheme.kept`.
 
         Args:
           name: name of a tensor whose `scheme` is not None.
@@ -170,7 +171,8 @@ class Source:
         assert scheme is not None, f"{name} is not packed"
         arrays: dict[str, np.ndarray] = {}
         if info.kind is None:
-            arrays.update(self._arrays(self.quantized[name]).items())
+            stored = self.quantized[name]
+            arrays.update(stored.scheme.kept(self._arrays(stored)))
         else:
             where = info.file, name, info.kind, info.start, info.shape
             arrays["blocks"] = packed_blocks(*where)

@@ -131,6 +131,9 @@ const PanelProduct* panels_of_level(int64_t level) {
 #if defined(__x86_64__)
   level = std::min(level, instructions());
   static const bool f16c = __builtin_cpu_supports("f16c");
+#if STREE_AMX
+  if (level >= 3) return amx_panels();
+#endif
   if (level >= 2 && has_vnni()) return avx512_vnni_panels();
   if (level >= 1 && f16c) return avx2_panels();
 #endif

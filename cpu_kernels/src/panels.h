@@ -46,6 +46,9 @@ const PanelProduct* portable_panels();
 const PanelProduct* avx2_panels();         // also needs F16C
 const PanelProduct* avx512_vnni_panels();  // AVX-512 F, BW, DQ, VL and VNNI
 #endif
+#if STREE_AMX
+const PanelProduct* amx_panels();  // also needs AVX512-VNNI
+#endif
 
 // Writes row `row` of a table of panels, as float32 [k].
 void decode_panel_row(int64_t kind, const uint8_t* data, int64_t row, int64_t k, float* out);

@@ -1,10 +1,11 @@
-"""Weights that stay as they are in a file, in 4 to 8 bits per number.
+"""A weight format that keeps quantized matrices as they are in their file.
 
 Matrices are stored in panels (`weights.panels`). A product rounds its input rows to 16
-bits, which changes logits by less than 1e-4 of the largest, or to 8 bits. CPU kernels
-compute it if they are available, with equal results on every CPU. All other parameters,
-caches and records are float32. Matrices that cannot be kept are plain arrays: quantized
-ones are bfloat16, others float32, or bfloat16 if they are stored in it and large.
+bits, which changes logits by about 1e-4 of the largest at most, or to 8 bits. CPU
+kernels compute it if they are available, with equal results on every CPU, bit for bit.
+All other parameters, caches and records are float32. Matrices that cannot be kept are
+plain arrays: quantized ones are bfloat16, others float32, or bfloat16 if they are
+stored in it and large.
 """
 
 import math
@@ -214,16 +215,14 @@ def _packed_experts(
 
 
 def _joined(blocks: Sequence[Packed], experts: int | None = None) -> list[Packed]:
-    """Stacks consecutive matrices of one scheme, unless their columns have an order of
-    their own.
+    """Stacks consecutive matrices of one scheme whose columns are in the same order.
 
     With `experts`, stacks the matrices of each expert, see `Format.keep`.
     """
     joined: list[Packed] = []
     for packed in blocks:
         before = joined[-1] if joined else None
-        own = "columns" in packed.arrays
-        if before is None or own or not before.fits(packed):
+        if before is None or not before.fits(packed):
             joined.append(packed)
         else:
             joined[-1] = before.stacked(packed, experts or 1)

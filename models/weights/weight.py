@@ -148,9 +148,10 @@ class Packed:
 
     def fits(self, other: "Packed") -> bool:
         """True if another matrix of the same layout can be stacked below this one."""
-        if "columns" in self.arrays or self.scheme != other.scheme:
+        if self.scheme != other.scheme or self.arrays.keys() != other.arrays.keys():
             return False
-        return self.arrays.keys() == other.arrays.keys()
+        columns = self.arrays.get("columns")
+        return columns is None or np.array_equal(columns, other.arrays["columns"])
 
     def stacked(self, other: "Packed", experts: int = 1) -> "Packed":
         """Returns the matrix with another one, that `fits`, below it.
@@ -159,11 +160,15 @@ class Packed:
         expert.
         """
 
-        def joined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-            parts = [z.reshape(experts, -1, *z.shape[1:]) for z in (a, b)]
-            return np.concatenate(parts, axis=1).reshape(-1, *a.shape[1:])
+        def joined(name: str, a: np.ndarray) -> np.ndarray:
+            if name == "columns":
+                return a
+            parts = (
+                z.reshape(experts, -1, *a.shape[1:]) for z in (a, other.arrays[name])
+            )
+            return np.concatenate(list(parts), axis=1).reshape(-1, *a.shape[1:])
 
-        arrays = {n: joined(a, other.arrays[n]) for n, a in self.arrays.items()}
+        arrays = {name: joined(name, a) for name, a in self.arrays.items()}
         shape = (self.shape[0] + other.shape[0], *self.shape[1:])
         return replace(self, shape=shape, arrays=arrays)
 

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from stree_jax.convert import dequantize as module
 from stree_jax.convert.dequantize import Scheme, decode, dequantize, problem, rounded
-from stree_jax.convert.quantized import COMPRESSED, FP8, INT8, NVFP4, NVFP4_PACKED
+from stree_jax.convert.quantization_config import (
+    COMPRESSED,
+    FP8,
+    INT8,
+    NVFP4,
+    NVFP4_PACKED,
+)
 from tests.support.quantized import E4M3, e2m1
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

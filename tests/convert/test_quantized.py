@@ -15,7 +15,7 @@ from stree_jax.convert import (
     CheckpointError,
     convert_checkpoint,
     dequantize,
-    quantized,
+    quantization_config,
 )
 from stree_jax.convert import source as source_module
 from stree_jax.convert.export import export_hf
@@ -219,8 +219,8 @@ def swap_nibbles(patch):
 
 def multiply_by_reciprocal(patch):
     key = ("nvfp4-pack-quantized", "float", 4)
-    wrong = replace(quantized.COMPRESSED[key], reciprocal=False)
-    patch.setitem(quantized.COMPRESSED, key, wrong)
+    wrong = replace(quantization_config.COMPRESSED[key], reciprocal=False)
+    patch.setitem(quantization_config.COMPRESSED, key, wrong)
 
 
 def other_axis(patch):

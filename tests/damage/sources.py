@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers.utils.logging import disable_progress_bar
 
 from stree_jax.convert import convert_checkpoint
+from tests.support import quantized, quantized_int4
 from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.hf_checkpoints import HF_CASES
 from tests.support.native_checkpoints import (
@@ -20,7 +21,6 @@ from tests.support.native_checkpoints import (
     write_mambainllama,
     write_native,
 )
-from tests.support.quantized import MODELS, write
 from tests.support.vocabularies import (
     byte_level,
     pieces,
@@ -30,11 +30,14 @@ from tests.support.vocabularies import (
 
 OWN = {"own-mamba2": "mamba2", "own-granite-moe": "granite-moe", "own-llama": "llama"}
 NATIVES = {f"native-{name}": name for name in NATIVE_CASES}
-QUANTIZED = {  # a model and a layout of `quantized`; safetensors only
+QUANTIZED = {  # a model and a layout of `quantized` or `quantized_int4`
     "quantized-nvfp4": ("nemotron-h", "modelopt mixed"),
     "quantized-reciprocal": ("llama", "compressed nvfp4"),
     "quantized-int8": ("mamba2", "compressed int8 packed"),
     "quantized-fp8": ("granite", "fp8"),
+    "quantized-gptq": ("llama", "gptq in order of activations"),
+    "quantized-awq": ("llama", "awq"),
+    "quantized-int4": ("llama", "compressed int4 in order of activations"),
 }
 # A case of `gguf_files`, the type of its matrices, and tensors per shard (0: one file).
 GGUF = {
@@ -134,9 +137,11 @@ def write_source(directory: Path, name: str) -> None:
     elif name in QUANTIZED:
         disable_progress_bar()
         model, spelling = QUANTIZED[name]
+        int4 = spelling in quantized_int4.SPELLINGS
+        support = quantized_int4 if int4 else quantized
         with tempfile.TemporaryDirectory() as plain:
-            MODELS[model]().bfloat16().save_pretrained(plain)
-            write(Path(plain), directory, spelling)
+            support.MODELS[model]().bfloat16().save_pretrained(plain)
+            quantized.write(Path(plain), directory, spelling, support.SPELLINGS)
     elif name in NATIVES:
         write_native(directory, **NATIVE_CASES[NATIVES[name]])
     else:

@@ -104,3 +104,15 @@ def test_a_row_with_nan_stays_visible():
     x[1, 7] = np.nan
     y = np.asarray(linear(x, KEPT.keep([packed("q6_k")]), implementation="xla"))
     assert np.isnan(y[1]).all() and np.isfinite(y[[0, 2]]).all()
+
+
+def test_exponents_of_mxfp4():
+    blocks = random_blocks("mxfp4", 16, 32 * 256)
+    blocks.reshape(16, 256, 17)[:, :, 0] = np.arange(256)
+    weight = KEPT.keep([Packed("mxfp4", (16, 32 * 256), {"blocks": blocks})])
+    with np.errstate(over="ignore"):
+        wanted = dequantized("mxfp4", blocks)
+    # XLA may replace subnormal factors by 0
+    np.testing.assert_allclose(weight.matrix(), wanted, rtol=0, atol=2e-37)
+    normal = np.s_[:, 2 * 32 :]
+    np.testing.assert_array_equal(np.asarray(weight.matrix())[normal], wanted[normal])

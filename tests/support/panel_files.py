@@ -3,13 +3,15 @@
 import gguf
 import numpy as np
 
-# Fields of a block that are float16 numbers, as (offset, count); "q6_k" ends in one.
+# Fields of a block that are float16 numbers, as (offset, count). "q3_k" and "q6_k" end
+# in one.
 HALVES = {
     "q4_0": (0, 1),
     "q4_1": (0, 2),
     "q5_0": (0, 1),
     "q5_1": (0, 2),
     "q8_0": (0, 1),
+    "q3_k": (-2, 1),
     "q4_k": (0, 2),
     "q5_k": (0, 2),
     "q6_k": (-2, 1),

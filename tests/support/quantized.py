@@ -122,7 +122,8 @@ def nvfp4(w, reciprocal):
 
 
 # Layouts: functions of a module's name and its float64 weight. They return its tensors,
-# by the last word of their names, and the exact weight.
+# by the last word of their names, and the exact weight; or None for a weight that the
+# layout cannot hold.
 
 
 def modelopt_fp8(module, w):
@@ -341,20 +342,23 @@ def mixed_config(modules):
     return modelopt_config("MIXED_PRECISION", quantized_layers=short)
 
 
-def write(source, directory, spelling):
+def write(source, directory, spelling, spellings=SPELLINGS):
     """Quantizes the linear layers of a one-file checkpoint.
 
     Returns:
       Every tensor of the model by name, in float64 where it is quantized.
     """
-    store, config = SPELLINGS[spelling]
+    store, config = spellings[spelling]
     shutil.copytree(source, directory)
     tensors, exact = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
         exact[name] = tensor
+        stored = None
         if module != name and tensor.ndim == 2 and LINEAR.fullmatch(module):
-            parts, exact[name] = store(module, tensor.astype(np.float64))
+            stored = store(module, tensor.astype(np.float64))
+        if stored is not None:
+            parts, exact[name] = stored
             found = {f"{module}.{word}": part for word, part in parts.items()}
             tensors |= {name: np.array(part, order="C") for name, part in found.items()}
             if module.endswith(("k_proj", "v_proj")):

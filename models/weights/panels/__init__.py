@@ -5,6 +5,7 @@ in `KINDS`, and its traits in `cpu_kernels/src/panels.h`.
 """
 
 from stree_jax.models.weights.panels.ggml import GGML
+from stree_jax.models.weights.panels.groups import GROUPS
 from stree_jax.models.weights.panels.kind import PanelKind as PanelKind
 
-KINDS: dict[str, PanelKind] = {kind.name: kind for kind in GGML}
+KINDS: dict[str, PanelKind] = {kind.name: kind for kind in (*GGML, *GROUPS)}

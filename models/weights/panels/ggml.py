@@ -1,70 +1,63 @@
 """Panels of ggml's storage types, whose blocks GGUF files hold.
 
 A row of a matrix consists of blocks of 32 or 256 columns; `ggml-common.h` of llama.cpp
-defines their bytes. Scales are float16.
+defines their bytes. This module has the types with blocks of 32, `k_quants.py` the
+others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from stree_jax.models.weights.panels.blocks import fields_of, in_lanes, spread_bits
+from stree_jax.models.weights.panels.k_quants import (
+    IQ4_VALUES,
+    IQ4_XS,
+    Q3_K,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+)
 from stree_jax.models.weights.panels.kind import (
     BLOCK,
     Field,
     PanelKind,
-    number_bytes,
+    Parts,
+    Scales,
     widened,
 )
 
-Arrays = Mapping[str, np.ndarray]
-Parts = tuple[Sequence[np.ndarray], np.ndarray]
-Scales = tuple[jax.Array, jax.Array | None]
-HALF = Field("float16", 1)
-LARGE = 256  # columns of a block of the K-quants
-
-
-def fields_of(arrays: Arrays, *dtypes: tuple[str, int]) -> list[np.ndarray]:
-    """Splits the blocks of all rows into their fields.
-
-    Args:
-      arrays: "blocks" [m, bytes per row] uint8.
-      dtypes: dtype and count of each field, in the order of the file.
-
-    Returns:
-      [m, blocks, count] for each field.
-    """
-    block = np.dtype([(f"f{i}", d, (n,)) for i, (d, n) in enumerate(dtypes)])
-    rows = np.ascontiguousarray(arrays["blocks"]).view(block)
-    return [rows[name] for name in block.names or ()]
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the magnitudes of E2M1
 
 
 @dataclass(frozen=True)
 class Small(PanelKind):
     """Blocks of 32 columns with a scale d, and a minimum m in some types."""
 
-    has_minimum: bool = False
+    @property
+    def per_tile(self) -> int:
+        return self.tile // BLOCK
 
-    def parts(self, arrays: Arrays) -> Parts:
-        count = 1 + self.has_minimum
-        bytes_of = {4: (0, 16), 5: (4, 16), 8: (0, 32)}[self.bits]
-        d, high, low = fields_of(
-            arrays, ("<f2", count), ("u1", bytes_of[0]), ("u1", bytes_of[1])
+    def lanes(self, arrays: Mapping[str, np.ndarray]) -> Parts:
+        high = 1 if self.bits == 5 else 0
+        d, qh, qs = fields_of(
+            arrays,
+            ("<f2", len(self.fields)),
+            ("<u4", high),
+            ("<u4", self.bits - high),
         )
-        per_tile = self.tile // BLOCK
-        fields = [
-            np.ascontiguousarray(d[..., i]).reshape(len(d), -1, per_tile)
-            for i in range(count)
-        ]
+        scales = in_lanes(d, self.per_tile)
+        words = in_lanes(qs, self.per_tile)
         if self.bits == 8:
-            return fields, low ^ np.uint8(128)
-        if self.bits == 4:
-            return fields, np.ascontiguousarray(low)
-        bits = np.unpackbits(high, axis=-1, bitorder="little")
-        q = np.concatenate([low & 15, low >> 4], axis=-1) | (bits << 4)
-        return fields, number_bytes(q, 5)
+            words ^= np.uint32(0x80808080)
+        if high:
+            vector = spread_bits(in_lanes(qh, self.per_tile))
+            words = np.concatenate([words, vector], axis=-2)
+        return [scales[..., i, :] for i in range(len(self.fields))], words
 
     def scales(self, *fields: jax.Array) -> Scales:
         d, *rest = (widened(field) for field in fields)
@@ -72,57 +65,51 @@ class Small(PanelKind):
 
 
 @dataclass(frozen=True)
-class WithMinima(PanelKind):
-    """Q4_K and Q5_K: d * sc * q - dmin * mn, with sc and mn of 6 bits for each 32
-    columns in twelve bytes."""
+class PowersOfTwo(PanelKind):
+    """MXFP4: numbers E2M1 times powers of two for each 32 columns."""
 
-    def parts(self, arrays: Arrays) -> Parts:
-        high = 32 if self.bits == 5 else 0
-        d, sc, qh, qs = fields_of(
-            arrays, ("<f2", 2), ("u1", 12), ("u1", high), ("u1", 128)
-        )
-        m, blocks = qs.shape[:2]
-        pairs = qs.reshape(m, blocks, 4, 1, BLOCK)
-        q = np.concatenate([pairs & 15, pairs >> 4], axis=3).reshape(m, -1, BLOCK)
-        if high:
-            shifts = np.arange(8, dtype=np.uint8)[:, None]
-            bits = (qh[:, :, None] >> shifts) & 1
-            q = q | (bits.reshape(q.shape) << 4)
-        return [sc, d[..., :1], d[..., 1:]], number_bytes(q, self.bits)
+    def lanes(self, arrays: Mapping[str, np.ndarray]) -> Parts:
+        e, qs = fields_of(arrays, ("u1", 1), ("<u4", 4))
+        per_tile = self.tile // BLOCK
+        return [in_lanes(e, per_tile)[..., 0, :]], in_lanes(qs, per_tile)
 
     def scales(self, *fields: jax.Array) -> Scales:
-        q, d, dmin = fields
-        a, b, c = (q[..., i : i + 4] for i in (0, 4, 8))
-        sc = jnp.concatenate([a & 63, (c & 15) | ((a >> 6) << 4)], axis=-1)
-        mn = jnp.concatenate([b & 63, (c >> 4) | ((b >> 6) << 4)], axis=-1)
-        return widened(d) * widened(sc), -(widened(dmin) * widened(mn))
+        e = fields[0].astype(jnp.uint32)
+        # 2^(e - 128); the first two are subnormal
+        small = jnp.where(e == 0, jnp.uint32(0x00200000), jnp.uint32(0x00400000))
+        bits = jnp.where(e < 2, small, (e - 1) << 23)
+        return lax.bitcast_convert_type(bits, jnp.float32), None
 
 
-@dataclass(frozen=True)
-class SixBits(PanelKind):
-    """Q6_K: d * sc * (q - 32), with sc in int8 for each 16 columns."""
-
-    def parts(self, arrays: Arrays) -> Parts:
-        ql, qh, sc, d = fields_of(
-            arrays, ("u1", 128), ("u1", 64), ("i1", 16), ("<f2", 1)
-        )
-        m, blocks = ql.shape[:2]
-        low = ql.reshape(m, blocks, 2, 1, 64)
-        low = np.concatenate([low & 15, low >> 4], axis=3).reshape(m, -1, BLOCK)
-        shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-        high = (qh.reshape(m, blocks, 2, 1, BLOCK) >> shifts) & 3
-        q = low | (high.reshape(low.shape) << 4)
-        return [d.astype(np.float32), sc], number_bytes(q, 6)
-
-    def scales(self, *fields: jax.Array) -> Scales:
-        d, sc = fields
-        return d * widened(sc), None
-
-
-Q4_0 = Small("q4_0", 0, 64, 4, (Field("float16", 2),), zero=8)
-Q8_0 = Small("q8_0", 4, 64, 8, (Field("float16", 2),), zero=128)
-Q4_K = WithMinima("q4_k", 5, LARGE, 4, (Field("uint8", 12), HALF, HALF))
-Q6_K = SixBits(
-    "q6_k", 7, LARGE, 6, (Field("float32", 1), Field("int8", 16)), zero=32, block=16
+HALVES = Field("float16", 2)
+Q4_0 = Small("q4_0", 0, 64, 4, (HALVES,), zero=8)
+Q4_1 = Small("q4_1", 1, 64, 4, (HALVES, HALVES))
+Q5_0 = Small("q5_0", 2, 64, 5, (HALVES,), zero=16)
+Q5_1 = Small("q5_1", 3, 64, 5, (HALVES, HALVES))
+Q8_0 = Small("q8_0", 4, 64, 8, (HALVES,), zero=128)
+IQ4_NL = Small(
+    "iq4_nl", 8, 64, 4, (HALVES,), zero=128, values=tuple(v + 128 for v in IQ4_VALUES)
 )
-GGML = (Q4_0, Q8_0, Q4_K, Q6_K)
+MXFP4 = PowersOfTwo(
+    "mxfp4",
+    10,
+    128,
+    4,
+    (Field("uint8", 4),),
+    zero=12,
+    values=tuple(12 + sign * v for sign in (1, -1) for v in MXFP4_VALUES),
+)
+GGML = (
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q8_0,
+    Q3_K,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    IQ4_NL,
+    IQ4_XS,
+    MXFP4,
+)

@@ -18,7 +18,7 @@ A number q stands for scale * (values[q] - zero) + minimum. Letters as in
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +32,14 @@ BLOCK = 32  # columns of a block of numbers
 WORD = 4  # columns of a row in a vector
 VECTOR = LANES * WORD  # bytes
 PACK_BYTES = 2**22  # bytes of a matrix that are rearranged at a time
+
+
+# Fields, and words of numbers, of a matrix; see `PanelKind.lanes`.
+Parts = tuple[Sequence[np.ndarray], np.ndarray]
+# Scales, and minima if there are any; see `PanelKind.scales`.
+Scales = tuple[jax.Array, jax.Array | None]
+
+Number = Callable[[int, int], jax.Array]  # see `PanelKind.scale_of`
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,12 @@ class PanelKind(ABC):
     block: int = BLOCK
 
     @property
+    def has_minima(self) -> bool:
+        """True if blocks have minima."""
+        fields = [np.zeros((1, 1, 1, f.count), f.dtype) for f in self.fields]
+        return jax.eval_shape(self.scales, *fields)[1] is not None
+
+    @property
     def head(self) -> int:
         """Bytes of a tile's scales."""
         return sum(field.nbytes for field in self.fields)
@@ -113,11 +127,10 @@ class PanelKind(ABC):
         """Returns the shape of the panels of a matrix [m, k]."""
         return -(-m // LANES), k // self.tile, self.nbytes
 
-    @abstractmethod
     def parts(
         self, arrays: Mapping[str, np.ndarray]
     ) -> tuple[Sequence[np.ndarray], np.ndarray]:
-        """Takes a matrix apart.
+        """Takes a matrix apart by rows. A kind implements this or `lanes`.
 
         Args:
           arrays: the arrays of a `Packed`, with some rows of the matrix.
@@ -126,14 +139,54 @@ class PanelKind(ABC):
           The fields, each [m, n, count] in its dtype; and the numbers [m, k / 32, 4 b]
           uint8 with b bits each, in blocks as `number_bytes` returns them.
         """
+        raise NotImplementedError
+
+    def lanes(self, arrays: Mapping[str, np.ndarray]) -> Parts:
+        """Takes a matrix apart in the order of panels.
+
+        Args:
+          arrays: the arrays of a `Packed`, with some rows of the matrix.
+
+        Returns:
+          The fields, each [P, n, count, 16] in its dtype or one that converts to it;
+          and the words of the numbers [P, n, ..., 16] uint32. Rows past the last one
+          have zeros as scales and any numbers.
+        """
+        fields, numbers = self.parts(arrays)
+        words = numbers.view(np.uint32)
+        m, tiles = len(words), fields[0].shape[1]
+        rest = -m % LANES
+
+        def in_panels(array: np.ndarray) -> np.ndarray:
+            whole = np.pad(array.reshape(m, -1), [(0, rest), (0, 0)])
+            return whole.reshape(-1, LANES, tiles, whole.shape[1] // tiles)
+
+        return [in_panels(a).transpose(0, 2, 3, 1) for a in fields], in_panels(
+            words
+        ).transpose(0, 2, 3, 1)
 
     @abstractmethod
-    def scales(self, *fields: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def scales(self, *fields: jax.Array) -> Scales:
         """Computes the scales and minima [P, 16, n, blocks] float32 of all blocks.
 
         Args:
           fields: [P, 16, n, count] each.
         """
+
+    def scale_of(self, number: Number, block: int) -> Scales:
+        """Computes the scale and minimum of one block, for kernels.
+
+        Args:
+          number: a function of a field's index, and of the index of a number in it. It
+            returns these numbers of all rows.
+          block: index of the block of `self.block` columns in the tile.
+        """
+        blocks = self.tile // self.block
+        fields = (
+            number(i, block if field.count == blocks else 0)
+            for i, field in enumerate(self.fields)
+        )
+        return self.scales(*fields)
 
     def pack(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Rearranges a matrix to panels [P, n, nbytes] uint8.
@@ -141,41 +194,35 @@ class PanelKind(ABC):
         Args:
           arrays: the arrays of a `Packed`.
         """
-        first = next(iter(arrays.values()))
-        m, row_bytes = len(first), sum(a[:1].nbytes for a in arrays.values())
+        m = len(next(iter(arrays.values())))
+        row_bytes = sum(a[:1].nbytes for a in arrays.values())
         step = LANES * max(1, PACK_BYTES // (LANES * max(1, row_bytes)))
         panels: np.ndarray | None = None
         for i in range(0, m, step):
             part = {name: a[i : i + step] for name, a in arrays.items()}
-            packed = self._pack_some(part)
+            fields, words = self.lanes(part)
             if panels is None:
-                shape = (-(-m // LANES), *packed.shape[1:])
+                shape = (-(-m // LANES), words.shape[1], self.nbytes)
                 panels = aligned(shape, np.dtype(np.uint8))
-            panels[i // LANES : i // LANES + len(packed)] = packed
+            self._write(fields, words, panels[i // LANES :][: len(words)])
         assert panels is not None, "a matrix without rows"
+        if m % LANES:  # rows past the last one are zero bytes
+            numbers = panels[-1, :, self.head :].view(np.uint32)
+            numbers.reshape(len(numbers), -1, LANES)[..., m % LANES :] = 0
         return panels
 
-    def _pack_some(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        fields, numbers = self.parts(arrays)
-        words = numbers.view(np.uint32)
-        m, tiles = len(words), fields[0].shape[1]
-        panels = -(-m // LANES)
-        out = np.zeros((panels, tiles, self.nbytes), np.uint8)
-
-        def put(at: int, array: np.ndarray) -> int:
-            rest = [(0, 0)] * (array.ndim - 1)
-            whole = np.pad(array, [(0, panels * LANES - m), *rest])
-            lanes = whole.reshape(panels, LANES, tiles, -1).transpose(0, 2, 3, 1)
-            done = np.ascontiguousarray(lanes).view(np.uint8)
-            done = done.reshape(panels, tiles, -1)
-            out[:, :, at : at + done.shape[-1]] = done
-            return at + done.shape[-1]
-
+    def _write(
+        self, fields: Sequence[np.ndarray], words: np.ndarray, panels: np.ndarray
+    ) -> None:
+        """Writes the result of `lanes` to panels [P, n, nbytes]."""
+        count, tiles = panels.shape[:2]
         at = 0
         for field, array in zip(self.fields, fields, strict=True):
-            at = put(at, array.astype(field.dtype, copy=False))
-        put(at, words.reshape(m, tiles, -1))
-        return out
+            place = panels[:, :, at : at + field.nbytes].view(field.dtype)
+            place.reshape(count, tiles, field.count, LANES)[...] = array
+            at += field.nbytes
+        place = panels[:, :, at:].view(np.uint32)
+        place.reshape(count, *words.shape[1:])[...] = words
 
     def decode(self, panels: jax.Array) -> Decoded:
         """Decodes panels [P, n, nbytes] uint8; n may be any number of tiles."""

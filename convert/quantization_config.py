@@ -1,0 +1,412 @@
+"""Reads from the config files of a checkpoint which modules are quantized, and how.
+
+Sources of names: NVIDIA Model Optimizer (`convert_hf_config.py`), vLLM (`modelopt.py`,
+`gptq.py`, `gptq_utils.py`, `awq.py`), compressed-tensors (`quant_config.py`,
+`quant_args.py`) and transformers (`quantization_config.py`).
+"""
+
+import fnmatch
+import re
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.dequantize import BLOCKS, SCALES, Blocks, Scheme
+from stree_jax.convert.fields import REQUIRED, ConfigFields
+from stree_jax.convert.int4 import Int4
+from stree_jax.convert.source import Source
+
+CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
+TEXT_CONFIG = "text_config"
+OLD_CONFIG = "compression_config"  # the field's name in compressed-tensors before 2025
+FP8 = Scheme("fp8", "F8_E4M3")
+INT8 = Scheme("int8", "I8")
+NVFP4 = Scheme("nvfp4", "U8", (1, 16), global_scale="weight_scale_2")
+CHANNEL = (1, 0)  # a scale for each row
+INVERSE = "weight_scale_inv"  # a factor, too: the inverse of the quantizer's scale
+MODELOPT = {
+    "FP8": FP8,
+    "FP8_PER_CHANNEL_PER_TOKEN": replace(FP8, block=CHANNEL),
+    "FP8_PB_WO": replace(FP8, block=(128, 128)),
+    "NVFP4": NVFP4,
+    "W4A16_NVFP4": NVFP4,
+}
+MIXED = "MIXED_PRECISION"
+# Schemes of compressed-tensors, by format, type and bits of the weights.
+NVFP4_PACKED = replace(
+    NVFP4, weight="weight_packed", global_scale="weight_global_scale", reciprocal=True
+)
+COMPRESSED = {
+    ("float-quantized", "float", 8): FP8,
+    ("naive-quantized", "float", 8): FP8,
+    ("naive-quantized", "int", 8): INT8,
+    ("int-quantized", "int", 8): INT8,
+    ("pack-quantized", "int", 8): replace(
+        INT8, stored="I32", weight="weight_packed", shape="weight_shape"
+    ),
+    ("pack-quantized", "int", 4): Int4(
+        "int4",
+        "I32",
+        weight="weight_packed",
+        shape="weight_shape",
+        groups="weight_g_idx",
+        optional=frozenset({"groups"}),
+        signed_scales=True,
+        layout="compressed",
+    ),
+    ("nvfp4-pack-quantized", "float", 4): NVFP4_PACKED,
+    ("mxfp4-pack-quantized", "float", 4): Scheme(
+        "mxfp4", "U8", (1, 32), weight="weight_packed", exponents=True
+    ),
+}
+BY_GROUP, IN_ORDER = (True, "group", "dynamic"), (False, "weight", "static")  # actorder
+MXFP4 = Blocks("mxfp4", "U8", (1, 32), weight=BLOCKS, scale=SCALES, exponents=True)
+# Some quantizers choose the sign of a scale, so that 0 and 15 are the extremes.
+AWQ = Int4(
+    "int4",
+    "I32",
+    weight="qweight",
+    scale="scales",
+    zero_point="qzeros",
+    signed_scales=True,
+    layout="awq",
+)
+GPTQ = replace(AWQ, groups="g_idx", layout="gptq", adds_biases=True)
+WEIGHTS = frozenset(s.weight for s in (*COMPRESSED.values(), AWQ, MXFP4))
+FORMATS = tuple(dict.fromkeys(format for format, _, _ in COMPRESSED))
+
+
+@dataclass(frozen=True)
+class Modules:
+    """A set of modules, by names and by patterns of the whole name.
+
+    Attributes:
+      names: names of modules.
+      patterns: regular expressions for names.
+      below: True if a name also stands for all modules below it, and for modules whose
+        names end in it.
+    """
+
+    names: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()
+    below: bool = False
+
+    def has(self, module: str) -> bool:
+        found = module in self.names or any(p.match(module) for p in self.patterns)
+        if found or not self.below:
+            return found
+        words = module.split(".")
+        ends = (".".join(words[i:]) for i in range(1, len(words)))
+        return not self.names.isdisjoint(_above(module)) or any(
+            end in self.names for end in ends
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The quantization schemes of all modules, from a config file.
+
+    Attributes:
+      file: the config file.
+      named: schemes by module; they also apply to the modules below it.
+      patterned: schemes by pattern of the module's name, or None for a module that is
+        not quantized. The first pattern that matches counts; `named` takes precedence.
+      default: scheme of all other quantized modules. If None, there are no others.
+      ignored: modules that are not quantized.
+    """
+
+    file: Path
+    named: Mapping[str, Scheme] = field(default_factory=dict)
+    patterned: tuple[tuple[re.Pattern[str], Scheme | None], ...] = ()
+    default: Scheme | None = None
+    ignored: Modules = Modules()
+
+    def has_schemes(self) -> bool:
+        return bool(self.named or self.patterned or self.default)
+
+    def scheme(self, module: str) -> Scheme | None:
+        """Returns the scheme of a quantized module, or None if there is no scheme."""
+        for name in (module, *_above(module)):
+            if name in self.named:
+                return self.named[name]
+        fits = (scheme for p, scheme in self.patterned if p.match(module))
+        return next(fits, self.default)
+
+
+def _above(module: str) -> Iterator[str]:
+    """Yields the names of the modules that contain a module, innermost first."""
+    while "." in module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
+def read_recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
+    """Reads the schemes from config.json or from Model Optimizer's own file. Returns
+    None if neither mentions quantization."""
+    config = files.fields(tensors=source.tensors)
+    if all(config.get(name, None) is None for name in (CONFIG, OLD_CONFIG)):
+        text = config.object(TEXT_CONFIG)  # of a multimodal model
+        config = text if text.get(CONFIG, None) is not None else config
+    name = CONFIG if config.get(CONFIG, None) is not None else OLD_CONFIG
+    if config.get(name, None) is None:
+        has_file = files.has(MODELOPT_FILE)
+        return _modelopt(files.fields(MODELOPT_FILE)) if has_file else None
+    fields = config.object(name)
+    method = fields.get("quant_method")
+    match method:
+        case "modelopt" | "modelopt_fp4" | "modelopt_mixed":
+            return _modelopt(fields)
+        case "compressed-tensors":
+            return _compressed(fields)
+        case "fp8":
+            return _fine_grained(fields)
+        case "fbgemm_fp8":
+            ignored = _modules(fields, "modules_to_not_convert")
+            scheme = replace(FP8, block=CHANNEL)
+            return Recipe(fields.file, default=scheme, ignored=ignored)
+        case "gptq":
+            return _by_module(fields, _gptq)
+        case "awq":
+            return _by_module(fields, _awq)
+        case "mxfp4":
+            ignored = _modules(fields, "modules_to_not_convert")
+            return Recipe(fields.file, default=MXFP4, ignored=ignored)
+    raise fields.error(
+        "quant_method",
+        f"weights quantized by {reprlib.repr(method)} are not supported "
+        "(known: modelopt, compressed-tensors, fp8, fbgemm_fp8, gptq, awq, mxfp4); "
+        "load the model that it was made of, or a GGUF file",
+    )
+
+
+def _strings(fields: ConfigFields, *names: str) -> list[str]:
+    """Returns the list of strings in the first of these fields that is present."""
+    name = _first(fields, *names)
+    value = fields.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise fields.wants(name, "a list of names", value)
+    return value
+
+
+def _modules(fields: ConfigFields, *names: str) -> Modules:
+    """Reads the list of module names in the first of these fields that is present.
+
+    Names with the wildcards *, ? or [] become patterns, which are matched when
+    `Modules` looks up a module; they are not expanded here.
+
+    Args:
+      fields: the quantization config.
+      *names: names of the field in different versions of the format.
+    """
+    values = _strings(fields, *names)
+    wild = {value for value in values if any(c in value for c in "*?[")}
+    patterns = tuple(re.compile(fnmatch.translate(value)) for value in sorted(wild))
+    return Modules(frozenset(values) - wild, patterns, below=True)
+
+
+def _modelopt(fields: ConfigFields) -> Recipe:
+    """Reads Model Optimizer's fields: one algorithm for all modules, or one for
+    each."""
+    if "quantization" in fields.values:
+        fields = fields.object("quantization")
+    ignored = _modules(fields, "exclude_modules", "ignore")
+    if fields.get("quant_algo", None) is None:  # only the KV cache is quantized
+        return Recipe(fields.file, ignored=ignored)
+    if fields.get("quant_algo") != MIXED:
+        scheme = _algorithm(fields)
+        return Recipe(fields.file, default=scheme, ignored=ignored)
+    layers = fields.object("quantized_layers")
+    named = {name: _algorithm(layers.object(name)) for name in layers.values}
+    return Recipe(fields.file, named, ignored=ignored)
+
+
+def _algorithm(fields: ConfigFields) -> Scheme:
+    """Returns the scheme of `quant_algo` (case-insensitive) and `group_size`."""
+    word = fields.get("quant_algo")
+    known = word.upper() if isinstance(word, str) else word
+    if known not in tuple(MODELOPT):
+        raise fields.error(
+            "quant_algo",
+            f"weights quantized by {reprlib.repr(word)} are not supported "
+            f"(known: {', '.join([*MODELOPT, MIXED])})",
+        )
+    scheme = MODELOPT[known]
+    size = fields.size("group_size", scheme.block[1], low=0)
+    if scheme.block[1] and size != scheme.block[1]:
+        raise fields.wants("group_size", f"{scheme.block[1]}", size)
+    return scheme
+
+
+def _fine_grained(fields: ConfigFields) -> Recipe:
+    """Reads the fields of FP8 with scales per block (as in DeepSeek) or per tensor."""
+    fields.choice("fmt", "e4m3", ("e4m3",))
+    fields.choice("scale_fmt", "float", ("float",))
+    fields.choice("expert_dtype", "fp8", ("fp8",))
+    ignored = _modules(fields, "modules_to_not_convert", "ignored_layers")
+    scheme = FP8  # as written by AutoFP8
+    if fields.get("weight_block_size", None) is not None:
+        block = _block(fields, "weight_block_size")
+        scheme = replace(FP8, block=block, scale=INVERSE)
+    elif fields.has_tensor(f".{INVERSE}"):  # as written by transformers
+        scheme = replace(FP8, scale=INVERSE)
+    return Recipe(fields.file, default=scheme, ignored=ignored)
+
+
+def _block(fields: ConfigFields, name: str) -> tuple[int, int]:
+    """Returns the rows and columns of a block."""
+    value = fields.get(name)
+    whole = isinstance(value, list) and len(value) == 2
+    if not whole or not all(type(n) is int and 0 < n <= 2**20 for n in value):
+        raise fields.wants(name, "[rows, columns]", value)
+    return value[0], value[1]
+
+
+def _by_module(
+    fields: ConfigFields, scheme: Callable[[ConfigFields], Scheme]
+) -> Recipe:
+    """Reads the fields of GPTQ or AWQ.
+
+    GPTQModel has other values for some modules in "dynamic", by pattern of the name. A
+    pattern that begins with "-:" names modules that are not quantized.
+
+    Args:
+      fields: the quantization config.
+      scheme: returns the scheme of a module, from the fields that apply to it.
+    """
+    dynamic = fields.object("dynamic")
+    patterned: list[tuple[re.Pattern[str], Scheme | None]] = []
+    for name in dynamic.values:
+        pattern = _pattern(dynamic, name, re.sub(r"^[+-]:", "", name))
+        own = dynamic.object(name)
+        merged = replace(own, values={**fields.values, **own.values})
+        patterned.append((pattern, None if name.startswith("-:") else scheme(merged)))
+    ignored = _modules(fields, "modules_to_not_convert")
+    return Recipe(fields.file, {}, tuple(patterned), scheme(fields), ignored)
+
+
+def _gptq(fields: ConfigFields) -> Scheme:
+    """Returns the scheme of GPTQ's fields (AutoGPTQ, GPTQModel)."""
+    fields.choice("bits", REQUIRED, (4,))
+    fields.choice("pack_dtype", "int32", ("int32",))
+    fields.choice("is_marlin_format", False, (False,))
+    name = _first(fields, "checkpoint_format", "format")
+    version = fields.choice(name, "gptq", ("gptq", "gptq_v2"))
+    ordered = fields.flag("desc_act", False)
+    return replace(
+        GPTQ,
+        block=(1, _group_size(fields)),
+        symmetric=fields.flag("sym", True),
+        less_one=version == "gptq",
+        optional=frozenset() if ordered else frozenset({"groups"}),
+    )
+
+
+def _awq(fields: ConfigFields) -> Scheme:
+    """Returns the scheme of AWQ's fields (AutoAWQ, GPTQModel)."""
+    fields.choice("bits", REQUIRED, (4,))
+    fields.choice("zero_point", True, (True,))
+    if fields.get("backend", None) == "llm-awq":
+        raise fields.error("backend", "the layout of 'llm-awq' is not supported")
+    name = _first(fields, "version", "format", "checkpoint_format")
+    fields.choice(name, "gemm", ("gemm", "GEMM"))
+    return replace(AWQ, block=(1, _group_size(fields)))
+
+
+def _first(fields: ConfigFields, *names: str) -> str:
+    """Returns the first of these names that is present, or else the first name."""
+    return next((n for n in names if fields.get(n, None) is not None), names[0])
+
+
+def _group_size(fields: ConfigFields) -> int:
+    """Returns the number of columns that share a scale. 0 means all."""
+    if fields.get("group_size", 128) == -1:
+        return 0
+    return fields.size("group_size", 128)
+
+
+def _compressed(fields: ConfigFields) -> Recipe:
+    """Reads compressed-tensors' groups of modules, which are given by name, pattern
+    ("re:...") or class."""
+    if fields.get("transform_config", None):
+        raise fields.error("transform_config", "transformed weights are not supported")
+    sparsity = fields.object("sparsity_config")
+    sparsity.choice("format", "dense", ("dense",))
+    groups = fields.object("config_groups")
+    named: dict[str, Scheme] = {}
+    patterned: list[tuple[re.Pattern[str], Scheme | None]] = []
+    default: Scheme | None = None
+    for name in groups.values:
+        group = groups.object(name)
+        if group.get("weights", None) is None:  # only activations are quantized
+            continue
+        scheme = _weights(group, fields)
+        for target in _strings(group, "targets"):
+            if target.startswith("re:"):
+                patterned.append((_pattern(group, "targets", target), scheme))
+            elif "." in target or target == "lm_head":
+                named[target] = scheme
+            elif default not in (None, scheme):
+                raise group.error("targets", f"{target}: is in another group, too")
+            else:  # a class, such as Linear, means all other quantized modules
+                default = scheme
+    ignored = _strings(fields, "ignore")
+    plain = frozenset(name for name in ignored if not name.startswith("re:"))
+    patterns = (_pattern(fields, "ignore", n) for n in ignored if n not in plain)
+    modules = Modules(plain, tuple(patterns))
+    return Recipe(fields.file, named, tuple(patterned), default, modules)
+
+
+def _pattern(fields: ConfigFields, name: str, target: str) -> re.Pattern[str]:
+    try:
+        return re.compile(target.removeprefix("re:"))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise fields.error(name, f"{reprlib.repr(target)}: {error}") from error
+
+
+def _weights(group: ConfigFields, fields: ConfigFields) -> Scheme:
+    """Returns the scheme of a group, from its weights and its format, or else the
+    common format."""
+    weights = group.object("weights")
+    own = group.get("format", None) is not None
+    format = (group if own else fields).choice("format", "", FORMATS)
+    kind = weights.choice("type", "int", ("int", "float"))
+    bits = weights.size("num_bits", 8)
+    if (format, kind, bits) not in COMPRESSED:
+        raise weights.error("num_bits", f"{bits}-bit {kind} {format} is not supported")
+    scheme = COMPRESSED[format, kind, bits]
+    weights.choice("dynamic", False, (False,))
+    is_int4 = isinstance(scheme, Int4)
+    orders = IN_ORDER + BY_GROUP if is_int4 else IN_ORDER
+    if weights.choice("actorder", False, orders) in BY_GROUP:
+        scheme = replace(scheme, optional=frozenset())
+    if not weights.flag("symmetric", True):
+        if scheme != INT8 and not is_int4:
+            wanted = f"false is not supported for {bits}-bit {format}"
+            raise weights.error("symmetric", wanted)
+        scheme = replace(scheme, zero_point="weight_zero_point")
+    return replace(scheme, block=_shared(weights, scheme))
+
+
+def _shared(weights: ConfigFields, scheme: Scheme) -> tuple[int, int]:
+    """Returns the rows and columns that share a scale, from a group's strategy."""
+    size = weights.get("group_size", None)  # -1 means a whole row
+    if size not in (None, -1):
+        size = weights.size("group_size")
+    guess = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategies: tuple[str, ...] = ("tensor", "channel", "group", "block")
+    if isinstance(scheme, Int4):
+        strategies = ("channel", "group")
+    elif scheme.stored == "U8":
+        strategies = ("tensor_group", "group")
+    match weights.choice("strategy", guess, strategies):
+        case "tensor":
+            return 0, 0
+        case "channel":
+            return CHANNEL
+        case "block":
+            return _block(weights, "block_structure")
+    if scheme.stored == "U8" and size != scheme.block[1]:
+        raise weights.wants("group_size", f"{scheme.block[1]}", size)
+    return 1, weights.size("group_size")

@@ -1,0 +1,83 @@
+"""Products with panels on a GPU, in plain JAX.
+
+Rows are rounded as in the definition (`product.py`). Two forms: for few rows all blocks
+of columns in one batched product of exact integers, scaled and summed outside; for many
+rows one product with the decoded matrix.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stree_jax.models.weights.panels.kind import BLOCK, PanelKind
+from stree_jax.models.weights.panels.product import rounded
+from stree_jax.models.weights.plain import MIN_GPU_ROWS
+
+# Up to this many rows the sums of all blocks, 4 bytes per row and block of 32 columns,
+# take less memory than the decoded matrix.
+MAX_BATCHED_ROWS = 16
+
+
+def gpu_product(
+    rows: jax.Array, panels: jax.Array, kind: PanelKind, planes: int
+) -> jax.Array:
+    """Computes `panel_product` in the form that suits the number of rows."""
+    form = batched_product if rows.shape[0] <= MAX_BATCHED_ROWS else decoded_product
+    return form(rows, panels, kind, planes)
+
+
+def batched_product(
+    rows: jax.Array, panels: jax.Array, kind: PanelKind, planes: int
+) -> jax.Array:
+    """Computes `panel_product` with all blocks in one product.
+
+    bfloat16 represents the integers of rows and of the matrix exactly, and the sums of
+    a block are exact in float32.
+    """
+    t, k = rows.shape
+    x = rounded(rows, planes)
+    width = min(kind.block, BLOCK)
+    w = kind.decode(panels)
+    m, blocks = panels.shape[0] * w.q.shape[1], k // width
+    q = w.q.astype(jnp.bfloat16).reshape(m, blocks, width)
+    left = jnp.concatenate(x.planes).astype(jnp.bfloat16)
+    missing = max(MIN_GPU_ROWS - len(left), 0)
+    left = jnp.pad(left, ((0, missing), (0, 0))).reshape(-1, blocks, width)
+    sums = jnp.einsum("mbk,tbk->bmt", q, left, preferred_element_type=jnp.float32)
+    sums = _whole([sums[..., i * t :][..., :t] for i in range(planes)])
+    scale = _by_block(w.scale, m, blocks)
+    row_scale = jnp.repeat(x.scale, blocks // x.scale.shape[1], axis=1).T[:, None]
+    y = sums * scale[..., None]
+    if w.minimum is not None:
+        of_row = _whole([z.reshape(t, blocks, width).sum(axis=-1) for z in x.planes])
+        y = y + of_row.T[:, None] * _by_block(w.minimum, m, blocks)[..., None]
+    return (y * row_scale).sum(axis=0).T
+
+
+def decoded_product(
+    rows: jax.Array,
+    panels: jax.Array,
+    kind: PanelKind,
+    planes: int,
+    precision: Any = lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+) -> jax.Array:
+    """Computes `panel_product` with the decoded matrix, both in float32."""
+    t, k = rows.shape
+    x = rounded(rows, planes)
+    q = _whole(x.planes).reshape(t, x.scale.shape[1], -1)
+    left = (q * x.scale[..., None]).reshape(t, k)
+    matrix = kind.decode(panels).matrix().reshape(-1, k)
+    return jnp.einsum("tk,mk->tm", left, matrix, precision=precision)
+
+
+def _whole(planes: list[jax.Array] | tuple[jax.Array, ...]) -> jax.Array:
+    """Combines the planes of rows, or sums of them."""
+    return planes[0] if len(planes) == 1 else 256 * planes[0] + planes[1]
+
+
+def _by_block(scale: jax.Array, m: int, blocks: int) -> jax.Array:
+    """Repeats scales [P, 16, n, ...] to [blocks, m]."""
+    rows = scale.reshape(m, -1)
+    return jnp.repeat(rows, blocks // rows.shape[1], axis=1).T
