@@ -26,6 +26,7 @@ from stree_jax.models.sharding.shards import total
 from stree_jax.models.weights.formats import stack_of
 from stree_jax.models.weights.linear import expert_product, linear
 
+PADDING = -1  # the expert of padding, which the kernels skip
 # Rows of all experts that run together if all run, which bounds the memory of their
 # results. Only for projections that are not plain arrays.
 MAX_ROWS_AT_ONCE = 4096
@@ -162,25 +163,32 @@ class MoE(nn.Module):
     ) -> tuple[jax.Array, None, None]:
         """Runs the experts on u [B, T, d]; see `Pass` for the contract."""
         c, d_model = self.config, u.shape[-1]
+        valid_count = None if pass_ is None else pass_.valid_count
         p = declare(self, moe_params(c, d_model), self.dtype)
         with jax.named_scope("moe"):
             x = u.reshape(-1, d_model)
-            logits = linear(x, p["router"])
+            logits = linear(x, p["router"], valid_count=valid_count)
             chosen, weight = route(logits, p.get("router_bias"), c)
+            if valid_count is not None:
+                is_node = jnp.arange(u.shape[1])[None] < valid_count[:, None]
+                chosen = jnp.where(is_node.reshape(-1, 1), chosen, PADDING)
             if c.d_latent:
                 # Without the barrier XLA:CPU fuses the transpose at the end of `linear`
                 # into the experts' product, which it cannot compile in bfloat16.
-                x = lax.optimization_barrier(linear(x, p["latent_in"]))
+                x = lax.optimization_barrier(
+                    linear(x, p["latent_in"], valid_count=valid_count)
+                )
             args = x, chosen, weight, p["into"], p["down"]
             y = weighted_experts(*args, gated=c.gated, activation=c.activation)
             y = total(y, self.parts)
             if c.d_latent:
-                y = linear(y, p["latent_out"])
+                y = linear(y, p["latent_out"], valid_count=valid_count)
             y = y.reshape(u.shape)
         if c.shared is not None:
-            shared = MLP(c.shared, self.dtype, self.parts, name="shared")(u)[0]
+            shared = MLP(c.shared, self.dtype, self.parts, name="shared")(u, pass_)[0]
             if c.shared_gate:
-                shared = shared * jax.nn.sigmoid(linear(u, p["shared_gate"]))
+                gate = linear(u, p["shared_gate"], valid_count=valid_count)
+                shared = shared * jax.nn.sigmoid(gate)
             y = y + shared
         return y, None, None
 
@@ -243,7 +251,8 @@ def weighted_experts(
 
     Args:
       x: [n, d'] float32; d' is `d_latent`, or d.
-      chosen: [n, k] int32, each token's experts.
+      chosen: [n, k] int32, each token's experts. `PADDING` marks padding, whose results
+        are unspecified.
       weight: [n, k] float32, their weights.
       into, down: the experts' projections, see `moe_params`.
       gated, activation: see `MLPConfig`.
@@ -330,7 +339,6 @@ class MoEMixer(Mixer[MoEConfig]):
     kind = "moe"
     Config = MoEConfig
     Module = MoE
-    skips_padding = False
 
     def params(self, c: MoEConfig, d_model: int) -> Table:
         return moe_params(c, d_model)
