@@ -170,7 +170,8 @@ class MoE(nn.Module):
             logits = linear(x, p["router"], valid_count=valid_count)
             chosen, weight = route(logits, p.get("router_bias"), c)
             if valid_count is not None:
-                is_node = jnp.arange(u.shape[1])[None] < valid_count[:, None]
+                place = jnp.arange(u.shape[1], dtype=jnp.int32)
+                is_node = place[None] < valid_count[:, None]
                 chosen = jnp.where(is_node.reshape(-1, 1), chosen, PADDING)
             if c.d_latent:
                 # Without the barrier XLA:CPU fuses the transpose at the end of `linear`
