@@ -3,6 +3,7 @@ back."""
 
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +67,8 @@ from stree_jax.models.weights.kept import (
     runs_compiled,
 )
 from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, take
+
+READERS = 2  # parameters of a kept model that are read at the same time
 
 
 def source_dtype(source: Source) -> np.dtype:
@@ -248,10 +251,11 @@ class Checkpoint:
     ) -> Any:
         """Reads the parameters.
 
-        At most one parameter at a time (on a mesh, one part of one) is also in memory
-        in the source's dtype. Shards are read one after another. On a mesh each process
-        reads only the parts of its own devices, except that quantized tensors and those
-        of a GGUF file are read whole, one at a time.
+        At most one parameter at a time is also in memory in the source's dtype: on a
+        mesh, one part of one; in a kept model, `READERS` parameters. Shards are read
+        one after another. On a mesh each process reads only the parts of its own
+        devices, except that quantized tensors and those of a GGUF file are read whole,
+        one at a time.
 
         Args:
           progress: True to show a progress bar, on a terminal only.
@@ -264,21 +268,34 @@ class Checkpoint:
         by_shard = sorted(rows, key=lambda row: tensors[row.sources[0]].file)
         sizes = [sum(map(self.source.nbytes, row.sources)) for row in by_shard]
         hidden = None if progress else True  # None means on terminals only
-        with tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=hidden) as bar:
-            for row, size in zip(by_shard, sizes, strict=True):
-                param, parts = cut_at(self.config, cut, row.path)
-                seen = None if warn is None or odd else odd
-                make = self._parts(row, shapes[row.path], param, parts, seen)
-                flat[row.path] = (
-                    jax.device_put(make(0))  # jnp.asarray would copy the array twice
-                    if mesh is None
-                    else placed(make, param, parts, mesh)
-                )
+
+        def one(row: Row) -> Any:
+            param, parts = cut_at(self.config, cut, row.path)
+            seen = None if warn is None or odd else odd
+            make = self._parts(row, shapes[row.path], param, parts, seen)
+            if mesh is None:
+                return jax.device_put(make(0))  # jnp.asarray would copy the array twice
+            return placed(make, param, parts, mesh)
+
+        with (
+            tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=hidden) as bar,
+            ThreadPoolExecutor(READERS) as pool,
+        ):
+            each = (pool.map if mesh is None and self._packs else map)(one, by_shard)
+            for row, size, param in zip(by_shard, sizes, each, strict=True):
+                flat[row.path] = param
                 bar.update(size)
         if warn is not None and odd:
             file = tensors[odd[0]].file
             warn(f"{file}: {odd[0]} holds NaN or infinity; kept as it is")
         return nest(flat)
+
+    @property
+    def _packs(self) -> bool:
+        """True if most of the time is for rearranging quantized matrices, which NumPy
+        does in several threads at once."""
+        mapped = any(map(self.source.is_mapped, self.source.tensors))
+        return isinstance(self.weight_format, KeptFormat) and not mapped
 
     def _parts(
         self,

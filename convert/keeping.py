@@ -23,7 +23,8 @@ def layout_of(source: Source, names: Names, config: ModelConfig) -> Layout:
     only.
 
     Matrices whose tensors are missing or have other shapes are omitted;
-    `tensors.check_tensors` reports them.
+    `tensors.check_tensors` reports them. An order of columns that is stored as numbers
+    is not seen.
     """
     shapes = param_shapes(config)
     matrices = [
@@ -57,11 +58,13 @@ def _parts(source: Source, row: Row, shape: tuple[int, ...]) -> tuple[Part, ...]
     if orders is None:
         dtype = KEPT.source_dtype(dtype_in_file(source, row), shape)
         return (Part(dtype.name, shape[-2]),)
-    has_columns = bool(row.groups) and row.group_axis == 1
+    by_columns = bool(row.groups) and row.group_axis == 1
     parts: list[Part] = []
     for name, order in orders:
-        part = Part(str(source.scheme(name)), len(order), has_columns)
-        if parts and parts[-1].kind == part.kind and not has_columns:
+        stored = source.quantized.get(name)
+        factor = bool(stored and stored.scheme.global_scale)
+        part = Part(str(source.scheme(name)), len(order), by_columns, factor)
+        if parts and parts[-1].kind == part.kind:
             part = part._replace(rows=parts.pop().rows + part.rows)
         parts.append(part)
     return tuple(parts)

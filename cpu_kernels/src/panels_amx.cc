@@ -19,12 +19,17 @@ namespace {
 #include "amx_instructions.h"
 
 // Least rows for which tiles are used, by planes: below, AVX512-VNNI is as fast as memory.
-constexpr int64_t LEAST_ROWS[] = {0, 9, 5};
+constexpr int64_t LEAST_ROWS[] = {0, 5, 5};
 
-// Tile registers: the sums of a span and a plane, the rows of a plane, the weights of a span.
-constexpr int sums_of(int span, int plane) { return 2 * span + plane; }
+// Blocks that are unpacked before one is multiplied, and multiplied before its sums are added: a
+// tile that is loaded from what is still on its way to the cache waits for it.
+constexpr int64_t UNPACKED = 3;
+constexpr int64_t RING = 8, SUMS = 2;  // blocks that buffers hold; measured on Sapphire Rapids
+
+// Tile registers, of which spans take turns: sums of a plane, rows of a plane, weights.
+constexpr int sums_of(int turn, int plane) { return 2 * turn + plane; }
 constexpr int rows_of(int plane) { return 4 + plane; }
-constexpr int weights_of(int span) { return 6 + span; }
+constexpr int weights_of(int turn) { return 6 + turn; }
 
 // Configures this thread's tiles, for the lifetime of the object, for `rows` rows and spans of
 // `span` columns.
@@ -95,99 +100,140 @@ TARGET void pack_tiles(const Product& p, int64_t planes, void* packed) {
   }
 }
 
-// A block whose sums have been stored, but not added to their group.
+// The stages of the blocks of a panel: unpack, multiply with R rows, add the sums. While a block is
+// multiplied, the next one is unpacked and the sums of the last one are added: tiles that are
+// loaded from what has just been stored would wait.
 template <class K, int R, int P>
-struct Stored {
-  static constexpr int spans = 32 / K::span;
-  const int32_t (*sums)[P][R][W];
-  Floats scale[spans], min;
-  const float* of_rows;  // sums of the rounded rows
+class Stages {
+ public:
+  INLINE Stages(const char* x, const TileRows& as, float* totals)
+      : x_(x), row_scale_(reinterpret_cast<const float*>(x + as.scales_at())),
+        of_rows_(reinterpret_cast<const float*>(x + as.sums_at())), blocks_(as.columns / BLOCK),
+        left_(blocks_), totals_(totals) {}
 
-  INLINE void add_to(Floats (&acc)[R]) const {
+  // Unpacks block i of a panel, which is block b of its tile.
+  INLINE void unpack_block(int64_t i, const uint8_t* block, const typename K::Scales& scales,
+                           int b) {
+    Bytes w[8];
+    unpack<K>(w, block, vector_at<Bytes>);
+    const __m512i zero = _mm512_set1_epi8(static_cast<char>(K::zero));
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; v++)
+      _mm512_store_si512(weights_[i % RING][v],
+                         K::zero ? _mm512_sub_epi8((__m512i)w[v], zero) : (__m512i)w[v]);
 #pragma GCC unroll 2
-    for (int s = 0; s < spans; s++)
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        Ints sum = vector_at<Ints>(sums[s][0][r]);
-        if constexpr (P == 2) sum += vector_at<Ints>(sums[s][1][r]) << 8;
-        acc[r] = fused(__builtin_convertvector(sum, Floats), scale[s], acc[r]);
-      }
-    if constexpr (K::mins) {
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) acc[r] = fused(Floats{} + of_rows[r], min, acc[r]);
+    for (int s = 0; s < SPANS; s++) scale_[i % RING][s] = scales.scale(SPANS * b + s);
+    if constexpr (K::mins) min_[i % RING] = scales.min(b);
+  }
+
+  // Multiplies block i and stores the sums of its spans and planes.
+  INLINE void multiply(int64_t i) {
+    const char* const rows = x_ + i * (R * BLOCK * P);
+    if constexpr (SPANS == 2) {
+      multiply_span<0, 0>(i, rows);
+      multiply_span<1, 1>(i, rows);
+    } else if (i % 2 == 0) {
+      multiply_span<0, 0>(i, rows);
+    } else {
+      multiply_span<0, 1>(i, rows);
     }
   }
+
+  // Stores the sums of the last block, i.
+  INLINE void finish(int64_t i) {
+    if (SPANS == 2 || i % 2 == 1) store_span<1>();
+    else store_span<0>();
+  }
+
+  // Adds the sums of block i to those of its group, or with one plane, for which a block is a
+  // group, to the totals.
+  INLINE void add(int64_t i, Floats (&acc)[R]) {
+    const auto& sums = sums_[i % SUMS];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      Floats part = P == 1 ? Floats{} : acc[r];
+#pragma GCC unroll 2
+      for (int s = 0; s < SPANS; s++) {
+        Ints sum = vector_at<Ints>(sums[s][0][r]);
+        if constexpr (P == 2) sum += vector_at<Ints>(sums[s][1][r]) << 8;
+        part = fused(__builtin_convertvector(sum, Floats), scale_[i % RING][s], part);
+      }
+      if constexpr (K::mins) part = fused(all(of_rows_[i * R + r]), min_[i % RING], part);
+      acc[r] = P == 1 ? fused(part, all(row_scale_[r]), acc[r]) : part;
+    }
+    if constexpr (P == 1) {
+      row_scale_ += R;
+    } else if (--left_ == 0) {
+      add_group<R>(acc, row_scale_, totals_);
+      row_scale_ += R, left_ = blocks_;
+    }
+  }
+
+ private:
+  static constexpr int SPANS = 32 / K::span;
+
+  template <int S, int T>  // span S, in tiles of turn T
+  INLINE void multiply_span(int64_t i, const char* rows) {
+    constexpr int line = BLOCK * P;
+    load_tile<weights_of(T)>(weights_[i % RING] + S * (K::span / 4), 64);
+    load_tile<rows_of(0)>(rows + S * K::span, line);
+    clear_tile<sums_of(T, 0)>();
+    dot_tiles<sums_of(T, 0), rows_of(0), weights_of(T)>();
+    if constexpr (P == 2) {
+      load_tile<rows_of(1)>(rows + S * K::span + BLOCK, line);
+      clear_tile<sums_of(T, 1)>();
+      dot_tiles<sums_of(T, 1), rows_of(1), weights_of(T)>();
+    }
+    store_span<1 - T>();
+    place_ = sums_[i % SUMS][S];
+  }
+
+  template <int T>
+  INLINE void store_span() {
+    store_tile<sums_of(T, 0)>(place_[0], 64);
+    if constexpr (P == 2) store_tile<sums_of(T, 1)>(place_[1], 64);
+  }
+
+  alignas(64) uint8_t weights_[RING][8][64];
+  alignas(64) int32_t sums_[SUMS][SPANS][P][R][W];
+  Floats scale_[RING][SPANS], min_[RING];
+  int32_t (*place_)[R][W] = sums_[SUMS - 1][0];  // of the sums that are stored next
+  const char* x_;
+  const float *row_scale_, *of_rows_;
+  int64_t blocks_, left_;
+  float* totals_;
 };
 
-// Unpacks a block to signed bytes, multiplies it with R rows and stores the sums.
-template <class K, int R, int P>
-INLINE void multiply_block(const uint8_t* block, const char* rows, uint8_t (*weights)[64],
-                           int32_t (*sums)[P][R][W]) {
-  Bytes w[8];
-  unpack<K>(w, block, vector_at<Bytes>);
-  const __m512i zero = _mm512_set1_epi8(static_cast<char>(K::zero));
-#pragma GCC unroll 8
-  for (int v = 0; v < 8; v++)
-    _mm512_store_si512(weights[v], K::zero ? _mm512_sub_epi8((__m512i)w[v], zero) : (__m512i)w[v]);
-  const auto span = [&](auto s) LAMBDA {
-    constexpr int S = decltype(s)::value, line = 32 * P;
-    load_tile<weights_of(S)>(weights + S * (K::span / 4), 64);
-    clear_tile<sums_of(S, 0)>();
-    load_tile<rows_of(0)>(rows + S * K::span, line);
-    dot_tiles<sums_of(S, 0), rows_of(0), weights_of(S)>();
-    if constexpr (P == 2) {
-      clear_tile<sums_of(S, 1)>();
-      load_tile<rows_of(1)>(rows + S * K::span + BLOCK, line);
-      dot_tiles<sums_of(S, 1), rows_of(1), weights_of(S)>();
-    }
-    store_tile<sums_of(S, 0)>(sums[S][0], 64);
-    if constexpr (P == 2) store_tile<sums_of(S, 1)>(sums[S][1], 64);
-  };
-  span(Constant<0>());
-  if constexpr (K::span == 16) span(Constant<1>());
-}
-
-// Computes a panel for R rows. The sums of a block are added while the next block is multiplied.
+// Computes a panel for R rows: totals [R][W].
 template <class K, int R, int P>
 TARGET __attribute__((noinline)) void panel_by_tiles(const uint8_t* panel, const char* x,
                                                      const TileRows& as, float* totals) {
-  constexpr int spans = 32 / K::span;
-  alignas(64) uint8_t weights[2][8][64];
-  alignas(64) int32_t sums[2][spans][P][R][W];
-  const auto* scale = reinterpret_cast<const float*>(x + as.scales_at());
-  const auto* of_rows = reinterpret_cast<const float*>(x + as.sums_at());
-  const int64_t blocks = as.columns / BLOCK;
+  Stages<K, R, P> stages(x, as, totals);
   Floats acc[R];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
     acc[r] = Floats{};
     __builtin_memcpy(totals + r * W, &acc[r], sizeof acc[r]);
   }
-  Stored<K, R, P> before{};
-  int64_t left = blocks;
-  int turn = 0;
-  const auto add = [&]() LAMBDA {
-    before.add_to(acc);
-    if (P == 1 || --left == 0) {
-      add_group<R>(acc, scale, totals);
-      scale += R, left = blocks;
-    }
-  };
   int of_tile = K::blocks;
   asm("" : "+r"(of_tile));  // otherwise GCC repeats the code of a block for each of two
-  for (int64_t done = 0; done < as.k; done += K::blocks * BLOCK, panel += K::bytes) {
+  constexpr int64_t UNTIL_ADDED = UNPACKED + (K::span == 16 ? 1 : 2);
+  const int64_t blocks = as.k / BLOCK;
+  int64_t i = 0;
+  for (; i < blocks; panel += K::bytes) {
     const typename K::Scales scales(panel, 0);
-    for (int b = 0; b < of_tile; b++, x += R * BLOCK * P, of_rows += R, turn ^= 1) {
-      multiply_block<K, R, P>(panel + K::numbers + b * K::block_bytes, x, weights[turn],
-                              sums[turn]);
-      if (before.sums) add();
-      before.sums = sums[turn], before.of_rows = of_rows;
-#pragma GCC unroll 2
-      for (int s = 0; s < spans; s++) before.scale[s] = scales.scale(spans * b + s);
-      if constexpr (K::mins) before.min = scales.min(b);
+    for (int b = 0; b < of_tile; b++, i++) {
+      if (i >= UNPACKED) stages.multiply(i - UNPACKED);
+      stages.unpack_block(i, panel + K::numbers + b * K::block_bytes, scales, b);
+      if (i >= UNTIL_ADDED) stages.add(i - UNTIL_ADDED, acc);
     }
   }
-  add();
+  for (; i < blocks + UNTIL_ADDED; i++) {
+    if (i >= UNPACKED && i < blocks + UNPACKED) stages.multiply(i - UNPACKED);
+    if (i == blocks + UNPACKED) stages.finish(blocks - 1);
+    if (i >= UNTIL_ADDED) stages.add(i - UNTIL_ADDED, acc);
+  }
+  if constexpr (P == 1) __builtin_memcpy(totals, acc, sizeof acc);
 }
 
 template <class K, int P>
@@ -217,7 +263,6 @@ TARGET void amx_columns(const Product& p, const void* packed, Columns now, Colum
   alignas(64) float totals[16 * W];
   for (int64_t c = now.begin; c < now.end; c += PANEL) {
     const auto* const panel = static_cast<const uint8_t*>(p.weight) + c / PANEL * bytes;
-    const int64_t lanes = now.end - c < W ? now.end - c : W;
     for (int64_t g = 0; g < as.groups; g++) {
       const auto* const x = static_cast<const char*>(packed) + g * as.bytes();
       if (as.rows == 8)
@@ -226,8 +271,7 @@ TARGET void amx_columns(const Product& p, const void* packed, Columns now, Colum
         panel_by_tiles<K, 12, P>(panel, x, as, totals);
       else
         panel_by_tiles<K, 16, P>(panel, x, as, totals);
-      for (int64_t r = 0; r < as.count(g); r++)
-        __builtin_memcpy(p.out + (g * as.rows + r) * p.m + c, totals + r * W, 4 * lanes);
+      put_totals(totals, as.count(g), p.m, now.end - c, p.out + g * as.rows * p.m + c);
     }
   }
 }

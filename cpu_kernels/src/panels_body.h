@@ -114,61 +114,65 @@ struct Weights {
   }
 };
 
-// Adds a block to the sums of its group, for R rows. `x` are the packed rows of the block, `i` the
+// Adds a block to the sums of its group, for R rows, or with one plane, for which a block is a
+// group, to the totals. `x` are the packed rows of the block, `row_scale` their scales, `i` the
 // block's number within its tile.
 template <class K, int R, int P>
 INLINE void add_block(Floats (&acc)[R], const uint8_t* block, const typename K::Scales& scales,
-                      int i, const char* x) {
+                      int i, const char* x, const float* row_scale) {
   constexpr int spans = 32 / K::span, vectors = 8 / spans;
   Bytes w[8];
   unpack<K>(w, block, Weights<R>());
   const char* const extra = x + 8 * FOUR<P> * R;
-  Floats scale[spans];
+  Floats scale[spans], min;
 #pragma GCC unroll 2
   for (int s = 0; s < spans; s++) scale[s] = scales.scale(spans * i + s);
+  if constexpr (K::mins) min = scales.min(i);
   const auto first = [&](int s, int r) LAMBDA {
     int32_t begin = 0;
     if constexpr (!K::mins) __builtin_memcpy(&begin, extra + 4 * (s * R + r), 4);
     return begun<P>(begin);
   };
-  const auto add = [&](int s, int r, const Sum<P>& sum) LAMBDA {
-    acc[r] = fused(__builtin_convertvector(total(sum), Floats), scale[s], acc[r]);
+  const auto add = [&](int r, const Sum<P>(&sums)[spans]) LAMBDA {
+    Floats part = P == 1 ? Floats{} : acc[r];
+#pragma GCC unroll 2
+    for (int s = 0; s < spans; s++)
+      part = fused(__builtin_convertvector(total(sums[s]), Floats), scale[s], part);
+    if constexpr (K::mins) {
+      float factor;
+      __builtin_memcpy(&factor, extra + 4 * r, 4);
+      part = fused(all(factor), min, part);
+    }
+    acc[r] = P == 1 ? fused(part, all(row_scale[r]), acc[r]) : part;
   };
   if constexpr (BY_ROW) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++) {
+      Sum<P> sums[spans];
 #pragma GCC unroll 2
       for (int s = 0; s < spans; s++) {
-        Sum<P> sum = first(s, r);
+        sums[s] = first(s, r);
 #pragma GCC unroll 8
         for (int v = s * vectors; v < (s + 1) * vectors; v++)
-          add_dot<P>(sum, Number(w[v]), x + (v * R + r) * FOUR<P>);
-        add(s, r, sum);
+          add_dot<P>(sums[s], Number(w[v]), x + (v * R + r) * FOUR<P>);
       }
+      add(r, sums);
+    }
   } else {
+    Sum<P> sums[R][spans];
 #pragma GCC unroll 2
     for (int s = 0; s < spans; s++) {
-      Sum<P> sum[R];
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) sum[r] = first(s, r);
+      for (int r = 0; r < R; r++) sums[r][s] = first(s, r);
 #pragma GCC unroll UNROLLED
       for (int v = s * vectors; v < (s + 1) * vectors; v++) {
         const Number number(w[v]);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) add_dot<P>(sum[r], number, x + (v * R + r) * FOUR<P>);
+        for (int r = 0; r < R; r++) add_dot<P>(sums[r][s], number, x + (v * R + r) * FOUR<P>);
       }
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) add(s, r, sum[r]);
     }
-  }
-  if constexpr (K::mins) {
-    const Floats min = scales.min(i);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      float factor;
-      __builtin_memcpy(&factor, extra + 4 * r, 4);
-      acc[r] = fused(Floats{} + factor, min, acc[r]);
-    }
+    for (int r = 0; r < R; r++) add(r, sums[r]);
   }
 }
 
@@ -177,7 +181,7 @@ template <class K, int R, int P>
 TARGET __attribute__((noinline)) void panel_of_rows(const uint8_t* panel, int lane, const char* x,
                                                     const PanelRows& as, float* totals) {
   constexpr int stride = R * (8 * FOUR<P> + 4 * (32 / K::span));
-  constexpr bool tile_is_group = PLANES<1> == 1 && P == 2 && K::blocks == 8;
+  constexpr bool tile_is_group = PLANES<1> == 1 && K::blocks == 8;
   const auto* scale = reinterpret_cast<const float*>(x + as.scales_at(R));
   const int64_t tiles = as.k / (K::blocks * BLOCK), blocks = as.columns / BLOCK;
   Floats acc[R];
@@ -192,19 +196,23 @@ TARGET __attribute__((noinline)) void panel_of_rows(const uint8_t* panel, int la
   for (int64_t t = 0; t < tiles; t++, panel += K::bytes) {
     const typename K::Scales scales(panel, lane);
     for (int b = 0; b < of_tile; b++, x += stride) {
-      add_block<K, R, P>(acc, panel + K::numbers + b * K::block_bytes + 4 * lane, scales, b, x);
-      if constexpr (!tile_is_group) {
-        if (P == 1 || --left == 0) {
+      const auto* const block = panel + K::numbers + b * K::block_bytes + 4 * lane;
+      add_block<K, R, P>(acc, block, scales, b, x, scale);
+      if constexpr (P == 1) {
+        scale += R;
+      } else if constexpr (!tile_is_group) {
+        if (--left == 0) {
           add_group<R>(acc, scale, totals);
           scale += R, left = blocks;
         }
       }
     }
-    if constexpr (tile_is_group) {
+    if constexpr (P == 2 && tile_is_group) {
       add_group<R>(acc, scale, totals);
       scale += R;
     }
   }
+  if constexpr (P == 1) __builtin_memcpy(totals, acc, sizeof acc);
 }
 
 template <class K, int P>
@@ -229,9 +237,7 @@ TARGET void panels_columns(const Product& p, const void* packed, Columns now, Co
           STREE_ROWS(6) STREE_ROWS(8) STREE_ROWS(12) STREE_ROWS(16)
 #undef STREE_ROWS
         }
-        const int64_t left = now.end - c - lane, lanes = left < W ? left : W;
-        for (int r = 0; lanes > 0 && r < count; r++)
-          __builtin_memcpy(p.out + (first + r) * p.m + c + lane, totals + r * W, 4 * lanes);
+        put_totals(totals, count, p.m, now.end - c - lane, p.out + first * p.m + c + lane);
       }
       x += as.bytes(rows), first += count;
     }

@@ -12,6 +12,8 @@ INLINE V vector_at(const void* from) {
   return v;
 }
 
+INLINE Floats all(float x) { return x - Floats{}; }  // not + 0, which changes -0
+
 template <int KIND, int BITS, int ZERO, int SPAN = 32>
 struct Kind {
   static constexpr int kind = KIND, bits = BITS;

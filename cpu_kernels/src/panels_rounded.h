@@ -29,9 +29,21 @@ template <int R>
 INLINE void add_group(Floats (&acc)[R], const float* scales, float* totals) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
-    const Floats now = fused(acc[r], Floats{} + scales[r], vector_at<Floats>(totals + r * W));
+    const Floats now = fused(acc[r], all(scales[r]), vector_at<Floats>(totals + r * W));
     __builtin_memcpy(totals + r * W, &now, sizeof now);
     acc[r] = Floats{};
   }
   asm volatile("" : : : "memory");  // keep totals out of registers, which the sums need
+}
+
+// Writes totals [count][W] to rows that are m numbers apart, the first `left` lanes of each.
+TARGET inline void put_totals(const float* totals, int64_t count, int64_t m, int64_t left,
+                              float* out) {
+  for (int64_t r = 0; r < count; r++, totals += W, out += m) {
+    if (left >= W) {
+      __builtin_memcpy(out, totals, 4 * W);
+    } else {
+      for (int64_t i = 0; i < left; i++) out[i] = totals[i];
+    }
+  }
 }

@@ -67,9 +67,8 @@ def test_parameters(plain, tmp_path, name, spelling):
     exact = write(plain(name), tmp_path / "in", spelling)
     assert sum(t.dtype == np.float64 for t in exact.values()) >= 6
     for dtype in (np.dtype(BF16), np.dtype(np.float32)):
-        asked = None if dtype == BF16 else dtype.name
         path = dequantized(plain(name), tmp_path / dtype.name, exact, dtype)
-        model = stree_jax.load(tmp_path / "in", dtype=asked)
+        model = stree_jax.load(tmp_path / "in", dtype=dtype.name)
         assert model.params["embedding"].dtype == dtype
         assert_same(model, stree_jax.load(path, dtype=dtype.name))
 
@@ -83,7 +82,7 @@ def test_logits(plain, tmp_path, name):
     path = dequantized(plain(name), tmp_path / "out", exact, np.dtype(BF16))
     tokens = np.random.default_rng(0).integers(0, hf.VOCAB, (1, 12))
     ours, theirs = (
-        np.asarray(stree_jax.score(stree_jax.load(p), tokens), np.float32)
+        np.asarray(stree_jax.score(stree_jax.load(p, "bfloat16"), tokens), np.float32)
         for p in (tmp_path / "in", path)
     )
     assert np.isfinite(ours).all() and ours.std() > 0.1
