@@ -41,6 +41,7 @@ from stree_jax.convert.tensors import (
     is_finite,
     nonfinite_tensor,
     packed_blocks,
+    packed_experts,
     parts_are_read,
     read_param,
     rows_of,
@@ -330,9 +331,12 @@ class Checkpoint:
             return part if done else format.store(part, shape[-1])
 
         def whole() -> Any:
-            blocks = None
-            if entry.quantizable:
-                blocks = packed_blocks(self.source, row, format)
+            if not entry.quantizable:
+                return read()
+            if len(shape) == 3:
+                blocks = packed_experts(self.source, row, format)
+                return read() if blocks is None else format.keep(blocks, shape[0])
+            blocks = packed_blocks(self.source, row, format)
             return read() if blocks is None else format.keep(blocks)
 
         if param is None or parts == 1:

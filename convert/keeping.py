@@ -2,10 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from stree_jax.convert.rows import Names, Row, source_shapes
 from stree_jax.convert.source import Source
-from stree_jax.convert.tensors import dtype_in_file, packed_orders, rows_of
+from stree_jax.convert.tensors import (
+    dtype_in_file,
+    expert_sources,
+    packed_orders,
+    rows_of,
+)
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.param_table import param_at
 from stree_jax.models.weights.kept import KEPT, Layout, Part
@@ -41,10 +47,17 @@ def _is_whole(source: Source, row: Row, shape: tuple[int, ...]) -> bool:
 
 
 def _parts(source: Source, row: Row, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    orders = packed_orders(source, row, KEPT)
+    orders: Sequence[tuple[str, Any]] | None
+    if len(shape) == 3:
+        experts = expert_sources(source, row, KEPT)
+        each = shape[1] // len(experts or "1")
+        found = [(names[0], range(each)) for names in experts or ()]
+        orders = found or None
+    else:
+        orders = packed_orders(source, row, KEPT)
     if orders is None:
         dtype = KEPT.source_dtype(dtype_in_file(source, row), shape)
-        return (Part(dtype.name, shape[0]),)
+        return (Part(dtype.name, shape[-2]),)
     by_columns = bool(row.groups) and row.group_axis == 1
     parts: list[Part] = []
     for name, order in orders:

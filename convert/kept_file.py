@@ -31,11 +31,18 @@ from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import on_mesh
 from stree_jax.models.sharding.shards import Cut
+from stree_jax.models.weights.experts import Experts, expert_at
 from stree_jax.models.weights.formats import is_weight
 from stree_jax.models.weights.kept import KeptFormat, Layout, Part
 from stree_jax.models.weights.panels import KINDS
 from stree_jax.models.weights.panels.kind import aligned
-from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, QUANTIZED, Weight
+from stree_jax.models.weights.weight import (
+    BFLOAT16,
+    FLOAT32,
+    QUANTIZED,
+    Stored,
+    Weight,
+)
 
 PIECE = 2**20  # numbers of a matrix that are dequantized at a time
 FILE = "weights.safetensors"  # in params/
@@ -140,15 +147,26 @@ def _converted(host: Any, config: ModelConfig, path: ParamPath, format: Format) 
     return stored(param_at(config, path), _dequantized(host, dtype), format)
 
 
-def _dequantized(weight: Weight, dtype: np.dtype) -> np.ndarray:
+def _dequantized(weight: Stored, dtype: np.dtype) -> np.ndarray:
     """Returns the matrix of a weight in a float dtype."""
-    m, k = weight.shape
+    matrix = aligned(weight.shape, dtype)
     weight = jax.device_put(weight)  # uses the mapped memory in place
-    matrix, step = aligned((m, k), dtype), max(1, PIECE // k)
+    if isinstance(weight, Experts):
+        for e, expert in enumerate(matrix):
+            _dequantize(expert_at(weight.stack, e), expert)
+    else:
+        assert isinstance(weight, Weight)
+        _dequantize(weight, matrix)
+    return matrix
+
+
+def _dequantize(weight: Weight, matrix: np.ndarray) -> None:
+    """Writes the numbers of a weight to a matrix."""
+    m, k = matrix.shape
+    step = max(1, PIECE // k)
     for i in range(0, m, step):
         rows = weight.rows(jnp.arange(i, min(i + step, m)))
-        matrix[i : i + step] = np.asarray(rows).astype(dtype)
-    return matrix
+        matrix[i : i + step] = np.asarray(rows).astype(matrix.dtype)
 
 
 def _tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -213,8 +231,8 @@ def layout_from_json(values: Any, config: ModelConfig) -> Layout:
             found = tuple(_part(shape[-1], *part) for part in parts)
         except TypeError as error:
             raise ValueError(f"layout: {name}: want a list of parts") from error
-        if sum(part.rows for part in found) != shape[0]:
-            raise ValueError(f"layout: {name}: want {shape[0]} rows")
+        if sum(part.rows for part in found) != shape[-2]:
+            raise ValueError(f"layout: {name}: want {shape[-2]} rows")
         layout.append((path, found))
     return tuple(layout)
 

@@ -24,7 +24,7 @@ from stree_jax.convert.rows import (
 from stree_jax.convert.source import PIECE, Source, TensorInfo, at_once
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.config import required
-from stree_jax.models.weights.weight import QUANTIZED, Format, Packed
+from stree_jax.models.weights.weight import QUANTIZED, Format, Packed, flat_experts
 
 HEAD = "lm_head.weight"  # name of the head in all families
 FLOATS = ("float32", "float16", "bfloat16")
@@ -309,6 +309,60 @@ def packed_blocks(source: Source, row: Row, format: Format) -> list[Packed] | No
         columns = order_of(row.groups)
         matrices = [matrix.with_columns(columns) for matrix in matrices]
     return matrices
+
+
+def packed_experts(source: Source, row: Row, format: Format) -> list[Packed] | None:
+    """Reads the quantized matrices of experts without dequantizing them.
+
+    Args:
+      source: the tensors.
+      row: the row of a parameter [E, m, k].
+      format: the format that shall keep them.
+
+    Returns:
+      Matrices [E m_i, k], for `Format.keep`. None as in `expert_sources`.
+    """
+    parts = expert_sources(source, row, format)
+    if parts is None:
+        return None
+    matrices = [[source.packed(name) for name in names] for names in parts]
+    if any("columns" in matrix.arrays for part in matrices for matrix in part):
+        return None
+    return list(map(flat_experts, matrices))
+
+
+def expert_sources(
+    source: Source, row: Row, format: Format
+) -> list[tuple[str, ...]] | None:
+    """Returns the quantized tensors that the matrices of experts consist of. Reads only
+    headers.
+
+    Args:
+      source: the tensors.
+      row: the row of a parameter [E, m, k].
+      format: the format that shall keep them.
+
+    Returns:
+      For each part of an expert's rows, such as gate and up: the names of one tensor
+      [E, m_i, k], or of E tensors [m_i, k]. None if one of them is not quantized or not
+      supported by the format, or if the experts differ in their storage. (Experts
+      whose columns have an order of their own are not kept either.)
+    """
+    parts: dict[str, list[tuple[str, ...]]] = {
+        "copy": [row.sources],
+        "halves": [(name,) for name in row.sources],
+        "stack": [row.sources],
+        "experts": [row.sources[0::2], row.sources[1::2]],
+    }
+    for name in row.sources:
+        scheme, shape = source.scheme(name), source.tensors[name].shape
+        if scheme is None or len(shape) < 2 or not format.keeps(scheme, shape):
+            return None
+    found = parts.get(row.how)
+    if row.groups or found is None:
+        return None
+    alike = all(len({source.scheme(name) for name in names}) == 1 for names in found)
+    return found if alike else None
 
 
 def packed_orders(

@@ -9,6 +9,10 @@ from stree_jax.cpu_kernels.delta import DeltaMemory as DeltaMemory
 from stree_jax.cpu_kernels.delta import DeltaWeights as DeltaWeights
 from stree_jax.cpu_kernels.delta import delta_outputs as delta_outputs
 from stree_jax.cpu_kernels.delta import delta_unsupported as delta_unsupported
+from stree_jax.cpu_kernels.experts import (
+    experts_int8_unsupported as experts_int8_unsupported,
+)
+from stree_jax.cpu_kernels.experts import experts_unsupported as experts_unsupported
 from stree_jax.cpu_kernels.kernel import CpuKernel as CpuKernel
 from stree_jax.cpu_kernels.kernel import by_platform as by_platform
 from stree_jax.cpu_kernels.kernel import cpu_kernel as cpu_kernel

@@ -48,7 +48,7 @@ def like(arrays: Any) -> Any:
 class KernelSpec:
     """How a compiled kernel is called; the fields are the arguments of `cpu_kernel`."""
 
-    target: str
+    target: str | Callable[..., Any]
     outputs: Callable[..., Any]
     unsupported: Callable[..., str | bool | None]
     shared: tuple[str, ...]
@@ -58,7 +58,7 @@ class KernelSpec:
 
 
 def cpu_kernel(
-    target: str,
+    target: str | Callable[..., Any],
     *,
     outputs: Callable[..., Any],
     unsupported: Callable[..., str | bool | None] = lambda *_, **__: None,
@@ -80,7 +80,8 @@ def cpu_kernel(
     arrays of all arguments in order, and an empty int32 array for each None.
 
     Args:
-      target: name of the kernel in the library.
+      target: name of the kernel in the library; or a function that computes the same
+        in JAX with calls of other kernels. It gets the arguments of the definition.
       outputs: returns the shapes and dtypes of the results, as the definition's pytree.
       unsupported: returns why the kernel does not support the arguments (or just True),
         or a false value if it does. Under `jax.vmap` it is called again with the
@@ -203,6 +204,8 @@ class _Call:
     def compiled(self, *leaves: jax.Array) -> Sequence[jax.Array]:
         """Calls the kernel in the library."""
         spec = self.kernel.spec
+        if callable(spec.target):
+            return jax.tree.leaves(self._applied(spec.target, leaves))
         outs, out_tree = jax.tree.flatten(self.shapes(*leaves))
         prepare = spec.prepare or (lambda *args, **_: args)
         arrays, tree = jax.tree.flatten(

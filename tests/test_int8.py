@@ -17,6 +17,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.param_table import param_at
+from stree_jax.models.weights.experts import Experts
 from stree_jax.models.weights.int8 import INT8, Quantized, group_of
 from stree_jax.sizing.memory import (
     BufferSizes,
@@ -153,13 +154,16 @@ def test_loading_in_int8_equals_casting(folders):
             )
 
 
-def test_experts_and_routers_stay_bfloat16():
+def test_experts_are_quantized_and_routers_stay_bfloat16():
     """A model with every kind of product also runs."""
     config = CONFIGS["two mixers a layer"]
     params = init_params(config, jax.random.key(0), INT8)
     for path, leaf in by_path(params).items():
-        expert = path[-2:] in (("moe", "into"), ("moe", "down"), ("moe", "router"))
-        product = len(leaf.shape) == 2 and path[-1] != "conv_weight" and not expert
+        if path[-2:] in (("moe", "into"), ("moe", "down")):
+            assert isinstance(leaf, Experts) and isinstance(leaf.stack, Quantized)
+            assert len(leaf.shape) == 3
+            continue
+        product = len(leaf.shape) == 2 and path[-1] not in ("conv_weight", "router")
         assert isinstance(leaf, Quantized) == product, path
         assert product or leaf.dtype in (jnp.bfloat16, jnp.float32)
     logits = stree_jax.score(stree_jax.Model(params=params, config=config), [[1, 2, 3]])

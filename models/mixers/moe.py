@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
+from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.mixer import FLOAT, Mixer
 from stree_jax.models.mixers.mlp import (
     MLP,
@@ -22,7 +23,13 @@ from stree_jax.models.mixers.mlp import (
 from stree_jax.models.nodes import Pass
 from stree_jax.models.params import ZEROS, Param, Table, declare
 from stree_jax.models.sharding.shards import total
-from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.formats import stack_of
+from stree_jax.models.weights.linear import expert_product, linear
+
+PADDING = -1  # the expert of padding, which the kernels skip
+# Rows of all experts that run together if all run, which bounds the memory of their
+# results. Only for projections that are not plain arrays.
+MAX_ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,8 @@ def moe_params(c: MoEConfig, d_model: int) -> Table:
     rows = c.d_hidden * (2 if c.gated else 1)
     table: Table = {
         "router": Param((E, d_model)),
-        "into": Param((E, rows, width), runs=into, axis=1),
-        "down": Param((E, width, c.d_hidden), runs=into[:1], axis=2),
+        "into": Param((E, rows, width), runs=into, axis=1, quantizable=True),
+        "down": Param((E, width, c.d_hidden), runs=into[:1], axis=2, quantizable=True),
     }
     if c.router == "sigmoid":
         table["router_bias"] = Param((E,), ZEROS, float32=True)
@@ -158,77 +165,175 @@ class MoE(nn.Module):
     ) -> tuple[jax.Array, None, None]:
         """Runs the experts on u [B, T, d]; see `Pass` for the contract."""
         c, d_model = self.config, u.shape[-1]
+        valid_count = None if pass_ is None else pass_.valid_count
         p = declare(self, moe_params(c, d_model), self.dtype)
         with jax.named_scope("moe"):
             x = u.reshape(-1, d_model)
-            logits = linear(x, p["router"])
+            logits = linear(x, p["router"], valid_count=valid_count)
             chosen, weight = route(logits, p.get("router_bias"), c)
+            if valid_count is not None:
+                place = jnp.arange(u.shape[1], dtype=jnp.int32)
+                is_node = place[None] < valid_count[:, None]
+                chosen = jnp.where(is_node.reshape(-1, 1), chosen, PADDING)
             if c.d_latent:
                 # Without the barrier XLA:CPU fuses the transpose at the end of `linear`
                 # into the experts' product, which it cannot compile in bfloat16.
-                x = lax.optimization_barrier(linear(x, p["latent_in"]))
-            y = self._experts(x, chosen, weight, p["into"], p["down"])
+                x = lax.optimization_barrier(
+                    linear(x, p["latent_in"], valid_count=valid_count)
+                )
+            args = x, chosen, weight, p["into"], p["down"]
+            y = weighted_experts(*args, gated=c.gated, activation=c.activation)
             y = total(y, self.parts)
             if c.d_latent:
-                y = linear(y, p["latent_out"])
+                y = linear(y, p["latent_out"], valid_count=valid_count)
             y = y.reshape(u.shape)
         if c.shared is not None:
-            shared = MLP(c.shared, self.dtype, self.parts, name="shared")(u)[0]
+            shared = MLP(c.shared, self.dtype, self.parts, name="shared")(u, pass_)[0]
             if c.shared_gate:
-                shared = shared * jax.nn.sigmoid(linear(u, p["shared_gate"]))
+                gate = linear(u, p["shared_gate"], valid_count=valid_count)
+                shared = shared * jax.nn.sigmoid(gate)
             y = y + shared
         return y, None, None
 
-    def _experts(
-        self,
-        x: jax.Array,
-        chosen: jax.Array,
-        weight: jax.Array,
-        into: jax.Array,
-        down: jax.Array,
-    ) -> jax.Array:
-        """Computes the weighted sum of each token's experts.
 
-        If the tokens need fewer expert evaluations (n * k) than there are experts, only
-        the chosen experts' weights are read. Otherwise all experts run on all tokens,
-        which reads every weight once.
+def _unsupported(
+    x: jax.Array,
+    chosen: jax.Array,
+    weight: jax.Array,
+    into: Any,
+    down: Any,
+    *,
+    gated: bool,
+    activation: Activation,
+) -> str | None:
+    pairs: Any = jax.ShapeDtypeStruct((chosen.size,), chosen.dtype)
+    hidden: Any = floats(chosen.size, down.shape[2])
+    products = ((x, into), (hidden, down))
+    reasons = (stack_of(w).chosen_unsupported(rows, pairs) for rows, w in products)
+    return next(filter(None, reasons), None)
 
-        Args:
-          x: [n, d'] float32; d' is `d_latent`, or d.
-          chosen: [n, k] int32, each token's experts.
-          weight: [n, k] float32, their weights.
-          into, down: the experts' projections, see `moe_params`.
 
-        Returns:
-          [n, d'] float32.
-        """
-        c = self.config
-        (n, k), E = chosen.shape, c.num_experts
+def _by_kernels(
+    x: jax.Array,
+    chosen: jax.Array,
+    weight: jax.Array,
+    into: Any,
+    down: Any,
+    *,
+    gated: bool,
+    activation: Activation,
+) -> jax.Array:
+    """Computes `weighted_experts` by the compiled products of chosen experts."""
+    pairs = chosen.reshape(-1)
+    h = expert_product(x, pairs, into)
+    y = expert_product(_activated(h, gated, activation), pairs, down)
+    return (weight[..., None] * y.reshape(*chosen.shape, -1)).sum(axis=1)
 
-        def product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
-            return jnp.einsum(
-                spec,
-                left.astype(right.dtype),
-                right,
-                precision=lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
-            )
 
-        def hidden(h: jax.Array) -> jax.Array:
-            act = activate_gated if c.gated else activate
-            return act(h, c.activation)
+@cpu_kernel(
+    _by_kernels,
+    outputs=lambda x, *_, **__: floats(*x.shape),
+    unsupported=_unsupported,
+    shared=("into", "down"),
+)
+def weighted_experts(
+    x: jax.Array,
+    chosen: jax.Array,
+    weight: jax.Array,
+    into: Any,
+    down: Any,
+    *,
+    gated: bool,
+    activation: Activation,
+) -> jax.Array:
+    """Computes the weighted sum of each token's experts.
 
-        if n * k < E:
-            # XLA:CPU has no 16-bit gather and converts to float32. Without the barrier
-            # it would convert all experts before the decoding loop and keep the copies.
-            into, down, chosen = lax.optimization_barrier((into, down, chosen))
-            h = hidden(product("nd,nkfd->nkf", x, into[chosen]))
-            y = product("nkf,nkdf->nkd", h, down[chosen])
-            return (weight[..., None] * y).sum(axis=1)
-        token = jnp.arange(n, dtype=jnp.int32)[:, None]
-        table = jnp.zeros((n, E), jnp.float32).at[token, chosen].add(weight)
-        h = hidden(product("nd,efd->nef", x, into)) * table[..., None]
-        return product("nef,edf->nd", h, down)
+    If the tokens need fewer expert evaluations (n * k) than there are experts, only the
+    chosen experts' weights are read. Otherwise all experts run on all tokens, which
+    reads every weight once.
+
+    Args:
+      x: [n, d'] float32; d' is `d_latent`, or d.
+      chosen: [n, k] int32, each token's experts. `PADDING` marks padding, whose results
+        are unspecified.
+      weight: [n, k] float32, their weights.
+      into, down: the experts' projections, see `moe_params`.
+      gated, activation: see `MLPConfig`.
+
+    Returns:
+      [n, d'] float32.
+    """
+    (n, k), E = chosen.shape, down.shape[0]
+    if not isinstance(into, jax.Array) or not isinstance(down, jax.Array):
+        return _stored_experts(x, chosen, weight, into, down, gated, activation)
+
+    def product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.einsum(
+            spec,
+            left.astype(right.dtype),
+            right,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+
+    if n * k < E:
+        # XLA:CPU has no 16-bit gather and converts to float32. Without the barrier it
+        # would convert all experts before the decoding loop and keep the copies.
+        into, down, chosen = lax.optimization_barrier((into, down, chosen))
+        h = _activated(product("nd,nkfd->nkf", x, into[chosen]), gated, activation)
+        y = product("nkf,nkdf->nkd", h, down[chosen])
+        return (weight[..., None] * y).sum(axis=1)
+    h = _activated(product("nd,efd->nef", x, into), gated, activation)
+    h = h * _table(chosen, weight, E)[..., None]
+    return product("nef,edf->nd", h, down)
+
+
+def _activated(h: jax.Array, gated: bool, activation: Activation) -> jax.Array:
+    return (activate_gated if gated else activate)(h, activation)
+
+
+def _table(chosen: jax.Array, weight: jax.Array, experts: int) -> jax.Array:
+    """Returns the weight [n, E] of every expert for every token, 0 if not chosen."""
+    token = jnp.arange(chosen.shape[0], dtype=jnp.int32)[:, None]
+    table = jnp.zeros((chosen.shape[0], experts), jnp.float32)
+    return table.at[token, chosen].add(weight)
+
+
+def _stored_experts(
+    x: jax.Array,
+    chosen: jax.Array,
+    weight: jax.Array,
+    into: Any,
+    down: Any,
+    gated: bool,
+    activation: Activation,
+) -> jax.Array:
+    """Computes `weighted_experts` for projections that are not plain arrays."""
+    (n, k), E = chosen.shape, down.shape[0]
+    stacks = stack_of(into), stack_of(down)
+    if n * k < E:
+        pairs = chosen.reshape(-1)
+        h = stacks[0].chosen_product(x, pairs, native=False)
+        h = _activated(h, gated, activation)
+        y = stacks[1].chosen_product(h, pairs, native=False)
+        return (weight[..., None] * y.reshape(n, k, -1)).sum(axis=1)
+
+    def of_expert(first: Any, second: Any) -> jax.Array:
+        h = _activated(first.product(x, None, native=False), gated, activation)
+        return second.product(h, None, native=False)
+
+    def add(y: jax.Array, some: Any) -> tuple[jax.Array, None]:
+        weights, *matrices = some  # of `together` experts
+        each = jax.vmap(of_expert)(*matrices)  # [together, n, d']
+        return y + (weights[..., None] * each).sum(axis=0), None
+
+    most = max(1, MAX_ROWS_AT_ONCE // n)
+    together = next(c for c in range(min(most, E), 0, -1) if E % c == 0)
+    parts = _table(chosen, weight, E).T, *stacks
+    parts = jax.tree.map(
+        lambda z: z.reshape(E // together, together, *z.shape[1:]), parts
+    )
+    return lax.scan(add, jnp.zeros_like(x), parts)[0]
 
 
 class MoEMixer(Mixer[MoEConfig]):
@@ -237,7 +342,6 @@ class MoEMixer(Mixer[MoEConfig]):
     kind = "moe"
     Config = MoEConfig
     Module = MoE
-    skips_padding = False
 
     def params(self, c: MoEConfig, d_model: int) -> Table:
         return moe_params(c, d_model)

@@ -27,7 +27,7 @@ from stree_jax.models.sharding.shards import (
 )
 from stree_jax.models.weights.formats import format_named
 from stree_jax.models.weights.kept import with_layout
-from stree_jax.models.weights.weight import Format, Weight, take, unit
+from stree_jax.models.weights.weight import Format, Stored, take, unit
 
 AnyModel = TypeVar("AnyModel", bound=Model)  # `Model`, or a subclass with a tokenizer
 Slices = tuple[slice, ...]
@@ -89,10 +89,11 @@ def _check_units(
     """Raises ValueError if the division would split a unit of a weight; see `unit`."""
     weight = format.abstract(shape, path)
     runs = (part_indices(param, i, parts) for i in range(parts))
-    if isinstance(weight, Weight) and not all(
+    if isinstance(weight, Stored) and not all(
         weight.divides(places, param.axis) for places in runs
     ):
-        axis_name, size = ("rows", "columns")[param.axis], unit(weight, param.axis)
+        axis_name = ("rows", "columns")[param.axis - len(shape)]
+        size = unit(weight, param.axis)
         raise ValueError(
             f"mesh: {'/'.join(path)}: {shape[param.axis]} {axis_name} in units of "
             f"{size} do not divide by {MODEL}={parts} in {format}; load in bfloat16, "

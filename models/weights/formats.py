@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from stree_jax.models.weights.experts import Experts
 from stree_jax.models.weights.int8 import INT8
 from stree_jax.models.weights.kept import KEPT, KEPT_INT8, KeptFormat, storage_of
 from stree_jax.models.weights.plain import PlainWeight, plain_format
-from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Format, Weight
+from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Format, Stored, Weight
 
 FORMATS: dict[str, Format] = {
     format.name: format
@@ -31,13 +32,19 @@ def format_named(dtype: Any) -> Format:
 
 
 def is_weight(leaf: Any) -> bool:
-    """True if a parameter is a `Weight` and not a plain array."""
-    return isinstance(leaf, Weight)
+    """True if a parameter is a `Weight` or `Experts`, and not a plain array."""
+    return isinstance(leaf, Stored)
 
 
 def as_weight(leaf: Any) -> Weight:
     """Returns a parameter as a `Weight`; wraps a plain array in `PlainWeight`."""
     return leaf if isinstance(leaf, Weight) else PlainWeight(leaf)
+
+
+def stack_of(experts: Any) -> Weight:
+    """Returns the matrices [E, m, k] of experts as a weight whose arrays have a leading
+    axis of E experts."""
+    return experts.stack if isinstance(experts, Experts) else as_weight(experts)
 
 
 def format_of(params: Any) -> Format:

@@ -16,8 +16,14 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from stree_jax.cpu_kernels import by_platform, cpu_kernel, int8_unsupported
+from stree_jax.cpu_kernels import (
+    by_platform,
+    cpu_kernel,
+    experts_int8_unsupported,
+    int8_unsupported,
+)
 from stree_jax.models.serialization import register_for_export
+from stree_jax.models.weights.experts import Experts, chosen_rows, chosen_shape
 from stree_jax.models.weights.plain import (
     MIN_GPU_ROWS,
     in_float32,
@@ -45,10 +51,11 @@ class Int8Format(Format):
     dtype: np.dtype = BFLOAT16
     group: int | None = GROUP
 
-    def store(self, matrix: Any, columns: int | None = None) -> "Quantized":
-        whole = matrix.shape[1] if columns is None else columns
+    def store(self, matrix: Any, columns: int | None = None) -> Any:
+        whole = matrix.shape[-1] if columns is None else columns
         size = None if self.group is None else group_of(whole, self.group)
-        return _quantized(matrix, size)
+        stored = _quantized(matrix, size)
+        return stored if matrix.ndim == 2 else Experts(stored)
 
 
 INT8 = Int8Format()
@@ -97,6 +104,15 @@ class Quantized(Weight):
         cpu = _product if native else _product.definition
         return by_platform(*args, cpu=cpu, cuda=_cuda, default=_product.definition)
 
+    def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
+        return _chosen.unsupported(rows, chosen, self.q, self.scale)
+
+    def chosen_product(
+        self, rows: jax.Array, chosen: jax.Array, native: bool
+    ) -> jax.Array:
+        compute = _chosen if native else _chosen.definition
+        return compute(rows, chosen, self.q, self.scale)
+
     def rows(self, ids: jax.Array) -> jax.Array:
         q, scale = self.q[ids], self.scale[ids]
         parts = q.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None]
@@ -108,7 +124,10 @@ register_for_export(Quantized)
 
 @partial(jax.jit, static_argnums=1)  # without jit every operation would make an array
 def _quantized(weight: jax.Array, group: int | None) -> Quantized:
-    return quantize(weight, group)
+    """Quantizes a matrix [m, k], or the matrices [E, m, k] of experts one by one."""
+    if weight.ndim == 2:
+        return quantize(weight, group)
+    return lax.map(partial(quantize, group=group), weight)
 
 
 @cpu_kernel(
@@ -123,6 +142,24 @@ def _product(
 ) -> jax.Array:
     """Computes rows [t, k] @ (weight * scale).T with the rows quantized to int8."""
     return int8_product(rows.astype(jnp.float32), weight, scale)
+
+
+@cpu_kernel(
+    "stree_experts_int8",
+    outputs=chosen_shape,
+    unsupported=experts_int8_unsupported,
+    shared=("weight", "scale"),
+    prepare=in_float32,
+)
+def _chosen(
+    rows: jax.Array, chosen: jax.Array, weight: jax.Array, scale: jax.Array
+) -> jax.Array:
+    """Computes products with the chosen of the matrices weight * scale [E, m, k]."""
+
+    def product(rows: jax.Array, expert: Quantized) -> jax.Array:
+        return expert.product(rows, None, native=False)
+
+    return chosen_rows(rows, chosen, Quantized(weight, scale), product)
 
 
 def _cuda(

@@ -23,10 +23,12 @@ from stree_jax.cpu_kernels import (
     available,
     by_platform,
     cpu_kernel,
+    experts_unsupported,
     floats,
     panels_unsupported,
 )
 from stree_jax.models.serialization import register_for_export
+from stree_jax.models.weights.experts import Experts, abstract_experts, chosen_rows
 from stree_jax.models.weights.panels import KINDS, PanelKind
 from stree_jax.models.weights.panels.gpu import gpu_product
 from stree_jax.models.weights.panels.kind import LANES
@@ -38,6 +40,7 @@ from stree_jax.models.weights.weight import (
     QUANTIZED,
     Format,
     Packed,
+    Stored,
     Weight,
     slices,
     take,
@@ -53,7 +56,7 @@ class Part(NamedTuple):
 
     Attributes:
       kind: a key of `KINDS`, or the dtype of a plain array.
-      rows: number of rows.
+      rows: number of rows, for experts those of one expert.
       columns: True if the columns have an order of their own.
       factor: True if the rows have factors.
     """
@@ -88,9 +91,10 @@ class KeptFormat(Format):
     def _parts(self) -> dict[tuple[str, ...], tuple[Part, ...]]:
         return dict(self.layout)
 
-    def store(self, matrix: Any, columns: int | None = None) -> "Whole":
+    def store(self, matrix: Any, columns: int | None = None) -> Any:
         dtype = BFLOAT16 if matrix.dtype == BFLOAT16 else FLOAT32
-        return Whole(matrix.astype(dtype, copy=False), self.planes)
+        whole = Whole(matrix.astype(dtype, copy=False), self.planes)
+        return whole if matrix.ndim == 2 else Experts(whole)
 
     def source_dtype(self, stored: str, shape: Sequence[int]) -> np.dtype:
         large = math.prod(shape) * FLOAT32.itemsize > MAX_WIDENED_BYTES
@@ -100,14 +104,18 @@ class KeptFormat(Format):
     def keeps(self, scheme: str, shape: Sequence[int]) -> bool:
         return scheme in KINDS and KINDS[scheme].keeps(shape)
 
-    def keep(self, blocks: Sequence[Packed]) -> Weight:
-        parts = [self._panels(packed) for packed in _joined(blocks)]
-        return parts[0] if len(parts) == 1 else Stack(tuple(parts))
+    def keep(self, blocks: Sequence[Packed], experts: int | None = None) -> Stored:
+        joined = _joined(blocks, experts)
+        parts = tuple(self._panels(packed, experts) for packed in joined)
+        weight = parts[0] if len(parts) == 1 else Stack(parts)
+        return weight if experts is None else Experts(weight)
 
-    def abstract(self, shape: tuple[int, ...], path: tuple[str, ...] = ()) -> Weight:
-        parts = self._parts.get(path, (Part(FLOAT32.name, shape[0]),))
-        weights = [self._abstract(part, shape[1]) for part in parts]
-        return weights[0] if len(weights) == 1 else Stack(tuple(weights))
+    def abstract(self, shape: tuple[int, ...], path: tuple[str, ...] = ()) -> Stored:
+        *experts, m, k = shape
+        parts = self._parts.get(path, (Part(FLOAT32.name, m),))
+        weights = [self._abstract(part, k) for part in parts]
+        weight = weights[0] if len(weights) == 1 else Stack(tuple(weights))
+        return abstract_experts(weight, *experts) if experts else weight
 
     def _abstract(self, part: Part, k: int) -> Weight:
         m = part.rows
@@ -124,18 +132,26 @@ class KeptFormat(Format):
             self.planes,
         )
 
-    def adopt(self, weight: Weight) -> Weight:
+    def adopt(self, weight: Any) -> Any:
         """Returns a kept weight with this format's rounding of rows."""
+        if isinstance(weight, Experts):
+            return Experts(self.adopt(weight.stack))
         if isinstance(weight, Stack):
             return Stack(tuple(map(self.adopt, weight.parts)))
         assert isinstance(weight, Panels | Whole)
         return replace(weight, planes=self.planes)
 
-    def _panels(self, packed: Packed) -> "Panels":
-        kind, m = KINDS[packed.scheme], packed.shape[0]
-        panels = kind.pack(packed.by_row)
+    def _panels(self, packed: Packed, experts: int | None) -> "Panels":
+        kind, rows = KINDS[packed.scheme], packed.shape[0]
         columns, factor = (packed.arrays.get(name) for name in ("columns", "factor"))
-        return Panels(panels, columns, factor, kind.name, -m % LANES, self.planes)
+        m = rows if experts is None else rows // experts
+        padding = -m % LANES
+        if experts is None:
+            panels = kind.pack(packed.by_row)
+        else:
+            panels = _packed_experts(kind, packed.by_row, experts, m)
+            factor = None if factor is None else factor.reshape(experts, m)
+        return Panels(panels, columns, factor, kind.name, padding, self.planes)
 
 
 KEPT = KeptFormat()
@@ -156,7 +172,7 @@ def with_layout(format: Format, params: Mapping[tuple[str, ...], Any]) -> Format
     layout = tuple(
         (path, parts_of(leaf))
         for path, leaf in params.items()
-        if isinstance(leaf, Weight)
+        if isinstance(leaf, Stored)
     )
     return replace(format, layout=layout)
 
@@ -164,8 +180,8 @@ def with_layout(format: Format, params: Mapping[tuple[str, ...], Any]) -> Format
 def storage_of(params: Any) -> str:
     """Returns the kinds and size of a kept model's matrices, such as "q4_k+q6_k, 4.9
     bits a weight". Arrays may be abstract."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Weight))
-    weights = [leaf for leaf in leaves if isinstance(leaf, Weight)]
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Stored))
+    weights = [leaf for leaf in leaves if isinstance(leaf, Stored)]
     kinds = {part.kind for weight in weights for part in parts_of(weight)}
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
     count = sum(math.prod(weight.shape) for weight in weights)
@@ -173,8 +189,10 @@ def storage_of(params: Any) -> str:
     return f"{named}, {8 * size / max(count, 1):.1f} bits a weight"
 
 
-def parts_of(weight: Weight) -> tuple[Part, ...]:
-    """Returns the storage of a weight of a `KeptFormat`."""
+def parts_of(weight: Stored) -> tuple[Part, ...]:
+    """Returns the storage of a weight of a `KeptFormat`, or of each expert's."""
+    if isinstance(weight, Experts):
+        return parts_of(weight.one)
     if isinstance(weight, Stack):
         return tuple(part for each in weight.parts for part in parts_of(each))
     if isinstance(weight, Panels):
@@ -184,16 +202,32 @@ def parts_of(weight: Weight) -> tuple[Part, ...]:
     return (Part(np.dtype(weight.array.dtype).name, weight.shape[0]),)
 
 
-def _joined(blocks: Sequence[Packed]) -> list[Packed]:
-    """Stacks consecutive matrices of one scheme whose columns are in the same
-    order."""
+def _packed_experts(
+    kind: PanelKind, arrays: Mapping[str, np.ndarray], experts: int, m: int
+) -> np.ndarray:
+    """Rearranges matrices [E m, k] to panels [E, P, n, nbytes]."""
+    if m % LANES == 0:
+        panels = kind.pack(arrays)
+        return panels.reshape(experts, -1, *panels.shape[1:])
+    each = (
+        kind.pack({name: a[e * m : (e + 1) * m] for name, a in arrays.items()})
+        for e in range(experts)
+    )
+    return np.stack(list(each))
+
+
+def _joined(blocks: Sequence[Packed], experts: int | None = None) -> list[Packed]:
+    """Stacks consecutive matrices of one scheme whose columns are in the same order.
+
+    With `experts`, stacks the matrices of each expert, see `Format.keep`.
+    """
     joined: list[Packed] = []
     for packed in blocks:
         before = joined[-1] if joined else None
         if before is None or not before.fits(packed):
             joined.append(packed)
         else:
-            joined[-1] = before.stacked(packed)
+            joined[-1] = before.stacked(packed, experts or 1)
     return joined
 
 
@@ -271,6 +305,18 @@ class Panels(Weight):
     def _options(self) -> dict[str, Any]:
         return {"kind": self.kind, "planes": self.planes, "padding": self.padding}
 
+    def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
+        return _chosen.unsupported(rows, chosen, self.panels, **self._options())
+
+    def chosen_product(
+        self, rows: jax.Array, chosen: jax.Array, native: bool
+    ) -> jax.Array:
+        if self.columns is not None:
+            rows = rows[:, self.columns]
+        compute = _chosen if native else _chosen.definition
+        y = compute(rows, chosen, jnp.asarray(self.panels), **self._options())
+        return y if self.factor is None else y * self.factor[chosen]
+
     def rows(self, ids: jax.Array) -> jax.Array:
         m = self.shape[0]
         where = jnp.clip(jnp.where(ids < 0, ids + m, ids), 0, m - 1)
@@ -347,6 +393,39 @@ def _on_gpu(
     return y[:, : y.shape[1] - padding]
 
 
+@cpu_kernel(
+    "stree_experts_panels",
+    outputs=lambda rows, chosen, panels, kind, planes, padding: floats(
+        chosen.shape[0], panels.shape[1] * LANES - padding
+    ),
+    unsupported=lambda rows, chosen, panels, **_: experts_unsupported(
+        rows, chosen, panels
+    ),
+    shared=("panels",),
+    attributes=lambda kind, planes, **_: {
+        "kind": KINDS[kind].number,
+        "planes": planes,
+    },
+    prepare=lambda rows, *rest, **_: in_float32(rows, *rest),
+)
+def _chosen(
+    rows: jax.Array,
+    chosen: jax.Array,
+    panels: jax.Array,
+    *,
+    kind: str,
+    planes: int,
+    padding: int,
+) -> jax.Array:
+    """Computes products with the chosen matrices of panels [E, P, n, nbytes]."""
+    weight = Panels(panels, None, None, kind, padding, planes)
+
+    def product(rows: jax.Array, expert: Panels) -> jax.Array:
+        return expert.product(rows, None, native=False)
+
+    return chosen_rows(rows, chosen, weight, product)
+
+
 @struct.dataclass
 class Whole(Weight):
     """A matrix that is a plain array in a model that keeps the others.
@@ -374,6 +453,14 @@ class Whole(Weight):
         self, rows: jax.Array, valid_count: jax.Array | None, native: bool
     ) -> jax.Array:
         return PlainWeight(self.array).product(rows, valid_count, native)
+
+    def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
+        return PlainWeight(self.array).chosen_unsupported(rows, chosen)
+
+    def chosen_product(
+        self, rows: jax.Array, chosen: jax.Array, native: bool
+    ) -> jax.Array:
+        return PlainWeight(self.array).chosen_product(rows, chosen, native)
 
     def rows(self, ids: jax.Array) -> jax.Array:
         return PlainWeight(self.array).rows(ids)
@@ -434,6 +521,16 @@ class Stack(Weight):
         self, rows: jax.Array, valid_count: jax.Array | None, native: bool
     ) -> jax.Array:
         each = [part.product(rows, valid_count, native) for part in self.parts]
+        return jnp.concatenate(each, axis=1)
+
+    def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
+        reasons = (part.chosen_unsupported(rows, chosen) for part in self.parts)
+        return next(filter(None, reasons), None)
+
+    def chosen_product(
+        self, rows: jax.Array, chosen: jax.Array, native: bool
+    ) -> jax.Array:
+        each = [part.chosen_product(rows, chosen, native) for part in self.parts]
         return jnp.concatenate(each, axis=1)
 
     def rows(self, ids: jax.Array) -> jax.Array:

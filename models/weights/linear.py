@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.models.sharding.shards import total
-from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.weights.formats import as_weight, stack_of
 
 
 def linear(
@@ -48,6 +48,37 @@ def linear(
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.reshape(*x.shape[:-1], value.shape[0])
+
+
+def expert_product(
+    x: jax.Array,
+    chosen: jax.Array,
+    experts: Any,
+    implementation: Literal["xla", "native"] | None = None,
+) -> jax.Array:
+    """Computes products with the matrices of chosen experts in float32.
+
+    Args:
+      x: [n, k].
+      chosen: [n * r] int32; result i is of row i // r of x and expert chosen[i]. The
+        compiled kernel does not write a result whose expert is negative (padding).
+      experts: [E, m, k], an array or `Experts`.
+      implementation: as in `linear`.
+
+    Returns:
+      [n * r, m].
+
+    Raises:
+      ValueError: the implementation is unknown or does not support the arguments.
+    """
+    x, chosen = jnp.asarray(x), jnp.asarray(chosen)
+    stack = stack_of(experts)
+    reason = stack.chosen_unsupported(x, chosen)
+    if implementation not in (None, "xla", "native"):
+        raise ValueError(f"expert_product: unknown implementation {implementation!r}")
+    if implementation == "native" and reason is not None:
+        raise ValueError(f"expert_product: native: {reason}")
+    return stack.chosen_product(x, chosen, reason is None and implementation != "xla")
 
 
 def linear_summed(

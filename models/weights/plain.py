@@ -2,15 +2,22 @@
 fastest."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from stree_jax.cpu_kernels import MAX_ROWS as SKINNY
-from stree_jax.cpu_kernels import by_platform, cpu_kernel, floats, product_unsupported
+from stree_jax.cpu_kernels import (
+    by_platform,
+    cpu_kernel,
+    experts_unsupported,
+    floats,
+    product_unsupported,
+)
+from stree_jax.models.weights.experts import chosen_rows, chosen_shape
 from stree_jax.models.weights.weight import Format, Weight
 
 MIN_GPU_ROWS = 16  # on a GPU, small 8- and 16-bit products are padded to so many rows
@@ -35,7 +42,7 @@ def plain_format(dtype: Any) -> PlainFormat:
     return PlainFormat(found.name, found)
 
 
-@dataclass(frozen=True)
+@struct.dataclass
 class PlainWeight(Weight):
     """A `Weight` around a plain array [m, k]. A model's parameters contain only the
     array."""
@@ -63,6 +70,15 @@ class PlainWeight(Weight):
         cpu = _skinny_cpu if native else _skinny_cpu.definition
         args = rows, self.array, valid_count
         return by_platform(*args, cpu=cpu, cuda=_skinny_gpu, default=_whole)
+
+    def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
+        return _chosen.unsupported(rows, chosen, self.array)
+
+    def chosen_product(
+        self, rows: jax.Array, chosen: jax.Array, native: bool
+    ) -> jax.Array:
+        compute = _chosen if native else _chosen.definition
+        return compute(rows, chosen, self.array)
 
     def rows(self, ids: jax.Array) -> jax.Array:
         return table_rows(self.array, ids)
@@ -128,6 +144,18 @@ def in_float32(rows: jax.Array, *rest: Any) -> tuple[Any, ...]:
 def product_shape(rows: jax.Array, weight: jax.Array, *_: Any) -> Any:
     """Returns the shape [t, m] and dtype (float32) of a product's result."""
     return floats(rows.shape[0], weight.shape[0])
+
+
+@cpu_kernel(
+    "stree_experts",
+    outputs=chosen_shape,
+    unsupported=experts_unsupported,
+    shared=("weight",),
+    prepare=in_float32,
+)
+def _chosen(rows: jax.Array, chosen: jax.Array, weight: jax.Array) -> jax.Array:
+    """Computes products with the chosen of the matrices weight [E, m, k]."""
+    return chosen_rows(rows, chosen, weight, _whole)
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """The interface of weight formats: `Format` stores matrices as `Weight`s."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,23 +16,40 @@ FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 QUANTIZED = "quantized"  # in place of a dtype, see `Format.source_dtype`
 
 
-class Weight(ABC):
-    """A matrix [m, k] in the storage of its format: a pytree of arrays.
+class Stored(ABC):
+    """A parameter in the storage of its format: a pytree of arrays."""
+
+    @property
+    @abstractmethod
+    def format(self) -> "Format":
+        """The format that the parameter is stored in."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+
+    @abstractmethod
+    def unit(self, axis: int) -> int:
+        """Returns the parameter's unit along an axis, see `unit`."""
+
+    @abstractmethod
+    def take(self, places: Sequence[slice], axis: int) -> "Stored":
+        """Takes a device's part of the parameter, see `take`."""
+
+    def divides(self, places: Sequence[slice], axis: int) -> bool:
+        """True if `take` can take these slices. Arrays may be abstract."""
+        size = self.unit(axis)
+        return not any(place.start % size or place.stop % size for place in places)
+
+
+class Weight(Stored):
+    """A matrix [m, k].
 
     Each array has shape [m / r, k / c, ...], where r and c are that array's unit sizes
     in rows and columns. A device's part of a weight is therefore a slice of each array.
     An array that lacks one of the two axes is the same in every part along that axis.
     """
-
-    @property
-    @abstractmethod
-    def format(self) -> "Format":
-        """The format that the weight is stored in."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Shape [m, k] of the matrix."""
 
     @abstractmethod
     def product(
@@ -58,22 +76,37 @@ class Weight(ABC):
         can."""
         return f"there is no kernel for {self.format.name}"
 
+    def chosen_product(
+        self, rows: jax.Array, chosen: jax.Array, native: bool
+    ) -> jax.Array:
+        """Computes products with the matrices of several experts, for a weight whose
+        arrays have a leading axis of E experts.
+
+        Args:
+          rows: [n, k] of any float dtype.
+          chosen: [n * r] int32, see `linear.expert_product`.
+          native: True to use the compiled CPU kernel on a CPU. Only allowed if
+            `chosen_unsupported` returns None for these arguments.
+
+        Returns:
+          [n * r, m] float32.
+        """
+        raise NotImplementedError(f"{self.format.name} cannot store experts")
+
+    def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
+        """Returns why the compiled kernel cannot compute `chosen_product`. None if it
+        can."""
+        return f"there is no kernel for experts in {self.format.name}"
+
     def matrix(self) -> jax.Array:
         """Returns the matrix [m, k] in float32."""
         return self.rows(jnp.arange(self.shape[0]))
 
     def unit(self, axis: int) -> int:
-        """Returns the weight's unit along an axis, see `unit`."""
         return _unit(self, axis)
 
     def take(self, places: Sequence[slice], axis: int) -> "Weight":
-        """Takes a device's part of the weight, see `take`."""
         return _taken(self, places, axis)
-
-    def divides(self, places: Sequence[slice], axis: int) -> bool:
-        """True if `take` can take these slices. Arrays may be abstract."""
-        size = self.unit(axis)
-        return not any(place.start % size or place.stop % size for place in places)
 
 
 @dataclass(frozen=True)
@@ -120,14 +153,37 @@ class Packed:
         columns = self.arrays.get("columns")
         return columns is None or np.array_equal(columns, other.arrays["columns"])
 
-    def stacked(self, other: "Packed") -> "Packed":
-        """Returns the matrix with another one, that `fits`, below it."""
-        arrays = {
-            n: a if n == "columns" else np.concatenate([a, other.arrays[n]])
-            for n, a in self.arrays.items()
-        }
+    def stacked(self, other: "Packed", experts: int = 1) -> "Packed":
+        """Returns the matrix with another one, that `fits`, below it.
+
+        If both consist of matrices of several experts, stacks the two matrices of each
+        expert.
+        """
+
+        def joined(name: str, a: np.ndarray) -> np.ndarray:
+            if name == "columns":
+                return a
+            parts = (
+                z.reshape(experts, -1, *a.shape[1:]) for z in (a, other.arrays[name])
+            )
+            return np.concatenate(list(parts), axis=1).reshape(-1, *a.shape[1:])
+
+        arrays = {name: joined(name, a) for name, a in self.arrays.items()}
         shape = (self.shape[0] + other.shape[0], *self.shape[1:])
         return replace(self, shape=shape, arrays=arrays)
+
+
+def flat_experts(matrices: Sequence[Packed]) -> Packed:
+    """Returns the quantized matrices of experts as one matrix [E m, k].
+
+    Args:
+      matrices: one [E, m, k], or E matrices [m, k] of one layout.
+    """
+    first = matrices[0]
+    names = first.arrays if len(matrices) > 1 else ()
+    arrays = {n: np.concatenate([z.arrays[n] for z in matrices]) for n in names}
+    shape = len(matrices) * math.prod(first.shape[:-1]), first.shape[-1]
+    return replace(first, shape=shape, arrays=arrays or first.arrays)
 
 
 @dataclass(frozen=True)
@@ -156,10 +212,10 @@ class Format(ABC):
 
     @abstractmethod
     def store(self, matrix: Any, columns: int | None = None) -> Any:
-        """Stores a matrix as a weight.
+        """Stores a matrix as a weight, or the matrices of experts as `Experts`.
 
         Args:
-          matrix: [m, k] of any float dtype.
+          matrix: [m, k] or [E, m, k] of any float dtype.
           columns: number of columns of the whole matrix, if `matrix` is only a part of
             it, divided between units. The result is then that part of the whole weight.
             If None, the matrix is whole.
@@ -178,8 +234,14 @@ class Format(ABC):
         """True if `keep` supports matrices [m, k] of a quantization scheme."""
         return False
 
-    def keep(self, blocks: Sequence[Packed]) -> Weight:
+    def keep(self, blocks: Sequence[Packed], experts: int | None = None) -> Stored:
         """Stacks quantized matrices by rows to a weight, without changing their values.
+
+        Args:
+          blocks: the matrices.
+          experts: E, if each of `blocks` [E m_i, k] consists of matrices [m_i, k] of E
+            experts. The result is then `Experts`, each with the stacked matrices of one
+            expert.
 
         Raises:
           NotImplementedError: the format supports no quantization scheme.
@@ -187,10 +249,10 @@ class Format(ABC):
         raise NotImplementedError(f"{self.name} cannot keep quantized matrices")
 
     def abstract(self, shape: tuple[int, ...], path: tuple[str, ...] = ()) -> Any:
-        """Returns a weight [m, k] with `jax.ShapeDtypeStruct`s instead of arrays.
+        """Returns a parameter with `jax.ShapeDtypeStruct`s instead of arrays.
 
         Args:
-          shape: shape of the matrix.
+          shape: shape [m, k] or [E, m, k].
           path: path of the parameter, for formats in which the storage depends on it.
         """
         return _abstract(self, shape)
@@ -206,7 +268,7 @@ def unit(weight: Any, axis: int) -> int:
     0) or columns (axis 1) that one element of an array stands for. Works for plain
     arrays of any rank, too.
     """
-    return weight.unit(axis) if isinstance(weight, Weight) else _unit(weight, axis)
+    return weight.unit(axis) if isinstance(weight, Stored) else _unit(weight, axis)
 
 
 def _unit(weight: Any, axis: int) -> int:
@@ -225,7 +287,7 @@ def take(weight: Any, places: Sequence[slice], axis: int) -> Any:
     Raises:
       ValueError: a slice begins or ends inside a unit.
     """
-    if isinstance(weight, Weight):
+    if isinstance(weight, Stored):
         return weight.take(places, axis)
     return _taken(weight, places, axis)
 

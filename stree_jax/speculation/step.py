@@ -173,9 +173,9 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
 def passes_skip(target: Model) -> bool:
     """True if padding nodes take no time in a model's forward passes on this machine.
 
-    The CPU kernels skip padding, but they do not support mixture-of-experts layers or
-    meshes. The answer affects speed only: a program that is compiled on this machine
-    and runs on another one gives the same output.
+    The CPU kernels skip padding, but they do not support meshes. The answer affects
+    speed only: a program that is compiled on this machine and runs on another one gives
+    the same output.
     """
     mixers = map(mixer_of, target.config.mixers.values())
     skips = all(mixer.skips_padding for mixer in mixers)

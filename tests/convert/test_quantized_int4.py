@@ -7,7 +7,9 @@ from safetensors.numpy import save_file
 import stree_jax
 from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError, CheckpointFiles, open_local
+from stree_jax.models import by_path
 from stree_jax.models.memory import size_of, weight_bytes
+from stree_jax.models.weights.experts import Experts, expert_at
 from stree_jax.models.weights.kept import Panels
 from tests.support import hf_checkpoints as hf
 from tests.support import quantized
@@ -157,3 +159,15 @@ def test_modules_with_columns_in_the_same_order_are_one_matrix(plain, tmp_path):
     write(plain("llama"), tmp_path / "in", spelling, SPELLINGS)
     model = stree_jax.load(tmp_path / "in", dtype="kept")
     assert isinstance(model.params["layers_0"]["attention"]["qkv"], Panels)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be kept")
+def test_experts_by_name_are_kept(plain, tmp_path):
+    write(plain("nemotron-h"), tmp_path / "in", "gptq", SPELLINGS)
+    loaded = (stree_jax.load(tmp_path / "in", dtype=d) for d in ("kept", "float32"))
+    kept, exact = (by_path(model.params) for model in loaded)
+    stacks = {path: leaf for path, leaf in kept.items() if isinstance(leaf, Experts)}
+    assert any(isinstance(leaf.stack, Panels) for leaf in stacks.values())
+    for path, leaf in stacks.items():
+        matrices = [expert_at(leaf.stack, e).matrix() for e in range(leaf.shape[0])]
+        np.testing.assert_allclose(matrices, exact[path], rtol=0, atol=1e-2)

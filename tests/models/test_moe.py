@@ -1,4 +1,6 @@
-"""Test mixtures of experts in bfloat16, with all code paths."""
+"""Test mixtures of experts in every weight format, with all code paths."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,14 @@ from stree_jax.models import (
     init_state,
 )
 from stree_jax.models.config import named
+from stree_jax.models.mixers.moe import weighted_experts
+from stree_jax.models.weights.experts import expert_at
+from stree_jax.models.weights.int8 import INT8
+from stree_jax.models.weights.kept import KEPT
+from stree_jax.models.weights.weight import Packed, take, unit
+from tests.support.panel_files import random_blocks
+
+E, WIDTH = 6, 64
 
 
 @pytest.mark.parametrize("latent", [0, 12])
@@ -46,3 +56,51 @@ def test_bfloat16_is_near_float32(latent, tokens):
         config, rounded, jnp.float32
     )  # the same weights, other products
     np.testing.assert_allclose(hidden(rounded), hidden(again), atol=0.05)
+
+
+def experts_in(format, seed):
+    """Returns random experts, and their matrices in float64."""
+    if format is INT8:
+        numbers = np.random.default_rng(seed).standard_normal((E, WIDTH, WIDTH))
+        stored = INT8.store(jnp.asarray(numbers, jnp.float32))
+    else:
+        blocks = {"blocks": random_blocks("q4_0", E * WIDTH, WIDTH, seed)}
+        packed = Packed("q4_0", (E * WIDTH, WIDTH), blocks)
+        stored = jax.device_put(format.keep([packed], experts=E))
+    each = [expert_at(stored.stack, e).matrix() for e in range(E)]
+    return stored, np.stack(each).astype(np.float64)
+
+
+@pytest.mark.parametrize(("format", "limit"), [(INT8, 3e-2), (KEPT, 2e-4)])
+@pytest.mark.parametrize("tokens", [1, 9])  # chosen experts; all experts
+def test_stored_experts_are_near_exact_ones(format, limit, tokens):
+    """The kernels, and the definition for programs without them."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((tokens, WIDTH)).astype(np.float32)
+    chosen = np.stack([rng.permutation(E)[:2] for _ in x]).astype(np.int32)
+    weight = rng.random((tokens, 2)).astype(np.float32)
+    (into, first), (down, second) = (experts_in(format, seed) for seed in (1, 2))
+    wanted = np.zeros((tokens, WIDTH))
+    for i, j in np.ndindex(tokens, 2):
+        e = chosen[i, j]
+        wanted[i] += weight[i, j] * (second[e] @ np.maximum(first[e] @ x[i], 0) ** 2)
+    options = {"gated": False, "activation": "relu2"}
+    for compute in (weighted_experts, weighted_experts.definition):
+        run = jax.jit(partial(compute, **options))
+        error = np.abs(run(x, chosen, weight, into, down) - wanted).max()
+        assert error < limit * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("format", [INT8, KEPT])
+def test_parts_of_experts(format):
+    """A device has some rows or columns of every expert."""
+    stored, exact = experts_in(format, 3)
+    assert (unit(stored, 0), stored.shape) == (1, exact.shape)
+    size = unit(stored, 1)
+    rows = slice(size, 3 * size), slice(0, size)
+    some = take(jax.tree.map(np.asarray, stored), rows, 1)
+    assert some.shape == (E, 3 * size, WIDTH)
+    wanted = np.concatenate([exact[:, place] for place in rows], axis=1)
+    found = [expert_at(some.stack, e).matrix() for e in range(E)]
+    np.testing.assert_array_equal(found, wanted)
+    assert not stored.divides((slice(0, 1),), 2)
