@@ -332,6 +332,7 @@ def _bind_choice(*leaves: jax.Array, choice: Choice) -> Any:
     Inside a `jax.shard_map` with `check_vma`, the definition runs: JAX checks its
     operations, and cannot check this primitive.
     """
+    leaves = tuple(map(jnp.asarray, leaves))
     if any(map(_varies, leaves)):
         return choice.definition(*leaves)
     outs = _choose.bind(*leaves, choice=choice)

@@ -16,7 +16,7 @@ _WORDS = {
     (MambaConfig, "norm"): "norm order",
     (AttentionConfig, "qk_norm_eps"): "attention norms of q and k",
     (AttentionConfig, "gated"): "attention output gate",
-    (AttentionConfig, "window"): "sliding attention window",
+    (AttentionConfig, "window"): "attention window",
     (AttentionConfig, "sinks"): "attention sinks",
     (MLPConfig, "activation"): "activation",
     (MLPConfig, "gated"): "MLP without a gate",

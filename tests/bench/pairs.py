@@ -2,12 +2,50 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from stree_jax.bench.registry import load, parse_bench
+from stree_jax.models import (
+    AttentionConfig,
+    MambaConfig,
+    MLPConfig,
+    ModelConfig,
+    Rope,
+    init_params,
+)
+from stree_jax.models.config import named
 from stree_jax.training.corpus import train_tokenizer
 from tests.support.tiny import perturbed, tiny
+
+HYBRID = ModelConfig(
+    vocab_size=50,
+    num_tokens=47,
+    d_model=32,
+    layers=("mamba", "mlp", "attention", "mlp"),
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    logits_divisor=3.0,
+    mixers=named(
+        mamba=MambaConfig(8, 8, 16, n_groups=2, norm_groups=2, norm_eps=1e-6),
+        attention=AttentionConfig(4, 2, 8, rope=Rope(1e4, 8)),
+        mlp=MLPConfig(64),
+    ),
+)
+MAMBA2 = replace(
+    HYBRID,
+    layers=("mamba", "mamba"),
+    mixers=named(mamba=HYBRID.mixers["mamba"]),
+    logits_divisor=1.0,
+    tie_embeddings=False,
+)
+
+
+def params_of(config):
+    params = init_params(config, jax.random.key(0), jnp.float32)
+    return perturbed(params, 0.2, 1)
 
 
 def pair_with_words(**options):

@@ -22,8 +22,7 @@ from stree_jax.bench.registry import parse_bench
 from stree_jax.bench.shapes import config_of
 from stree_jax.models import init_params
 from stree_jax.scoring import score
-from tests.bench.pairs import cells, drawn
-from tests.bench.test_peers import MAMBA2, params_of
+from tests.bench.pairs import MAMBA2, cells, drawn, params_of
 
 
 @pytest.fixture(scope="module")

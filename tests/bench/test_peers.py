@@ -26,39 +26,14 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
-    MambaConfig,
     MLPConfig,
-    ModelConfig,
     MoEConfig,
     Rope,
-    init_params,
 )
 from stree_jax.models.config import named
 from stree_jax.scoring import score
-from tests.bench.pairs import cells, drawn
-from tests.support.tiny import perturbed
+from tests.bench.pairs import HYBRID, MAMBA2, cells, drawn, params_of
 
-HYBRID = ModelConfig(
-    vocab_size=50,
-    num_tokens=47,
-    d_model=32,
-    layers=("mamba", "mlp", "attention", "mlp"),
-    norm_eps=1e-6,
-    tie_embeddings=True,
-    logits_divisor=3.0,
-    mixers=named(
-        mamba=MambaConfig(8, 8, 16, n_groups=2, norm_groups=2, norm_eps=1e-6),
-        attention=AttentionConfig(4, 2, 8, rope=Rope(1e4, 8)),
-        mlp=MLPConfig(64),
-    ),
-)
-MAMBA2 = replace(
-    HYBRID,
-    layers=("mamba", "mamba"),
-    mixers=named(mamba=HYBRID.mixers["mamba"]),
-    logits_divisor=1.0,
-    tie_embeddings=False,
-)
 LLAMA = replace(
     HYBRID,
     layers=("attention", "mlp"),
@@ -89,11 +64,6 @@ QWEN_MOE = replace(
         delta=QWEN.mixers["delta"], attention=QWEN.mixers["attention"], moe=EXPERTS
     ),
 )
-
-
-def params_of(config):
-    params = init_params(config, jax.random.key(0), jnp.float32)
-    return perturbed(params, 0.2, 1)
 
 
 def to_bfloat16(x):

@@ -7,6 +7,7 @@ import pytest
 
 from stree_jax.cli import main as cli
 from stree_jax.cli.completion import SHELLS, script
+from stree_jax.options import WEIGHTS
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_words_are_completed_in_bash(scripts, tmp_path):
     assert of("generate", "--dty") == ["--dtype"]
     assert of("generate", "--dtype", "b") == ["bfloat16"]
     assert of("generate", "--dtype", "=", "b") == ["bfloat16"]
-    assert of("generate", "--dtype", "=") == ["float32", "bfloat16", "int8"]
+    assert of("generate", "--dtype", "=") == WEIGHTS
     assert of("generate", "x", "--drafter", "lo") == ["lookup"]
     assert set(of("generate", "--drafter", "f")) == {"folder", "file.txt"}
     assert of("generate", "--file", "fi") == ["file.txt"]

@@ -108,7 +108,7 @@ def test_dtype_argument(source, tmp_path):
     assert back.params["embedding"].dtype == "float32"
     for wrong in ("float16", "int4", "nonsense"):
         with pytest.raises(
-            CheckpointError, match="dtype: want float32, bfloat16 or int8"
+            CheckpointError, match="dtype: want float32, bfloat16, int8"
         ):
             stree_jax.load(tmp_path / "rounded", dtype=wrong)
 

@@ -80,7 +80,8 @@ def test_export_round_trip(source, tmp_path, name):
     assert_same(stree_jax.load(tmp_path / "hf"), model)
     before = load_file(source(name) / "model.safetensors")
     after = load_file(tmp_path / "hf" / "model.safetensors")
-    if name not in ("granite-3", "qwen3-next-moe"):  # written as other classes
+    others = "granite-3", "qwen3-next-moe"  # written as other classes
+    if name not in others and not name.startswith("olmo"):  # which has two spellings
         left_out = before.keys() - after.keys()
         assert after.keys() <= before.keys()
         assert bool(left_out) == (name == "zamba2-untied")

@@ -24,7 +24,7 @@ def source(tmp_path_factory):
 
 
 OWN_DAMAGE = {
-    "version": (lambda v: v.update(version=3), "version"),
+    "version": (lambda v: v.update(version=4), "version"),
     "dtype": (lambda v: v.update(dtype="int4"), "dtype"),
     "no model": (lambda v: v.pop("model"), "model"),
     "unknown field": (lambda v: v["model"].update(extra=1), "model.extra"),

@@ -136,8 +136,8 @@ REFUSALS = {
     },
     "unknown": (
         "mamba2",
-        config_with(model_type="lfm2"),
-        ["config.json", "model_type", "lfm2", "mamba2", "llama"],
+        config_with(model_type="gpt_neox"),
+        ["config.json", "model_type", "gpt_neox", "mamba2", "llama"],
     ),
     **{
         kind: ("mamba2", config_with(model_type=kind), ["model_type", kind, meaning])

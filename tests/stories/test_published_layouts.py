@@ -244,24 +244,3 @@ def test_served_chats_match_transformers(name, made, tmp_path, capsys):
                 model="m", messages=turn, max_tokens=NEW, temperature=0
             )
     assert answer.choices[0].message.content.strip() == expected.strip()
-
-
-@pytest.mark.parametrize("command", ["info", "generate", "chat", "convert", "export"])
-def test_lfm2_is_refused(command, root, tmp_path, capsys):
-    """One line names the model type and the supported ones. No file is written."""
-    path = root / "LFM2-350M"
-    if not path.exists():
-        published.lfm2(path)
-        capsys.readouterr()  # transformers shows a progress bar
-    args = {
-        "info": ["info", path],
-        "generate": ["generate", PROMPT, "--model", path],
-        "chat": ["chat", "--model", path],
-        "convert": ["convert", path, tmp_path / "ours"],
-        "export": ["export", path, tmp_path / "theirs"],
-    }[command]
-    assert cli.main([str(arg) for arg in args]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    assert "model_type" in err and "lfm2" in err and "known" in err
-    assert list(tmp_path.iterdir()) == []

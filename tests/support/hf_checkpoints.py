@@ -454,7 +454,7 @@ def lfm2_moe(**options):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 40,
-        "moe_intermediate_size": 14,
+        "moe_intermediate_size": 16,
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "num_dense_layers": 1,

@@ -323,7 +323,7 @@ def qwen3_next(path):
 
 
 def lfm2(path):
-    """Writes LFM2-350M, whose short convolutions are not supported yet."""
+    """Writes LFM2-350M."""
     tokenizer, settings = chatml_tokenizer("llama-bpe")
     config = Lfm2Config(
         **{k: v for k, v in DENSE.items() if k != "rms_norm_eps"},
@@ -346,6 +346,7 @@ DIRECTORIES = {
     "Qwen3.5-35B-A3B": partial(qwen3_5, experts=True, fused=("model.",)),
     "Qwen3.6-35B-A3B": partial(qwen3_5, experts=True, fused=("model.", "mtp.")),
     "Qwen3-Next-80B-A3B-Instruct": qwen3_next,
+    "LFM2-350M": lfm2,
 }
 
 
