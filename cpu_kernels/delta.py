@@ -24,13 +24,13 @@ class DeltaWeights(NamedTuple):
     Attributes:
       conv_weight: [C, K].
       norm: [P], scale of the norm of each head's output.
-      dt_bias, A_log: [H] float32.
+      dt_bias, A_log: [H] float32. None if the log decays are an input.
     """
 
     conv_weight: jax.Array
     norm: jax.Array
-    dt_bias: jax.Array
-    A_log: jax.Array
+    dt_bias: jax.Array | None
+    A_log: jax.Array | None
 
 
 class DeltaMemory(NamedTuple):
@@ -64,6 +64,8 @@ def delta_unsupported(
     **options: Any,
 ) -> str | None:
     """Returns why the kernel does not support these arguments. None if it does."""
+    if memory.a.ndim == 4:
+        return "has no decays by channel"
     if memory.u.dtype != jnp.float32:
         return f"wants u in float32, got {memory.u.dtype}"
     if gates.dtype != jnp.float32:
