@@ -169,9 +169,10 @@ def export_format(config: ModelConfig) -> str:
     alternating with gated MLPs. nemotron_h: mixers, and MLPs or experts without gates,
     in any order. qwen3_5_text and qwen3_5_moe_text: Gated DeltaNet and attention,
     alternating with MLPs or with experts; qwen3_next: with both. lfm2 and lfm2_moe:
-    short convolutions and attention, alternating with MLPs, and with experts. All
-    others alternate mixers and gated MLPs: qwen3: only attention,
-    with norms of q and k, without multipliers. qwen2: only attention, with biases only
+    short convolutions and attention, alternating with MLPs, and with experts.
+    kimi_linear and bailing_hybrid: Kimi Delta Attention and latent attention, without
+    and with a rotary embedding. All others alternate mixers and gated MLPs: qwen3: only
+    attention, with norms of q and k, without multipliers. qwen2: only attention, with biases only
     of q, k and v, without multipliers. llama: only attention otherwise, without
     multipliers. bamba: biases in the MLP, or rotary embeddings of a part of each head.
     granitemoe: attention, and experts without a shared MLP. granitemoehybrid: all
@@ -193,6 +194,8 @@ def export_format(config: ModelConfig) -> str:
         return "falcon_h1"
     if "delta" in mixers and second <= {"mlp", "moe"}:
         return _delta_format(layers)
+    if mixers <= {"kda", "mla"} and second <= {"mlp", "moe"}:
+        return _kda_format(config)
     if "short_conv" in mixers and second <= {"mlp", "moe"}:
         return "lfm2" if second == {"mlp"} else "lfm2_moe"
     gates = [part.gated for part in (mlp, moe) if part is not None]
@@ -224,6 +227,13 @@ def _delta_format(layers: tuple[str, ...]) -> str:
     if len(second) > 1:
         return "qwen3_next"
     return "qwen3_5_text" if second == {"mlp"} else "qwen3_5_moe_text"
+
+
+def _kda_format(config: ModelConfig) -> str:
+    """Returns the class for Kimi Delta Attention and latent attention."""
+    kda, mla = config.mixers.get("kda"), config.mixers.get("mla")
+    is_ling = kda.gate_rank == 0 if kda is not None else mla.gated
+    return "bailing_hybrid" if is_ling else "kimi_linear"
 
 
 def _no_class(layers: tuple[str, ...]) -> CheckpointError:

@@ -76,10 +76,10 @@ class Row:
       how: conversion of the sources to the parameter. "copy"; "concat" along axis 0;
         "halves": concatenate along axis 1; "stack" along a new axis 0; "experts": stack
         pairs of sources, each concatenated along axis 0; "swap" the halves of axis 0;
-        "conv": drop the middle axis of [C, 1, K]; "shape": flatten; "decay": flatten,
+        "conv": concatenate along axis 0, and drop the middle axis of [C, 1, K]; "shape": flatten; "decay": flatten,
         and take log(-source); "offset": add 1, in float32.
-      sizes: for "concat" and "halves", the size of each source along the axis; for
-        "shape" and "decay", the source's shape.
+      sizes: for "concat", "halves" and a "conv" of several sources, the size of each
+        source along the axis; for "shape" and "decay", the source's shape.
       heads: for "concat", number of heads of each source whose rows are ordered in
         pairs of channels that rotate together (`by_pairs`); 0 if a source is in our
         order. If empty, all are.
@@ -103,7 +103,7 @@ def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         case "concat":
             return [(size, *shape[1:]) for size in row.sizes]
         case "conv":
-            return [(shape[0], 1, shape[1])]
+            return [(size, 1, shape[1]) for size in row.sizes or shape[:1]]
         case "halves":
             return [(shape[0], size, *shape[2:]) for size in row.sizes]
         case "shape" | "decay":
@@ -172,7 +172,7 @@ def _converted(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
         case "swap":
             return _swap(tensors[0])
         case "conv":
-            return tensors[0][:, 0, :]
+            return np.concatenate(tensors)[:, 0, :]
         case "stack":
             return np.stack(tensors)
         case "experts":
@@ -225,7 +225,7 @@ def _piece(row: Row, shape: tuple[int, ...], axis: int, place: slice) -> Piece:
     half = shape[0] // 2
     found: list[tuple[int, Index]]
     match row.how, axis:
-        case "concat", 0:
+        case "concat" | "conv", 0 if row.sizes:
             found = [(j, (s,)) for j, s in _overlaps(row.sizes, place)]
         case "swap", 0:  # the first half is the second half of the source
             row = replace(row, how="concat", sources=row.sources * 2, sizes=(half,) * 2)
@@ -279,7 +279,7 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
         case "swap":
             parts = [_swap(param)]
         case "conv":
-            parts = [param[:, None, :]]
+            parts = np.split(param[:, None, :], np.cumsum(row.sizes)[:-1])
         case "stack":
             parts = list(param)
         case "experts":
@@ -377,6 +377,8 @@ class Names:
         vision encoder. If empty, all tensors are read.
       numbers_every_layer: True if an MLP is a layer with its own number. If False, it
         has the number of the mixer before it.
+      mtp_is_last: True if a file may have an MTP layer after the model's own layers. It
+        is not read.
     """
 
     embedding: str
@@ -392,6 +394,7 @@ class Names:
     spelling: Callable[["Names", Collection[str]], "Names"] | None = None
     left_out: str = ""
     numbers_every_layer: bool = False
+    mtp_is_last: bool = False
 
     def with_parts(self, **parts: Part) -> "Names":
         """Returns the names with parts replaced or added."""
@@ -422,6 +425,12 @@ def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
         number += names.numbers_every_layer or bool(token_mixers(config, block))
         prefix = names.layer.format(i=number)
         yield from layer_rows(names, config, (f"layers_{j}",), prefix, block)
+
+
+def numbered_layers(names: Names, config: ModelConfig) -> int:
+    """Returns how many layers a file numbers."""
+    mixers = (token_mixers(config, block) for block in config.layers)
+    return sum(names.numbers_every_layer or bool(found) for found in mixers)
 
 
 def layer_rows(
