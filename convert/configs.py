@@ -172,11 +172,11 @@ def export_format(config: ModelConfig) -> str:
     short convolutions and attention, alternating with MLPs, and with experts.
     kimi_linear and bailing_hybrid: Kimi Delta Attention and latent attention, without
     and with a rotary embedding. All others alternate mixers and gated MLPs: qwen3: only
-    attention, with norms of q and k, without multipliers. qwen2: only attention, with biases only
-    of q, k and v, without multipliers. llama: only attention otherwise, without
-    multipliers. bamba: biases in the MLP, or rotary embeddings of a part of each head.
-    granitemoe: attention, and experts without a shared MLP. granitemoehybrid: all
-    others.
+    attention, with norms of q and k, without multipliers. qwen2: only attention, with
+    biases only of q, k and v, without multipliers. llama: only attention otherwise,
+    without multipliers. bamba: biases in the MLP, or rotary embeddings of a part of
+    each head. granitemoe: attention, and experts without a shared MLP.
+    granitemoehybrid: all others.
 
     Raises:
       CheckpointError: no class has these layers.
@@ -231,9 +231,10 @@ def _delta_format(layers: tuple[str, ...]) -> str:
 
 def _kda_format(config: ModelConfig) -> str:
     """Returns the class for Kimi Delta Attention and latent attention."""
-    kda, mla = config.mixers.get("kda"), config.mixers.get("mla")
-    is_ling = kda.gate_rank == 0 if kda is not None else mla.gated
-    return "bailing_hybrid" if is_ling else "kimi_linear"
+    kda, mla = (config.mixers.get(name) for name in ("kda", "mla"))
+    if kda is not None:
+        return "kimi_linear" if kda.gate_rank else "bailing_hybrid"
+    return "bailing_hybrid" if mla is not None and mla.gated else "kimi_linear"
 
 
 def _no_class(layers: tuple[str, ...]) -> CheckpointError:

@@ -76,8 +76,9 @@ class Row:
       how: conversion of the sources to the parameter. "copy"; "concat" along axis 0;
         "halves": concatenate along axis 1; "stack" along a new axis 0; "experts": stack
         pairs of sources, each concatenated along axis 0; "swap" the halves of axis 0;
-        "conv": concatenate along axis 0, and drop the middle axis of [C, 1, K]; "shape": flatten; "decay": flatten,
-        and take log(-source); "offset": add 1, in float32.
+        "conv": concatenate along axis 0, and drop the middle axis of [C, 1, K];
+        "shape": flatten; "decay": flatten, and take log(-source); "offset": add 1, in
+        float32.
       sizes: for "concat", "halves" and a "conv" of several sources, the size of each
         source along the axis; for "shape" and "decay", the source's shape.
       heads: for "concat", number of heads of each source whose rows are ordered in

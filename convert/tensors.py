@@ -82,12 +82,12 @@ def check_tensors(
         _check_dtype(name, info)
     copies = {HEAD} if config.tie_embeddings else set[str]()
     copies |= _shared_copies(source, config).keys()
-    mtp = ("mtp.",)  # prefixes of MTP layers, which may be left out
+    mtp = ["mtp."]  # prefixes of MTP layers, which may be left out
     if names.mtp_is_last:
-        mtp += (names.layer.format(i=numbered_layers(names, config)),)
+        mtp.append(names.layer.format(i=numbered_layers(names, config)))
     for name in sorted(present.keys() - expected.keys() - copies):
         unused = name.endswith("rotary_emb.inv_freq")
-        unused |= name.startswith(mtp) and not config.mtp
+        unused |= name.startswith(tuple(mtp)) and not config.mtp
         # An unshared block may still have the adapters of layers that do not use it.
         adapter = config.shared is not None and "_adapter_list." in name
         if not unused and not adapter:

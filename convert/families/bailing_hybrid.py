@@ -119,7 +119,8 @@ def export(config: ModelConfig) -> dict[str, Any]:
 
 def _rope_fields(c: MLAConfig) -> dict[str, Any]:
     assert c.rope is not None
-    require(FORMAT, {"yarn": c.rope.yarn is None})
+    whole = c.rope.dim == c.rope_dim and c.rope_dim % 2 == 0
+    require(FORMAT, {"yarn": c.rope.yarn is None, "partial rotary": whole})
     scaling = hf.scaling_fields(FORMAT, c.rope)
     rope = {"rope_type": "default", "rope_theta": c.rope.theta, **scaling}
     return {"rope_parameters": rope}

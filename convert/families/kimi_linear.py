@@ -1,5 +1,5 @@
-"""KimiLinearForCausalLM (Kimi-Linear): Kimi Delta Attention and latent attention without
-positions, with an MLP in the first layers and experts in the others.
+"""KimiLinearForCausalLM (Kimi-Linear): Kimi Delta Attention and latent attention
+without positions, with an MLP in the first layers and experts in the others.
 
 `bailing_hybrid` (Ling-3) has nearly the same layers, so it shares this code. Released
 configs use the names of Moonshot's code, with layers counted from 1; transformers 5 has
@@ -92,8 +92,11 @@ class ExpertNames(NamedTuple):
     down: str = "w2"
 
 
+EXPERT_NAMES = ExpertNames()
+
+
 def moe_rows(
-    ours: Path, theirs: str, c: MoEConfig, names: ExpertNames = ExpertNames()
+    ours: Path, theirs: str, c: MoEConfig, names: ExpertNames = EXPERT_NAMES
 ) -> Iterator[Row]:
     """Yields the rows of experts and of a shared MLP."""
     if c.shared is not None:
@@ -145,6 +148,11 @@ def either(other: str, reader: Read) -> Read:
     return read_either
 
 
+def _normalizes(fields: ConfigFields, name: str, default: bool) -> bool:
+    """Reads a flag of two names. In transformers, null counts as false."""
+    return fields.truth(name if name in fields.values else "norm_topk_prob", default)
+
+
 class Defaults(NamedTuple):
     """Default numbers of a family.
 
@@ -175,14 +183,14 @@ def moe_table(d: Defaults) -> tuple[Field, ...]:
     """Returns the table of experts."""
     count = either("num_local_experts", read.size)
     top_k = either("num_experts_per_tok", read.size)
-    groups, flag = either("n_group", read.size), either("norm_topk_prob", read.flag)
+    groups = either("n_group", read.size)
     return (
         Field("num_experts", "num_experts", count, d.experts),
         Field("num_experts_per_token", "top_k", top_k, d.top_k),
         Field("moe_intermediate_size", "d_hidden", read.size, d.d_expert),
         Field("num_expert_group", "groups", groups, d.groups),
         Field("topk_group", "top_groups", read.size, d.top_groups),
-        Field("moe_renormalize", "normalize", flag, True),
+        Field("moe_renormalize", "normalize", _normalizes, True),
         Field("routed_scaling_factor", "scale", read.positive, d.scale),
     )
 
@@ -218,7 +226,8 @@ def parse(fields: ConfigFields) -> ModelConfig:
         fields.choice(name, value, (value,))
     model = hf.read_model(MODEL, fields, NAMES)
     count = fields.size("num_hidden_layers", DEFAULTS.layers)
-    kinds, mixers = mixer_kinds(fields, count), {}
+    kinds = mixer_kinds(fields, count)
+    mixers: dict[str, Any] = {}
     if "kda" in kinds:
         mixers["kda"] = _kda(fields, model["norm_eps"])
     if "mla" in kinds:

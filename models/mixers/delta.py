@@ -275,7 +275,17 @@ def mixed(
 
 
 def _attributes(config: DeltaConfig, **options: Any) -> dict[str, Any]:
-    return dict(eps=float(config.norm_eps))
+    return dict(eps=float(config.norm_eps), sigmoid=config.gate == "sigmoid")
+
+
+def _arrays(
+    qkvz: jax.Array, gates: jax.Array, weights: DeltaWeights, *rest: Any, **options: Any
+) -> tuple[Any, ...]:
+    """Replaces weights that are None by empty arrays of their dtype."""
+    if weights.A_log is None:
+        none = jnp.zeros((0,), jnp.float32)
+        weights = weights._replace(dt_bias=none, A_log=none)
+    return qkvz, gates, weights, *rest
 
 
 @cpu_kernel(
@@ -285,6 +295,7 @@ def _attributes(config: DeltaConfig, **options: Any) -> dict[str, Any]:
     shared=("weights", "tree.rows"),
     aliases={"memory": 1},
     attributes=_attributes,
+    prepare=_arrays,
 )
 def delta_kernel(
     qkvz: jax.Array,
@@ -444,7 +455,7 @@ class Delta(Mixer[DeltaConfig]):
 
     kind = "delta"
     Config = DeltaConfig
-    Module = DeltaModule
+    Module: type[nn.Module] = DeltaModule
     State = DeltaState
     Record = DeltaRecord
     records_in_place = True

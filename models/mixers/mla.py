@@ -1,5 +1,5 @@
-"""Multi-head latent attention (DeepSeek-AI 2024) from tree nodes to the committed tokens
-and to their own ancestors, as in Kimi-Linear and Ling-3.
+"""Multi-head latent attention (DeepSeek-AI 2024) from tree nodes to the committed
+tokens and to their own ancestors, as in Kimi-Linear and Ling-3.
 
 A token's keys and values of all heads are products of one latent vector c: for head h,
 k_h = W_h c and v_h = V_h c. So the cache has only c, and beside it a part of the key
