@@ -36,6 +36,11 @@ UNSUPPORTED = {
         ("qwen4_exp", "qwen4_exp_text"),
         "has hyper-connections and sparse attention, which are not supported",
     ),
+    "kimi_k3": "has attention residuals and latent experts, which are not supported",
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+        "has latent queries, which are not supported",
+    ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE),
     "glm5_next": "has hyper-connections and sparse attention, which are not supported",
     **dict.fromkeys(("qwen3_5_vision", "qwen3_5_moe_vision"), VISION),

@@ -55,6 +55,8 @@ from stree_jax.pallas_kernels import (
 )
 
 CHUNK = 64  # tokens per chunk of `delta_chunks`
+# The same if decays are by channel: then a pair of tokens has a decay for each of them.
+CHANNEL_CHUNK = 16
 L2_EPS = 1e-6  # epsilon of the norms of q and k, the same in every implementation
 
 
@@ -442,11 +444,13 @@ def delta_nodes(
     if nodes.scan == "step":
         return *delta_steps(tokens, h0), h0
     if nodes.scan == "chunk" or (nodes.scan == "chain" and long):
-        return *delta_chunks(tokens, h0, CHUNK), h0
+        size = CHUNK if tokens.a.ndim == 3 else CHANNEL_CHUNK
+        return *delta_chunks(tokens, h0, size), h0
     return *delta_scan(tokens, h0, nodes.mask, pass_.rows, u), h0
 
 
-def _in_kernel(nodes: int) -> bool:
+def in_kernel(nodes: int) -> bool:
+    """True if the CPU kernel computes a tree of this many nodes."""
     return cpu_kernels.level() is not None and nodes <= MAX_NODES
 
 
@@ -492,11 +496,11 @@ class Delta(Mixer[DeltaConfig]):
 
     def record_bytes(self, c: DeltaConfig, batch: int, nodes: int) -> int:
         # The kernel writes the record over the last one.
-        return 0 if _in_kernel(nodes) else FLOAT * batch * nodes * (c.d_inner + c.d_qkv)
+        return 0 if in_kernel(nodes) else FLOAT * batch * nodes * (c.d_inner + c.d_qkv)
 
     def work_bytes(self, c: DeltaConfig, batch: int, nodes: int, dtype: Any) -> int:
         rows = padded_rows(batch * nodes)
-        if nodes == 1 or _in_kernel(nodes):
+        if nodes == 1 or in_kernel(nodes):
             return FLOAT * rows * (c.d_qkv + 2 * c.d_inner)
         weights = batch * c.value_heads * nodes * nodes
         # q, k, v, z and the carried parts of k and q; the decays or the scores.

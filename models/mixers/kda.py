@@ -10,12 +10,16 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.cpu_kernels import DeltaWeights
+from stree_jax.models.mixer import FLOAT, padded_rows
 from stree_jax.models.mixers.delta import (
+    CHANNEL_CHUNK,
+    CHUNK,
     Delta,
     DeltaConfig,
     DeltaRecord,
     DeltaState,
     delta_params,
+    in_kernel,
     mixed,
 )
 from stree_jax.models.mixers.mamba2 import init_A_log, init_dt_bias
@@ -51,10 +55,10 @@ class KDAConfig(DeltaConfig):
     def gate(self) -> Activation:
         return "sigmoid"
 
-    @property
-    def d_decay(self) -> int:
-        """Outputs of the projection of the decays."""
-        return self.value_heads * self.key_dim
+
+def d_decay(c: DeltaConfig) -> int:
+    """Returns the log decays of a token, if they are by channel."""
+    return c.value_heads * c.key_dim
 
 
 def kda_params(c: KDAConfig, d_model: int) -> Table:
@@ -65,7 +69,7 @@ def kda_params(c: KDAConfig, d_model: int) -> Table:
     v, and the output's gate if it has one projection; those of `gates` are b.
     """
     H = c.value_heads
-    heads, decays = Run(H, H), Run(c.d_decay, H)
+    heads, decays = Run(H, H), Run(d_decay(c), H)
     table = delta_params(c, d_model)
     into: Param = table["in_proj"]
     qkv, inner = into.runs[:3], into.runs[3]
@@ -77,9 +81,9 @@ def kda_params(c: KDAConfig, d_model: int) -> Table:
         )
     if c.decay_rank:
         table["decay_in"] = Param((c.decay_rank, d_model))
-    table["decay"] = Param((c.d_decay, c.decay_rank or d_model), runs=(decays,))
+    table["decay"] = Param((decays.width, c.decay_rank or d_model), runs=(decays,))
     table["gates"] = Param((H, d_model), runs=(heads,))
-    table["dt_bias"] = Param((c.d_decay,), init_dt_bias, (decays,), float32=True)
+    table["dt_bias"] = Param((decays.width,), init_dt_bias, (decays,), float32=True)
     table["A_log"] = Param((H,), init_A_log, (heads,), float32=True)
     return table
 
@@ -168,8 +172,18 @@ class KDA(Delta):
         return kda_params(c, d_model)
 
     def record_bytes(self, c: DeltaConfig, batch: int, nodes: int) -> int:
-        decays = 4 * batch * nodes * c.value_heads * c.key_dim
+        decays = 0 if in_kernel(nodes) else FLOAT * batch * nodes * d_decay(c)
         return super().record_bytes(c, batch, nodes) + decays
+
+    def work_bytes(self, c: DeltaConfig, batch: int, nodes: int, dtype: Any) -> int:
+        rows = padded_rows(batch * nodes)
+        inputs = FLOAT * rows * (2 * d_decay(c) + c.d_inner)  # decays, and the gate
+        pairs = 0
+        if nodes > 1 and not in_kernel(nodes):
+            others = nodes if nodes <= CHUNK else CHANNEL_CHUNK
+            # A decay, and its product with a key, for each pair of tokens.
+            pairs = FLOAT * 2 * batch * nodes * others * d_decay(c)
+        return super().work_bytes(c, batch, nodes, dtype) + inputs + pairs
 
 
 KDA_MIXER = KDA()

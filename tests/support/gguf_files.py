@@ -159,9 +159,8 @@ def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
         describe_qwen(writer, arch, config, int("mtp.fc.weight" in tensors))
         placed = qwen_layout(arch, config, tensors)
     else:
+        config["joined"] = name.endswith("-joined")
         describe(writer, arch, config)
-        if name.endswith("-joined"):
-            config["joined"] = True
         placed = layout(arch, config, tensors)
     if extra is None:
         writer.add_tokenizer_model("no_vocab")
@@ -241,16 +240,18 @@ def describe(writer, arch, c):
 
 
 def describe_kimi(writer, c, layers):
-    writer.add_head_count_kv([int(kind == "full_attention") for kind in layers])
+    kv = c["num_attention_heads"] if c["joined"] else 1
+    writer.add_head_count_kv([kv * (kind == "full_attention") for kind in layers])
     writer.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
     writer.add_kda_head_dim(c["linear_head_dim"])
     rank, rope = c["kv_lora_rank"], c["qk_rope_head_dim"]
     writer.add_kv_lora_rank(rank)
     writer.add_rope_dimension_count(rope)
-    writer.add_key_length(rank + rope)
-    writer.add_value_length(rank)
-    writer.add_key_length_mla(c["qk_nope_head_dim"] + rope)
-    writer.add_value_length_mla(c["v_head_dim"])
+    own = c["qk_nope_head_dim"] + rope, c["v_head_dim"]
+    writer.add_key_length(own[0] if c["joined"] else rank + rope)
+    writer.add_value_length(own[1] if c["joined"] else rank)
+    writer.add_key_length_mla(own[0])
+    writer.add_value_length_mla(own[1])
     writer.add_expert_count(c["num_experts"])
     writer.add_expert_used_count(c["num_experts_per_token"])
     writer.add_expert_feed_forward_length(c["moe_intermediate_size"])
