@@ -181,8 +181,8 @@ class KDA(Delta):
         pairs = 0
         if nodes > 1 and not in_kernel(nodes):
             others = nodes if nodes <= CHUNK else CHANNEL_CHUNK
-            # A decay, and its product with a key, for each pair of tokens.
-            pairs = FLOAT * 2 * batch * nodes * others * d_decay(c)
+            # Decays, and their products with keys and queries, of each pair of tokens.
+            pairs = FLOAT * 3 * batch * nodes * others * d_decay(c)
         return super().work_bytes(c, batch, nodes, dtype) + inputs + pairs
 
 
