@@ -36,8 +36,6 @@ from stree_jax.pallas_kernels import (
     tree_attention,
 )
 
-_HIGHEST = jax.lax.Precision.HIGHEST
-
 
 @dataclass(frozen=True)
 class MLAConfig:
@@ -137,24 +135,29 @@ def mla_params(c: MLAConfig, d_model: int) -> Table:
     return table
 
 
-def by_head(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+def by_head(x: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
     """Multiplies every head of x by its own matrix.
 
     Args:
-      spec: the product, as for `einsum`.
-      x: [B, T, H, ..] float32.
-      weight: [H, .., ..].
+      x: [B, T, H, C] float32.
+      weight: [H, ..], a matrix for each head.
+      axis: the axis of `weight` that is summed over, 1 or 2; C long.
 
     Returns:
       [B, T, H, ..] float32.
     """
-    return jnp.einsum(
-        spec,
-        x.astype(weight.dtype),
+    batch, T, H, _ = x.shape
+    x = x.astype(weight.dtype).reshape(batch * T, H, -1).swapaxes(0, 1)
+    # Without the barrier XLA:CPU fuses the transpose into the product, which it cannot
+    # compile in bfloat16.
+    y = jax.lax.dot_general(
+        jax.lax.optimization_barrier(x),
         weight,
-        precision=_HIGHEST,
+        (((2,), (axis,)), ((0,), (0,))),
+        precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+    return y.swapaxes(0, 1).reshape(batch, T, H, -1)
 
 
 class MLA(nn.Module):
@@ -200,7 +203,7 @@ class MLA(nn.Module):
             # The keys are also the values, so that no part of the cache is copied.
             arrays = q, record.kv, record.kv, cache, cache, length, mask
             y = tree_attention(*arrays, c.qk_dim**-0.5)[..., : c.rank]
-            y = by_head("bthr,hvr->bthv", y, up_v)
+            y = by_head(y, up_v, 2)
             if c.gated:
                 gate = linear(u, p["gate"], valid_count=valid_count)
                 y = y * jax.nn.sigmoid(gate)[..., None]
@@ -216,7 +219,7 @@ def _absorbed(q: jax.Array, up_k: jax.Array, turns: Turns, c: MLAConfig) -> jax.
     """Returns the queries [B, T, H, D] that attend to cached tokens, from q
     [B, T, H, qk_dim]."""
     own, shared = q[..., : c.nope_dim], q[..., c.nope_dim :]
-    own = by_head("bthn,hnr->bthr", own, up_k)
+    own = by_head(own, up_k, 1)
     return jnp.concatenate([own, _turned(shared, turns, c)], axis=-1)
 
 
