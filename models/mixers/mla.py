@@ -2,8 +2,8 @@
 tokens and to their own ancestors, as in Kimi-Linear and Ling-3.
 
 A token's keys and values of all heads are products of one latent vector c: for head h,
-k_h = W_h c and v_h = V_h c. So the cache has only c, and beside it a part of the key
-that all heads share. A query is multiplied by W_h^T and then attends to c itself, and
+k_h = W_h c and v_h = V_h c. So the cache has only c, and a part of the key that all
+heads share. A query is multiplied by W_h^T and then attends to c itself, and
 the sum of latent vectors that it reads is multiplied by V_h:
 
     q_h . k_h = (W_h^T q_h) . c        sum_t p_t v_ht = V_h sum_t p_t c_t
