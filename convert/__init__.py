@@ -266,7 +266,7 @@ def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
     tokenizer_files(opened.files.path)
     _check_layer_count(source, config)
     rows = rows_of(names, config)
-    check_tensors(source, names, rows, config)
+    check_tensors(source, rows, config, names)
     kept = weights_named(opened.dtype if dtype is None else dtype)
     return Checkpoint(source, config, rows, kept)
 

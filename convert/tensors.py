@@ -47,16 +47,16 @@ def rows_of(names: Names, config: ModelConfig) -> list[Row]:
 
 
 def check_tensors(
-    source: Source, names: Names, rows: list[Row], config: ModelConfig
+    source: Source, rows: list[Row], config: ModelConfig, names: Names | None = None
 ) -> None:
     """Checks that all expected tensors are present, with their shapes and float dtypes,
     and that there are no others.
 
     Args:
       source: the tensors.
-      names: the family's names.
       rows: the rows of all parameters.
       config: the config from `settle_names`, with which a tied head is a copy.
+      names: the family's names. If None, it has no MTP layer after the others.
 
     Raises:
       CheckpointError: a tensor is missing or unexpected, or has another shape or dtype.
@@ -83,7 +83,7 @@ def check_tensors(
     copies = {HEAD} if config.tie_embeddings else set[str]()
     copies |= _shared_copies(source, config).keys()
     mtp = ["mtp."]  # prefixes of MTP layers, which may be left out
-    if names.mtp_is_last:
+    if names is not None and names.mtp_is_last:
         mtp.append(names.layer.format(i=numbered_layers(names, config)))
     for name in sorted(present.keys() - expected.keys() - copies):
         unused = name.endswith("rotary_emb.inv_freq")
