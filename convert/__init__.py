@@ -366,7 +366,7 @@ def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
     tokenizer_files(opened.files.path)
     _check_layer_count(source, config)
     rows = rows_of(names, config)
-    check_tensors(source, rows, config)
+    check_tensors(source, rows, config, names)
     kept = opened.weight_format(opened.dtype if dtype is None else dtype)
     return Checkpoint(source, config, rows, kept)
 

@@ -36,6 +36,11 @@ UNSUPPORTED = {
         ("qwen4_exp", "qwen4_exp_text"),
         "has hyper-connections and sparse attention, which are not supported",
     ),
+    "kimi_k3": "has attention residuals and latent experts, which are not supported",
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+        "has latent queries, which are not supported",
+    ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE),
     "glm5_next": "has hyper-connections and sparse attention, which are not supported",
     **dict.fromkeys(("qwen3_5_vision", "qwen3_5_moe_vision"), VISION),
@@ -171,12 +176,13 @@ def export_format(config: ModelConfig) -> str:
     alternating with MLPs or with experts; qwen3_next: with both. lfm2 and lfm2_moe:
     short convolutions and attention, alternating with MLPs, and with experts.
     olmo_hybrid: Gated DeltaNet, and attention with norms after it, alternating with
-    MLPs. All others alternate mixers and gated MLPs: qwen3: only attention, with norms
-    of q and k, without multipliers. qwen2: only attention, with biases only
-    of q, k and v, without multipliers. llama: only attention otherwise, without
-    multipliers. bamba: biases in the MLP, or rotary embeddings of a part of each head.
-    granitemoe: attention, and experts without a shared MLP. granitemoehybrid: all
-    others.
+    MLPs. kimi_linear and bailing_hybrid: Kimi Delta Attention and latent attention,
+    without and with a rotary embedding. All others alternate mixers and gated MLPs:
+    qwen3: only attention, with norms of q and k, without multipliers. qwen2: only
+    attention, with biases only of q, k and v, without multipliers. llama: only
+    attention otherwise, without multipliers. bamba: biases in the MLP, or rotary
+    embeddings of a part of each head. granitemoe: attention, and experts without a
+    shared MLP. granitemoehybrid: all others.
 
     Raises:
       CheckpointError: no class has these layers.
@@ -196,6 +202,8 @@ def export_format(config: ModelConfig) -> str:
         return _delta_format(layers)
     if any(block.norms != "before" for block in config.layers):
         return _after_format(config)
+    if mixers <= {"kda", "mla"} and second <= {"mlp", "moe"}:
+        return _kda_format(config)
     if "short_conv" in mixers and second <= {"mlp", "moe"}:
         return "lfm2" if second == {"mlp"} else "lfm2_moe"
     gates = [part.gated for part in (mlp, moe) if part is not None]
@@ -240,6 +248,14 @@ def _after_format(config: ModelConfig) -> str:
     if not fits:
         raise _no_class(config.kinds)
     return "olmo_hybrid"
+
+
+def _kda_format(config: ModelConfig) -> str:
+    """Returns the class for Kimi Delta Attention and latent attention."""
+    kda, mla = (config.mixers.get(name) for name in ("kda", "mla"))
+    if kda is not None:
+        return "kimi_linear" if kda.gate_rank else "bailing_hybrid"
+    return "bailing_hybrid" if mla is not None and mla.gated else "kimi_linear"
 
 
 def _no_class(layers: tuple[str, ...]) -> CheckpointError:

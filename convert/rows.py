@@ -29,6 +29,7 @@ How = Literal[
     "shape",
     "decay",
     "offset",
+    "heads",
 ]
 ENDINGS = (("weight", ""), ("bias", "_bias"))  # endings of tensors, and of parameters
 
@@ -78,10 +79,11 @@ class Row:
         pairs of sources, each concatenated along axis 0; "swap" the halves of axis 0;
         "conv": concatenate along axis 0, and drop the middle axis of [C, 1, K];
         "shape": flatten; "decay": flatten, and take log(-source); "offset": add 1, in
-        float32.
-      sizes: for "concat", "conv" and "halves", the size of each source along the axis
-        (for "conv", empty if there is one source); for "shape" and "decay", the
-        source's shape.
+        float32; "heads": concatenate the rows of all heads of [H, C, N], transposed,
+        and of [H, P, C].
+      sizes: for "concat", "halves" and a "conv" of several sources, the size of each
+        source along the axis; for "shape" and "decay", the source's shape; for "heads",
+        (H, N, P).
       heads: for "concat", number of heads of each source whose rows are ordered in
         pairs of channels that rotate together (`by_pairs`); 0 if a source is in our
         order. If empty, all are.
@@ -110,6 +112,9 @@ def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
             return [(shape[0], size, *shape[2:]) for size in row.sizes]
         case "shape" | "decay":
             return [row.sizes]
+        case "heads":
+            H, N, P = row.sizes
+            return [(H, shape[1], N), (H, P, shape[1])]
         case "stack":
             return [shape[1:]] * shape[0]
         case "experts":
@@ -171,6 +176,9 @@ def _converted(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
             return tensors[0].reshape(-1)
         case "decay":
             return _log(row.sources[0], tensors[0].reshape(-1))
+        case "heads":
+            both = tensors[0].swapaxes(1, 2), tensors[1]
+            return np.concatenate([w.reshape(-1, w.shape[2]) for w in both])
         case "swap":
             return _swap(tensors[0])
         case "conv":
@@ -202,7 +210,7 @@ def can_be_cut(row: Row) -> bool:
     """True if a slice of the parameter consists of slices of the sources, in the same
     order."""
     ordered = any(row.heads) or row.groups
-    return row.how not in ("halves", "shape", "decay") and not ordered
+    return row.how not in ("halves", "shape", "decay", "heads") and not ordered
 
 
 def pieces(
@@ -278,6 +286,11 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
             parts = [param.reshape(row.sizes)]
         case "decay":
             parts = [-np.exp(param).reshape(row.sizes)]
+        case "heads":
+            H, N, _ = row.sizes
+            k, v = np.split(param, [H * N])
+            k, v = (w.reshape(H, -1, w.shape[1]) for w in (k, v))
+            parts = [k.swapaxes(1, 2), v]
         case "swap":
             parts = [_swap(param)]
         case "conv":
@@ -380,6 +393,8 @@ class Names:
         vision encoder. If empty, all tensors are read.
       numbers_every_layer: True if an MLP is a layer with its own number. If False, it
         has the number of the mixer before it.
+      mtp_is_last: True if a file may have an MTP layer after the model's own layers. It
+        is not read.
     """
 
     embedding: str
@@ -397,6 +412,7 @@ class Names:
     spelling: Callable[["Names", Collection[str]], "Names"] | None = None
     left_out: str = ""
     numbers_every_layer: bool = False
+    mtp_is_last: bool = False
 
     def with_parts(self, **parts: Part) -> "Names":
         """Returns the names with parts replaced or added."""
@@ -427,6 +443,12 @@ def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
         number += names.numbers_every_layer or bool(token_mixers(config, block))
         prefix = names.layer.format(i=number)
         yield from layer_rows(names, config, (f"layers_{j}",), prefix, block)
+
+
+def numbered_layers(names: Names, config: ModelConfig) -> int:
+    """Returns how many layers a file numbers."""
+    mixers = (token_mixers(config, block) for block in config.layers)
+    return sum(names.numbers_every_layer or bool(found) for found in mixers)
 
 
 def layer_rows(

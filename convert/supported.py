@@ -81,6 +81,18 @@ FAMILIES = (
     Family("olmo_hybrid", "Olmo-Hybrid: Gated DeltaNet and attention", THEIRS, YES),
     Family("lfm2", "LFM2 and LFM2.5: short convolutions and attention", THEIRS, YES),
     Family("lfm2_moe", "LFM2 with experts (LFM2-8B-A1B)", THEIRS, YES),
+    Family(
+        "kimi_linear",
+        "Kimi-Linear: Kimi Delta Attention and latent attention, with experts",
+        THEIRS,
+        YES,
+    ),
+    Family(
+        "bailing_hybrid",
+        "Ling-3: Kimi Delta Attention and latent attention, with experts",
+        THEIRS,
+        YES,
+    ),
     Family("mamba_config.json", "MambaInLlama, Mamba-2 flavour", OURS, NO),
 )
 

@@ -17,6 +17,7 @@ from stree_jax.convert.rows import (
     can_be_cut,
     candidates,
     join,
+    numbered_layers,
     order_of,
     pieces,
     source_shapes,
@@ -45,7 +46,9 @@ def rows_of(names: Names, config: ModelConfig) -> list[Row]:
     return rows
 
 
-def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
+def check_tensors(
+    source: Source, rows: list[Row], config: ModelConfig, names: Names | None = None
+) -> None:
     """Checks that all expected tensors are present, with their shapes and float dtypes,
     and that there are no others.
 
@@ -53,6 +56,7 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
       source: the tensors.
       rows: the rows of all parameters.
       config: the config from `settle_names`, with which a tied head is a copy.
+      names: the family's names. If None, it has no MTP layer after the others.
 
     Raises:
       CheckpointError: a tensor is missing or unexpected, or has another shape or dtype.
@@ -78,9 +82,12 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
         _check_dtype(name, info)
     copies = {HEAD} if config.tie_embeddings else set[str]()
     copies |= _shared_copies(source, config).keys()
+    mtp = ["mtp."]  # prefixes of MTP layers, which may be left out
+    if names is not None and names.mtp_is_last:
+        mtp.append(names.layer.format(i=numbered_layers(names, config)))
     for name in sorted(present.keys() - expected.keys() - copies):
         unused = name.endswith("rotary_emb.inv_freq")
-        unused |= name.startswith("mtp.") and not config.mtp  # MTP layers not requested
+        unused |= name.startswith(tuple(mtp)) and not config.mtp
         # An unshared block may still have the adapters of layers that do not use it.
         adapter = config.shared is not None and "_adapter_list." in name
         if not unused and not adapter:

@@ -12,7 +12,7 @@ whether a KV head has at most six queries or more.
 import jax
 import jax.numpy as jnp
 
-MAX_HEAD_DIM = 512  # channels of a head
+MAX_HEAD_DIM = 576  # channels of a head; latent attention has this many
 
 
 def attention_unsupported(

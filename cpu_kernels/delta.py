@@ -24,13 +24,13 @@ class DeltaWeights(NamedTuple):
     Attributes:
       conv_weight: [C, K].
       norm: [P], scale of the norm of each head's output.
-      dt_bias, A_log: [H] float32.
+      dt_bias, A_log: [H] float32. None if the log decays are an input.
     """
 
     conv_weight: jax.Array
     norm: jax.Array
-    dt_bias: jax.Array
-    A_log: jax.Array
+    dt_bias: jax.Array | None
+    A_log: jax.Array | None
 
 
 class DeltaMemory(NamedTuple):
@@ -42,7 +42,7 @@ class DeltaMemory(NamedTuple):
       u: [B, T, H, P] float32.
       k: [B, T, G, N].
       k_scale: [B, T, G] float32.
-      a: [B, T, H] float32.
+      a: [B, T, H] float32, or [B, T, H, N].
       qkv: [B, T, C], inputs of the convolution.
     """
 
@@ -64,6 +64,8 @@ def delta_unsupported(
     **options: Any,
 ) -> str | None:
     """Returns why the kernel does not support these arguments. None if it does."""
+    if memory.a.ndim == 4 and memory.k.shape[2] != memory.u.shape[2]:
+        return "wants as many key heads as value heads if decays are by channel"
     if memory.u.dtype != jnp.float32:
         return f"wants u in float32, got {memory.u.dtype}"
     if gates.dtype != jnp.float32:

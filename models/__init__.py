@@ -15,7 +15,9 @@ from stree_jax.models.export import register_for_export as register_for_export
 from stree_jax.models.mixer import written_over as written_over
 from stree_jax.models.mixers.attention import AttentionConfig as AttentionConfig
 from stree_jax.models.mixers.delta import DeltaConfig as DeltaConfig
+from stree_jax.models.mixers.kda import KDAConfig as KDAConfig
 from stree_jax.models.mixers.mamba2 import MambaConfig as MambaConfig
+from stree_jax.models.mixers.mla import MLAConfig as MLAConfig
 from stree_jax.models.mixers.mlp import MLPConfig as MLPConfig
 from stree_jax.models.mixers.moe import MoEConfig as MoEConfig
 from stree_jax.models.mixers.short_conv import ShortConvConfig as ShortConvConfig

@@ -28,5 +28,5 @@ register_for_export(
 register_for_export(Nodes)  # its only static field, `scan`, is a string
 _NODES = [State, Pending]
 _NODES += [n for m in MIXERS.values() for n in (m.State, m.Record) if n is not None]
-for node in _NODES:
+for node in dict.fromkeys(_NODES):  # two mixers may have the same state
     register_for_export(node)

@@ -123,6 +123,20 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     )
 
 
+def rotated_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the channel pairs (2 i, 2 i + 1) of each head (GPT-J).
+
+    Args:
+      x: [B, T, heads, 2 * half].
+      cos, sin: [B, T, half], cosines and sines of the angles.
+
+    Returns:
+      [B, T, heads, 2 * half], with the first channels of all pairs before the second
+      ones. Products of queries and keys do not depend on the order of channels.
+    """
+    return rotated(jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1), cos, sin)
+
+
 def check_rope(rope: Rope, name: str) -> None:
     """Raises ValueError if a frequency would be infinite or NaN.
 

@@ -33,6 +33,7 @@ from tests.support.vocabularies import (
 )
 
 LIMIT = 1e-4
+CRASHES = ("kimi-linear-joined",)  # cases of which llama.cpp 0.3.36 dies by a signal
 READ = 6  # ids prefilled together; the others follow one by one
 
 
@@ -104,7 +105,7 @@ def main():
     args = parser.parse_args()
     above = 0
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.names or GGUF_CASES:
+        for name in args.names or [n for n in GGUF_CASES if n not in CRASHES]:
             try:
                 found = difference(name, args.llama_python, Path(folder))
                 print(f"{name:20} {found:.1e}", flush=True)

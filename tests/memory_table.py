@@ -16,7 +16,9 @@ import numpy as np
 from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
+    KDAConfig,
     MambaConfig,
+    MLAConfig,
     MLPConfig,
     Model,
     ModelConfig,
@@ -35,6 +37,7 @@ LAYERS = {
     "mamba2": ("mamba",) * 8,
     "hybrid": ("mamba", "mlp", "mamba", "mlp", "attention", "mlp") * 2,
     "attention": ("attention", "mlp") * 4,
+    "kda": ("kda", "mlp", "kda", "mlp", "mla", "mlp") * 2,
     "delta": ("delta", "mlp", "delta", "mlp", "delta", "mlp", "attention", "mlp") * 2,
 }
 
@@ -86,11 +89,17 @@ CASES = [
     Case("delta", "E", "lookup", 8, "bfloat16", vocab=32000),
     Case("delta", "binary:6", "mtp", 1, "bfloat16"),
     Case("delta", "binary:6", "mtp", 8, "float32"),
+    Case("kda", "chain:0", "none", 1, "float32"),
+    Case("kda", "chain:4", "lookup", 1, "bfloat16"),
+    Case("kda", "E", "model", 8, "float32"),
+    Case("kda", "binary:6", "model", 2, "bfloat16"),
 ]
 
 
 def model_of(case: Case, layers: tuple, width: int) -> Model:
-    kind = _delta if case.kind == "delta" else _mamba
+    kind = {"delta": _delta}.get(case.kind, _mamba)
+    if "kda" in layers:
+        kind = _kda
     config = ModelConfig(
         vocab_size=case.vocab,
         num_tokens=case.vocab,
@@ -119,6 +128,15 @@ def _delta(width: int) -> dict[str, Any]:
         attention=AttentionConfig(
             heads, kv_heads, 32, rope=rope, qk_norm_eps=1e-6, gated=True
         ),
+    )
+
+
+def _kda(width: int) -> dict[str, Any]:
+    """Returns mixers as in Kimi-Linear."""
+    heads = width // 64
+    return dict(
+        kda=KDAConfig(heads, heads, 64, 64, decay_rank=64, gate_rank=64),
+        mla=MLAConfig(heads, 64, 32, 64, rank=width // 2),
     )
 
 

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from stree_jax.convert.families import (
+    bailing_hybrid,
     bamba,
     falcon_h1,
     granite,
     granite3,
     granitemoe,
+    kimi_linear,
     lfm2,
     lfm2_moe,
     llama,
@@ -56,6 +58,8 @@ _WRITTEN = {
     "olmo_hybrid": olmo_hybrid,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
+    "kimi_linear": kimi_linear,
+    "bailing_hybrid": bailing_hybrid,
 }
 # All families by our name of the format, which is the `model_type` if there is one.
 _ALL = _ONLY_READ | _WRITTEN_AS_OTHERS | _WRITTEN

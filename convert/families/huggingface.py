@@ -61,7 +61,8 @@ def read_model(
       source: the fields of the config file.
       *names: the family's possible tensor names.
     """
-    check_unread(source, attends=any("attention" in n.parts for n in names))
+    attends = any({"attention", "mla"} & n.parts.keys() for n in names)
+    check_unread(source, attends)
     rows, _ = vocabulary(source, *names)
     return {"vocab_size": rows, "num_tokens": rows, **read_fields(table, source)}
 

@@ -56,6 +56,15 @@ TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UPPER, _LOWER = (
+    rf"[{case}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]"
+    for case in (r"\p{Lu}\p{Lt}", r"\p{Ll}")
+)
+_SUFFIX, _FIRST = _SUFFIXES.partition("|[^")[0] + "?", r"[^\r\n\p{L}\p{N}]?"
+KIMI_K2 = (  # Chinese characters are split from other letters
+    rf"\p{{Han}}+|{_FIRST}{_UPPER}*{_LOWER}+{_SUFFIX}|{_FIRST}{_UPPER}+{_LOWER}*{_SUFFIX}|"
+    r"\p{N}{1,3}" + _REST
+)
 DIGITS = (r"\p{N}", GPT2)
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 LLAMA3_LIKE = (
@@ -77,6 +86,7 @@ PRETOKENIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
     "qwen35": (QWEN35,),
     "tekken": (TEKKEN,),
+    "kimi-k2": (KIMI_K2,),
 }
 # Pre-tokenizers where a word that is a token is not merged, and where a text begins
 # with the BOS token unless the file says otherwise.

@@ -9,19 +9,20 @@
 
 constexpr float KEY_EPS = 1e-6f;  // L2_EPS in models/mixers/delta.py
 
-// Computes the log decays of the queried nodes, and beta.
+// Computes beta of the queried nodes, and their log decays if these are by head.
 TARGET inline void write_gates(const Delta& d, int64_t b, const Shared& shared) {
   using V = Lanes;
   const Scan& s = d.scan;
   for (int64_t q = 0; q < s.queries[b]; q++) {
     const int64_t t = node_of(s, q);
     if (t >= s.T) continue;
-    const float* in = d.gates + (b * s.Tq + q) * 2 * s.H;
+    const float* in = d.gates + (b * s.Tq + q) * d.gates_width;
     float* a = d.a + (b * s.now.capacity + t) * s.H;
     float* beta = shared.of_queries + q * s.H;
     for (int64_t h = 0; h < s.H; h += V::W) {
       const int64_t count = s.H - h;
       V::store(beta + h, V::F{} + d.beta_max / (V::exp(-V::load(in + h, count)) + 1.0f), count);
+      if (s.a_by_column) continue;
       const auto step = V::softplus(V::load(in + s.H + h, count) + V::load(d.dt_bias + h, count));
       V::store(a + h, -step * V::exp(V::load(d.A_log + h, count)), count);
     }
@@ -54,6 +55,84 @@ TARGET inline void scale_row(float* to, const float* from, float factor, int64_t
   for (int64_t i = 0; i < n; i += V::W) V::store(to + i, V::load(from + i, V::W) * factor, V::W);
 }
 
+// Decays a head's keys of the path by column, each from its token to the end of the path, and
+// computes how much the path keeps of every column.
+template <class L>
+TARGET void decay_path(const Scan& s, int64_t b, int64_t head, const Shared& shared) {
+  using V = Lanes;
+  const int64_t n = rounded_up(s.N, L::step);
+  float* const after = shared.kept + head * n;
+  for (int64_t i = 0; i < n; i++) after[i] = 1.0f;
+  for (int64_t j = path_length(s, b) - 1; j >= 0; j--) {
+    const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
+    const float* const a = s.past.a + (row * s.H + head) * s.N;
+    float* const key = shared.past_B + (head * s.M + j) * n;
+    for (int64_t i = 0; i < s.N; i += V::W) {
+      const V::F kept = V::load(after + i, V::W);
+      V::store(key + i, V::load(key + i, V::W) * kept, V::W);
+      V::store(after + i, kept * V::exp(V::load(a + i, s.N - i)), V::W);
+    }
+  }
+}
+
+// Copies the log decays by column of the queried nodes of a head to the record, and computes the
+// factors of all nodes.
+template <class L>
+TARGET void write_factors(const Delta& d, int64_t b, int64_t head, const Shared& shared) {
+  using V = Lanes;
+  const Scan& s = d.scan;
+  const int64_t n = rounded_up(s.N, L::step);
+  const auto record = [&](int64_t t) TARGET {
+    return d.a + ((b * s.now.capacity + t) * s.H + head) * s.N;
+  };
+  for (int64_t q = 0; q < s.queries[b]; q++) {
+    const int64_t t = node_of(s, q);
+    const float* in = d.gates + (b * s.Tq + q) * d.gates_width + s.H + head * s.N;
+    if (t < s.T) __builtin_memcpy(record(t), in, s.N * sizeof(float));
+  }
+  for (int64_t t = 0; t < s.nodes[b]; t++) {
+    float* const to = shared.factors + (head * s.T + t) * n;
+    for (int64_t i = 0; i < n; i += V::W)
+      V::store(to + i, i < s.N ? V::exp(V::load(record(t) + i, s.N - i)) : V::F{}, V::W);
+  }
+}
+
+// Computes the products of keys and queries with the keys of ancestors, which decay by column from
+// there, and then decays the keys and queries themselves. Walks from each node to its root and
+// multiplies the factors on the way: quotients of the decays of whole paths would overflow.
+template <class L>
+TARGET void score_by_column(const Scan& s, int64_t b, int64_t head, const Shared& shared) {
+  using V = Lanes;
+  const int64_t T = s.T, n = rounded_up(s.N, L::step);
+  const float* const B = shared.B + head * T * n;
+  const float* const factors = shared.factors + head * T * n;
+  float* const walk = shared.walk + head * n;
+  for (int64_t q = 0; q < s.queries[b]; q++) {
+    const int64_t t = node_of(s, q);
+    if (t >= T) continue;
+    float* const key = shared.C + (head * s.Tq + q) * 2 * n;
+    float* const query = key + n;
+    float* const scores = shared.scores + (head * s.Tq + q) * 2 * T;
+    for (int64_t i = 0; i < n; i++) walk[i] = 1.0f;
+    for (int32_t a = shared.count[t] - 1; a >= 0; a--) {
+      const int64_t of = shared.ancestors[t * T + a];
+      V::F by_key = V::F{}, by_query = V::F{};
+      for (int64_t i = 0; i < n; i += V::W) {
+        const V::F kept = V::load(walk + i, V::W), k = V::load(B + of * n + i, V::W) * kept;
+        by_key = V::fma(V::load(key + i, V::W), k, by_key);
+        by_query = V::fma(V::load(query + i, V::W), k, by_query);
+        V::store(walk + i, kept * V::load(factors + of * n + i, V::W), V::W);
+      }
+      scores[of] = V::sum(by_key), scores[T + of] = V::sum(by_query);
+    }
+    for (int64_t i = 0; i < n; i += V::W) {
+      const V::F kept = V::load(walk + i, V::W);
+      V::store(key + i, V::load(key + i, V::W) * kept, V::W);
+      V::store(query + i, V::load(query + i, V::W) * kept, V::W);
+    }
+  }
+}
+
 // Computes the keys and queries of a group. The first group also prepares what all groups share.
 template <class L, class E>
 TARGET void group_of(const Delta& d, void* base, int64_t b, int64_t g) {
@@ -63,10 +142,15 @@ TARGET void group_of(const Delta& d, void* base, int64_t b, int64_t g) {
   const int64_t n = rounded_up(s.N, L::step);
   if (g == 0) {
     find_ancestors(s, b, shared);
-    read_steps(s, b, s.past.a, shared.path_a);
+    if (!s.a_by_column) read_steps(s, b, s.past.a, shared.path_a);
+    for (int64_t i = 0; s.a_by_column && i < s.M * s.H; i++) shared.path_a[i] = 0.0f;
     write_gates(d, b, shared);
   }
   read_path<L>(s, b, g, shared);
+  if (s.a_by_column) {
+    decay_path<L>(s, b, g, shared);
+    write_factors<L>(d, b, g, shared);
+  }
   read_key_scales(s, b, g, shared);
   E* const keys = static_cast<E*>(d.B) + (b * s.now.capacity * s.G + g) * s.N;
   const int64_t of_q = g * s.N, of_k = (s.G + g) * s.N;
@@ -97,7 +181,7 @@ TARGET void group_of(const Delta& d, void* base, int64_t b, int64_t g) {
     __builtin_memcpy(key, B + t * n, n * sizeof(float));
     scale_row(query, query, normalizing(query, n) * root, n);
   }
-  score_nodes<L>(s, b, g, shared, true);
+  s.a_by_column ? score_by_column<L>(s, b, g, shared) : score_nodes<L>(s, b, g, shared, true);
 }
 
 template <class L>
@@ -105,7 +189,7 @@ TARGET void delta_group(const Delta& d, void* base, int64_t b, int64_t g) {
   d.scan.bf16 ? group_of<L, uint16_t>(d, base, b, g) : group_of<L, float>(d, base, b, g);
 }
 
-// Writes norm(from) * silu(z) to y. `from` is [p].
+// Writes norm(from) * gate(z) to y. `from` is [p].
 template <class E>
 TARGET inline void norm_row(const Delta& d, const float* from, const float* z, float* y) {
   using V = Lanes;
@@ -121,7 +205,9 @@ TARGET inline void norm_row(const Delta& d, const float* from, const float* z, f
   for (int64_t i = 0; i < P; i += V::W) {
     const int64_t count = P - i;
     const V::F normed = V::load(from + i, V::W) * factor * V::load(scale + i, count);
-    V::store(y + i, normed * V::silu(V::load(z + i, count)), count);
+    const V::F of_z = V::load(z + i, count);
+    const V::F gate = d.sigmoid ? V::F{} + 1.0f / (V::exp(-of_z) + 1.0f) : V::silu(of_z);
+    V::store(y + i, normed * gate, count);
   }
 }
 
@@ -212,7 +298,11 @@ TARGET void head_of(const Delta& d, void* base, void* scratch, int64_t place, in
   fetch_record(d, b, head);
   if (next >= 0) fetch_inputs(d, next / s.H, d.to_inputs + of_v + next % s.H * s.P, s.P);
   replay_head<L>(s, b, head, next, kept, shared, own);
-  sum_decays(s, b, head, shared, own);
+  if (s.a_by_column) {  // keys, queries and scores have the decays already
+    for (int64_t t = 0; t < s.nodes[b]; t++) own.sum[t] = 0.0, own.decay[t] = 1.0f;
+  } else {
+    sum_decays(s, b, head, shared, own);
+  }
   solve_nodes(d, b, head, shared, own);
 }
 

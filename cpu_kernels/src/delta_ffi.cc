@@ -13,18 +13,21 @@ ffi::Error delta(ffi::ThreadPool pool, F32 qkvz, F32 gates,
                  S32 rows, Bool mask, S32 window,
                  // The output, the new state, and records of this tree.
                  Out<F32> y, Out<F32> h, Out<Any> conv, Out<Any> u, Out<Any> k, Out<Any> k_scale,
-                 Out<Any> a, Out<Any> qkv, float eps, float beta_max, int64_t level) {
+                 Out<Any> a, Out<Any> qkv, float eps, float beta_max, bool sigmoid,
+                 int64_t level) {
   MixerArrays of{qkvz, conv_weight, norm, dt_bias, A_log, h0, conv0, past_u, past_k_scale,
                  past_a, past_k, past_qkv, path, length, rows, mask, window,
                  y, h, conv, u, k_scale, a, k, qkv};
   Delta d{};
   if (const ffi::Error error = describe(d, of); error.failure()) return error;
   d.scan.reads = 2;
+  d.scan.a_by_column = past_a.dimensions().size() == 4;
+  if (d.scan.a_by_column && d.scan.G != d.scan.H)
+    return refused("want as many heads of keys as of values");
   d.to_z = d.channels;
-  d.gates = gates.typed_data();
+  d.gates = gates.typed_data(), d.gates_width = gates.dimensions()[2];
   d.k_scale = static_cast<float*>(k_scale->untyped_data());
-  d.eps = eps;
-  d.beta_max = beta_max;
+  d.eps = eps, d.beta_max = beta_max, d.sigmoid = sigmoid;
   run_mixer(pool, d, kernels_of(level).delta);
   return ffi::Error::Success();
 }
@@ -32,4 +35,4 @@ ffi::Error delta(ffi::ThreadPool pool, F32 qkvz, F32 gates,
 }  // namespace
 }  // namespace stree
 
-STREE_KERNEL(delta, "eps", "beta_max")
+STREE_KERNEL(delta, "eps", "beta_max", "sigmoid")

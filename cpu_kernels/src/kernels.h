@@ -70,6 +70,7 @@ struct Scan {
   bool bf16;          // dtype of B and C: bfloat16 if true, else float32
   bool x_bf16;        // dtype of x
   bool D_by_channel;  // D is [H, P], not [H, 1]
+  bool a_by_column;   // log decays are [B, capacity, H, N], not [B, capacity, H]; then G = H
 };
 
 // Call `group` for all groups of all batch rows, then `head` for all heads; any thread can take
@@ -111,9 +112,11 @@ struct Mamba2 : Mixer {
 // A Gated DeltaNet mixer, see models/mixers/delta.py. In `scan`, x is u, B the keys, C keys and
 // queries in turn, and dt [B, capacity, G] the factors that normalize keys.
 struct Delta : Mixer {
-  const float* gates;  // [B, Tq, 2 H]
+  const float* gates;  // [B, Tq, gates_width]: b of each head, then a, or all log decays
+  int64_t gates_width;
   float* k_scale;
   float beta_max;  // largest strength of a write
+  bool sigmoid;  // of the output's gate; else silu
 };
 
 // Call `group` as in ScanKernel, then `head`, then `norm` for all queries, unless it is null.

@@ -17,6 +17,7 @@ struct Shared {
   float* scores;              // [G, Tq, reads, T], C . B
   float *path_dt, *path_a;    // [M, H]
   float* of_queries;          // [Tq, H], a number that a mixer keeps of each query
+  float *kept, *factors, *walk;  // [H, n], [H, T, n], [H, n] if decays are by column
   int32_t* ancestors;         // [T, T]; row t holds count[t] ancestors
   int32_t* count;             // [T]
 };
@@ -41,6 +42,10 @@ TARGET int64_t shared_layout(const Scan& s, char* base, Shared* shared) {
   layout.place(&shared->path_dt, s.M * s.H);
   layout.place(&shared->path_a, s.M * s.H);
   layout.place(&shared->of_queries, s.Tq * s.H);
+  const int64_t columns = s.a_by_column ? s.H * n : 0;
+  layout.place(&shared->kept, columns);
+  layout.place(&shared->factors, columns * T);
+  layout.place(&shared->walk, columns);
   layout.place(&shared->ancestors, T * T);
   layout.place(&shared->count, T);
   return layout.at;
@@ -174,6 +179,7 @@ struct Rows {
   const float* B;                // [M, n], of the path
   int64_t length;                // tokens of the path
   float kept;
+  const float* by_column;  // [n], instead of `kept` if not null
   bool same;  // the path is empty and the state is updated in place: nothing to write
 };
 
@@ -198,8 +204,9 @@ TARGET void replay_rows(const Scan& s, const Rows& rows, const float* C, Ahead& 
     for (int c = 0; c < COLUMNS; c++)
       h[c] = i < whole ? L::weight(rows.h0[c] + i) : L::weight_tail(rows.h0[c] + i, left);
     if (!rows.same) {
+      const auto of_column = rows.by_column ? L::row(rows.by_column + i) : factor;
 #pragma GCC unroll 4
-      for (int c = 0; c < COLUMNS; c++) h[c] = L::times(factor, h[c]);
+      for (int c = 0; c < COLUMNS; c++) h[c] = L::times(of_column, h[c]);
       for (int64_t j = 0; j < rows.length; j++) {
         const auto B = L::row(rows.B + j * n + i);
 #pragma GCC unroll 4
@@ -250,7 +257,8 @@ TARGET void replay_head(const Scan& s, int64_t b, int64_t head, int64_t next, fl
   const int64_t each = (COLUMNS * s.N * 4 * L::step + blocks * n - 1) / (blocks * n);
   const int64_t bytes = next < 0 ? 0 : each;
   const float* const of_next = s.h0 + (next < 0 ? 0 : next * s.P * s.N);
-  Rows rows{{}, {}, {}, shared.past_B + g * s.M * n, path_length(s, b), kept, false};
+  Rows rows{{}, {}, {}, shared.past_B + g * s.M * n, path_length(s, b), kept, nullptr, false};
+  if (s.a_by_column) rows.by_column = shared.kept + head * n;
   rows.same = rows.length <= 0 && s.h == s.h0;
   if (rows.same && t == 0) return;
   for (int64_t i = 0; i < s.P; i += COLUMNS) {

@@ -34,8 +34,9 @@ from stree_jax.models.mixer import (
     written_over,
 )
 from stree_jax.models.mixers.mamba2 import init_A_log, init_dt_bias
+from stree_jax.models.mixers.mlp import Activation, activate
 from stree_jax.models.nodes import Pass, Scan
-from stree_jax.models.norm import ScaledNorm, gated_norm
+from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.params import ONES, Param, Table, conv_init, declare
 from stree_jax.models.sharding.shards import Run
 from stree_jax.models.tracing import traced_once
@@ -54,12 +55,14 @@ from stree_jax.pallas_kernels import (
 )
 
 CHUNK = 64  # tokens per chunk of `delta_chunks`
+# The same if decays are by channel: then a pair of tokens has a decay for each of them.
+CHANNEL_CHUNK = 16
 L2_EPS = 1e-6  # epsilon of the norms of q and k, the same in every implementation
 
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """A Gated DeltaNet mixer.
+    """A Gated DeltaNet mixer. `kda.KDAConfig` has the same attributes and more.
 
     Attributes:
       key_heads, key_dim: G, N, heads of q and k and their size.
@@ -80,6 +83,16 @@ class DeltaConfig:
     beta_max: float = 1.0
 
     @property
+    def by_channel(self) -> bool:
+        """True if every key channel of a head has its own decay."""
+        return False
+
+    @property
+    def gate(self) -> Activation:
+        """Activation of the output's gate."""
+        return "silu"
+
+    @property
     def d_key(self) -> int:
         return self.key_heads * self.key_dim
 
@@ -91,6 +104,11 @@ class DeltaConfig:
     def d_qkv(self) -> int:
         """C, channels of the convolution: q, k and v in this order."""
         return 2 * self.d_key + self.d_inner
+
+    @property
+    def decays(self) -> tuple[int, ...]:
+        """The shape of a token's log decays: (H,), or (H, N) if `by_channel`."""
+        return (self.value_heads, self.key_dim)[: 1 + self.by_channel]
 
 
 @struct.dataclass
@@ -122,7 +140,7 @@ class DeltaRecord:
         depends on its path and on the committed state, and is computed once.
       k: [B, T, G, N], keys after the convolution, not normalized.
       k_scale: [B, T, G] float32, the factor that normalizes a key.
-      a: [B, T, H] float32, log decays.
+      a: [B, T, H] float32, log decays; [B, T, H, N] if they are by channel.
       qkv: [B, T, C], inputs of the convolution.
     """
 
@@ -156,7 +174,7 @@ def empty_record(c: DeltaConfig, batch: int, nodes: int, dtype: Any) -> DeltaRec
         u=zeros(c.value_heads, c.value_dim),
         k=zeros(c.key_heads, c.key_dim, dtype=dtype),
         k_scale=zeros(c.key_heads),
-        a=zeros(c.value_heads),
+        a=zeros(*c.decays),
         qkv=zeros(c.d_qkv, dtype=dtype),
     )
 
@@ -262,7 +280,21 @@ def mixed(
 
 
 def _attributes(config: DeltaConfig, **options: Any) -> dict[str, Any]:
-    return dict(eps=float(config.norm_eps), beta_max=float(config.beta_max))
+    return dict(
+        eps=float(config.norm_eps),
+        beta_max=float(config.beta_max),
+        sigmoid=config.gate == "sigmoid",
+    )
+
+
+def _arrays(
+    qkvz: jax.Array, gates: jax.Array, weights: DeltaWeights, *rest: Any, **options: Any
+) -> tuple[Any, ...]:
+    """Replaces weights that are None by empty arrays of their dtype."""
+    if weights.A_log is None:
+        none = jnp.zeros((0,), jnp.float32)
+        weights = weights._replace(dt_bias=none, A_log=none)
+    return qkvz, gates, weights, *rest
 
 
 @cpu_kernel(
@@ -272,6 +304,7 @@ def _attributes(config: DeltaConfig, **options: Any) -> dict[str, Any]:
     shared=("weights", "tree.rows"),
     aliases={"memory": 1},
     attributes=_attributes,
+    prepare=_arrays,
 )
 def delta_kernel(
     qkvz: jax.Array,
@@ -294,7 +327,7 @@ def delta_kernel(
 
     Args:
       qkvz: [B, Tq, C + H * P] float32, output of in_proj for the Tq queried nodes.
-      gates: [B, Tq, 2 H] float32, b and a of each head.
+      gates: as in `equations`.
       weights: the weights between the projections.
       memory: the state before the pending path, and the records.
       tree: the pending path, and the topology of this tree of T nodes.
@@ -337,7 +370,8 @@ def equations(
     Args:
       c: the config.
       qkvz: [B, Tq, C + H * P] float32, output of in_proj for the queried nodes.
-      gates: [B, Tq, 2 H] float32, b and a of each head.
+      gates: [B, Tq, 2 H] float32, b and a of each head. If `c.by_channel`,
+        [B, Tq, H + H * N]: b of each head and the log decays of its channels.
       weights: the weights between the projections.
       pass_, state, record: see `Pass`.
 
@@ -349,10 +383,12 @@ def equations(
     qkvz, gates = pass_.nodes_only(qkvz), pass_.nodes_only(gates)
     qkv, z = jnp.split(qkvz, [c.d_qkv], axis=-1)
     with jax.named_scope("steps"):
-        b, a = jnp.split(gates, 2, axis=-1)
+        b, a = jnp.split(gates, [c.value_heads], axis=-1)
         beta = scaled(jax.nn.sigmoid(b), c.beta_max)
-        step = jax.nn.softplus(a + as_row(weights.dt_bias, 3))
-        a = -jnp.exp(as_row(weights.A_log, 3)) * step  # [B, Tq, H]
+        if weights.dt_bias is not None and weights.A_log is not None:
+            step = jax.nn.softplus(a + as_row(weights.dt_bias, 3))
+            a = -jnp.exp(as_row(weights.A_log, 3)) * step
+        a = a.reshape(*lead, *c.decays)
 
     with jax.named_scope("conv"):
         conv0 = state.conv
@@ -376,8 +412,8 @@ def equations(
         y, u, ssm = delta_nodes(tokens, None if old is None else old.u, state, pass_)
 
     with jax.named_scope("norm"):
-        z, norm = z.reshape(*lead, *heads), ScaledNorm(c.norm_eps)
-        y = gated_norm(y, z, weights.norm, norm, gate_first=False)
+        y = scaled_rms_norm(y, weights.norm, ScaledNorm(c.norm_eps))
+        y = y * activate(z.reshape(*lead, *heads), c.gate)
     record = DeltaRecord(u, k, k_scale, a, inputs)
     return y.reshape(*lead, -1), record, DeltaState(ssm, conv0)
 
@@ -415,11 +451,13 @@ def delta_nodes(
     if nodes.scan == "step":
         return *delta_steps(tokens, h0), h0
     if nodes.scan == "chunk" or (nodes.scan == "chain" and long):
-        return *delta_chunks(tokens, h0, CHUNK), h0
+        size = CHUNK if tokens.a.ndim == 3 else CHANNEL_CHUNK
+        return *delta_chunks(tokens, h0, size), h0
     return *delta_scan(tokens, h0, nodes.mask, pass_.rows, u), h0
 
 
-def _in_kernel(nodes: int) -> bool:
+def in_kernel(nodes: int) -> bool:
+    """True if the CPU kernel computes a tree of this many nodes."""
     return cpu_kernels.level() is not None and nodes <= MAX_NODES
 
 
@@ -428,7 +466,7 @@ class Delta(Mixer[DeltaConfig]):
 
     kind = "delta"
     Config = DeltaConfig
-    Module = DeltaModule
+    Module: type[nn.Module] = DeltaModule
     State = DeltaState
     Record = DeltaRecord
     records_in_place = True
@@ -465,11 +503,11 @@ class Delta(Mixer[DeltaConfig]):
 
     def record_bytes(self, c: DeltaConfig, batch: int, nodes: int) -> int:
         # The kernel writes the record over the last one.
-        return 0 if _in_kernel(nodes) else FLOAT * batch * nodes * (c.d_inner + c.d_qkv)
+        return 0 if in_kernel(nodes) else FLOAT * batch * nodes * (c.d_inner + c.d_qkv)
 
     def work_bytes(self, c: DeltaConfig, batch: int, nodes: int, dtype: Any) -> int:
         rows = padded_rows(batch * nodes)
-        if nodes == 1 or _in_kernel(nodes):
+        if nodes == 1 or in_kernel(nodes):
             return FLOAT * rows * (c.d_qkv + 2 * c.d_inner)
         weights = batch * c.value_heads * nodes * nodes
         # q, k, v, z and the carried parts of k and q; the decays or the scores.

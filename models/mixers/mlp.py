@@ -14,7 +14,7 @@ from stree_jax.models.params import ZEROS, Param, Table, declare
 from stree_jax.models.sharding.shards import Run
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
 
-Activation = Literal["silu", "relu2", "gelu"]
+Activation = Literal["silu", "relu2", "gelu", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ def activate(x: jax.Array, name: Activation) -> jax.Array:
             return jnp.square(jax.nn.relu(x))
         case "gelu":
             return jax.nn.gelu(x, approximate=False)
+        case "sigmoid":
+            return jax.nn.sigmoid(x)
 
 
 def activate_gated(

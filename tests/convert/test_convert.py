@@ -156,6 +156,8 @@ def old_spelling(values):
         rope["type"] = rope.pop("rope_type")
         values["rope_scaling"] = None if rope["type"] == "default" else rope
     values["torch_dtype"] = values.pop("dtype", "float32")
+    if values["model_type"] in ("kimi_linear", "bailing_hybrid"):
+        old_spelling_of_kda(values)
     names = {"linear_attention": "mamba", "full_attention": "attention"}
     if values["model_type"].startswith("qwen3"):
         if values.pop("layer_types", None):
@@ -163,6 +165,27 @@ def old_spelling(values):
     elif "layer_types" in values and values["model_type"] not in NEWER:
         kinds = values.pop("layer_types")
         values["layers_block_type"] = [names.get(kind, kind) for kind in kinds]
+
+
+def old_spelling_of_kda(values):
+    """Rewrites the config as in releases of Kimi-Linear or Ling-3."""
+    kinds, mlps = values.pop("layer_types"), values.pop("mlp_layer_types")
+    values["first_k_dense_replace"] = mlps.count("dense")
+    size, heads, taps = (
+        values.pop(f"linear_{name}")
+        for name in ("head_dim", "num_heads", "conv_kernel_dim")
+    )
+    if values["model_type"] == "bailing_hybrid":
+        values |= {"head_dim": size, "short_conv_kernel_size": taps}
+        values["layer_group_size"] = 1 + kinds.index("full_attention")
+        return
+    every = {"kda_layers": "linear_attention", "full_attn_layers": "full_attention"}
+    lists = {
+        name: [i for i, kind in enumerate(kinds, 1) if kind == wanted]
+        for name, wanted in every.items()
+    }
+    sizes = {"num_heads": heads, "head_dim": size, "short_conv_kernel_size": taps}
+    values["linear_attn_config"] = lists | sizes
 
 
 @pytest.mark.parametrize("name", HF_CASES)

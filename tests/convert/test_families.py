@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    BailingHybridConfig,
     BambaConfig,
     FalconH1Config,
     GraniteMoeHybridConfig,
+    KimiLinearConfig,
     LlamaConfig,
     Mamba2Config,
     NemotronHConfig,
@@ -25,9 +27,11 @@ from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import export_format, hf_config, read_config
 from stree_jax.convert.families import (
     NAMES,
+    bailing_hybrid,
     bamba,
     falcon_h1,
     granite,
+    kimi_linear,
     llama,
     mamba2,
     nemotron_h,
@@ -133,6 +137,10 @@ COMES_BACK = {
     "attention.key_multiplier mlp.gate_multiplier mlp.down_multiplier logits_divisor",
     "nemotron-h": "mamba.num_heads mlp.d_hidden attention.num_kv_heads tie_embeddings",
     "nemotron-h-moe": "moe.groups moe.normalize moe.scale moe.d_latent moe.d_hidden",
+    "kimi-linear": "mla.nope_dim mla.rope_dim mla.value_dim mla.rank mla.num_heads "
+    "kda.d_conv moe.groups moe.normalize moe.scale moe.d_hidden mlp.d_hidden",
+    "bailing-hybrid": "mla.rank mla.rope.theta kda.decay_bound kda.d_conv moe.scale "
+    "moe.top_groups moe.top_k",
     "zamba2": "shared.blocks shared.adapter_rank shared.attention_adapter mlp.d_hidden "
     "attention.rope.theta",
 }
@@ -219,6 +227,8 @@ CLASSES = {
     qwen3_5: Qwen3_5TextConfig,
     qwen3_5_moe: Qwen3_5MoeTextConfig,
     zamba2: Zamba2Config,
+    kimi_linear: KimiLinearConfig,
+    bailing_hybrid: BailingHybridConfig,
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from stree_jax.models import MambaConfig, chain_nodes
 from stree_jax.models.mixers.delta import DeltaConfig
+from stree_jax.models.mixers.kda import KDAConfig
 from tests.support.mixers import (
     BATCH,
     Case,
@@ -39,6 +40,7 @@ CONFIGS = {
     "limits": MambaConfig(2, 16, 33, norm_groups=2, dt_limit=(0.05, 0.6), d_conv=2),
     "delta": DeltaConfig(1, 2, 16, 32),
     "delta, groups": DeltaConfig(2, 6, 33, 17, d_conv=3, norm_eps=1e-3),
+    "kda": KDAConfig(3, 3, 33, 17, d_conv=3, norm_eps=1e-3),
 }
 EACH = ["plain", "delta"]  # one config of each mixer
 

@@ -3,7 +3,9 @@
 from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
+    KDAConfig,
     MambaConfig,
+    MLAConfig,
     MLPConfig,
     ModelConfig,
     MoEConfig,
@@ -87,6 +89,19 @@ CONFIGS = {
         mixers=named(
             delta=DeltaConfig(2, 4, 6, 5, d_conv=3, beta_max=2.0),
             attention=AttentionConfig(4, 2, 4, qk_norm_eps=1e-3, qk_norm_whole=True),
+            mlp=MLPConfig(d_hidden=12),
+        ),
+    ),
+    "decays by channel, latent attention": ModelConfig(
+        vocab_size=32,
+        num_tokens=32,
+        d_model=16,
+        layers=("kda", "mlp", "mla", "turned", "full"),
+        mixers=named(
+            kda=KDAConfig(2, 4, 6, 5, d_conv=3, decay_rank=3, gate_rank=4),
+            full=KDAConfig(4, 4, 6, 5, norm_eps=1e-3, decay_bound=-5.0),
+            mla=MLAConfig(4, 3, 2, 5, rank=6),
+            turned=MLAConfig(4, 3, 4, 5, rank=6, rope=Rope(20.0, 4), gated=True),
             mlp=MLPConfig(d_hidden=12),
         ),
     ),

@@ -1,7 +1,7 @@
 """Test the state of delta-rule mixers after 2,000 tokens against a float64 recurrence,
 however the tokens were read, and that no recurrent state has 16 bits."""
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -14,29 +14,16 @@ from stree_jax.default_tree import spec_for
 from stree_jax.models import (
     DeltaConfig,
     ModelConfig,
-    Pending,
-    commit,
-    extend,
-    forward_hidden,
     init_params,
-    init_records,
-    init_state,
-    prefill,
-    tree_nodes,
 )
 from stree_jax.models.config import named
 from stree_jax.models.mixers.delta import DeltaRecord, DeltaState
 from stree_jax.server.batch import Batch, Sizes, TextRequest
-from tests.support.reference import (
-    MODEL_TOLERANCE,
-    assert_near,
-    path_to,
-    random_parents,
-)
+from tests.support.long_texts import TOKENS, VOCAB, WAYS, rms, sigmoid, text, unit
+from tests.support.reference import MODEL_TOLERANCE, assert_near
 from tests.support.tiny import tiny_delta
 
-VOCAB, D, LAYERS = 32, 16, 2
-TOKENS, T, M = 2000, 8, 5  # of the text, a tree, and its longest accepted path
+D, LAYERS = 16, 2
 MIXER = DeltaConfig(2, 4, 6, 5, d_conv=3, norm_eps=1e-3)
 CONFIG = ModelConfig(
     vocab_size=VOCAB,
@@ -71,22 +58,6 @@ def params_of(dtype="float32"):
         return jnp.asarray(value, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(random, shapes)
-
-
-def text(seed=1, n=TOKENS):
-    return np.random.default_rng(seed).integers(0, VOCAB, n).astype(np.int32)
-
-
-def rms(x, scale, eps):
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * scale
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def unit(x):
-    return x / np.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6)
 
 
 def mixed(p, u):
@@ -136,95 +107,6 @@ def model_of(dtype="float32"):
     return models.Model(params_of(dtype), CONFIG)
 
 
-@jax.jit
-def pass_of(model, state, tokens, parents, pending):
-    nodes = tree_nodes(parents, CONFIG.conv_taps)
-    return forward_hidden(model, state, tokens, nodes, pending=pending)
-
-
-def by_trees(model, tokens, draw):
-    """Reads a text by passes over trees; each pass accepts a path.
-
-    The other nodes are random tokens. Each pass first replays the path that the one
-    before it accepted.
-
-    Args:
-      draw: returns the parents [T] of a tree, and a path down from its root.
-    """
-    rng = np.random.default_rng(2)
-    dtype = models.param_dtype(model.params)
-    state, done, last = init_state(CONFIG, 1, 8, dtype), 0, None
-    records = init_records(CONFIG, 1, len(draw(rng)[0]), dtype)
-    pending = Pending(records, jnp.zeros((1, M), jnp.int32), jnp.zeros(1, jnp.int32))
-    while done < len(tokens):
-        parents, path = draw(rng)
-        path = path[: len(tokens) - done]
-        nodes = rng.integers(0, VOCAB, len(parents)).astype(np.int32)
-        nodes[path] = tokens[done : done + len(path)]
-        hidden, records, state = pass_of(
-            model, state, nodes[None], np.asarray(parents, np.int32)[None], pending
-        )
-        done, last = done + len(path), hidden[0, path[-1]]
-        padded = np.resize(path, M).astype(np.int32)[None]
-        length = jnp.asarray([len(path)], jnp.int32)
-        pending = Pending(records, jnp.asarray(padded), length)
-    return last, commit(state, pending.records, pending.path, pending.length)
-
-
-def random_path(rng):
-    parents = random_parents(rng, 1, T)[0]
-    return parents, path_to(parents, int(rng.integers(T)))[:M]
-
-
-def chain(n):
-    return lambda rng: (np.arange(n) - 1, np.arange(n))
-
-
-def trees_and_steps(rng):
-    """Draws trees; in many, only the root is accepted."""
-    parents, path = random_path(rng)
-    return parents, path[: 1 + (rng.random() < 0.5) * M]
-
-
-def by_prefill(model, tokens, chunk):
-    dtype = models.param_dtype(model.params)
-    state = init_state(CONFIG, 1, 8, dtype)
-    length = jnp.asarray([len(tokens)], jnp.int32)
-    padded = np.pad(tokens, (0, -len(tokens) % chunk), constant_values=VOCAB - 1)
-    read = jax.jit(partial(prefill, chunk=chunk))
-    return None, read(model, state, padded[None], length)[0]
-
-
-def by_steps(model, tokens):
-    """Reads a text token by token."""
-
-    @jax.jit
-    def run(model, tokens):
-        dtype = models.param_dtype(model.params)
-        start = init_state(CONFIG, 1, 8, dtype), jnp.zeros((1, 1, D), jnp.float32)
-
-        def step(carry, token):
-            one = jnp.ones((1,), jnp.int32)
-            hidden, state = extend(model, carry[0], token[None, None], one)
-            return (state, hidden), None
-
-        return jax.lax.scan(step, start, tokens)[0]
-
-    state, hidden = run(model, jnp.asarray(tokens))
-    return hidden[0, 0], state
-
-
-WAYS = {
-    "trees": partial(by_trees, draw=random_path),
-    "trees and steps": partial(by_trees, draw=trees_and_steps),
-    "chains": partial(by_trees, draw=chain(M)),
-    "steps with a replay": partial(by_trees, draw=chain(1)),
-    "steps": by_steps,
-    "prefill": partial(by_prefill, chunk=256),
-    "prefill by short chunks": partial(by_prefill, chunk=24),
-}
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_states_after_a_long_text_match_a_float64_recurrence(way):
     hidden, states = recurrence()
@@ -244,7 +126,7 @@ def test_windows_in_bfloat16_make_no_difference_between_trees_and_steps():
     model, tokens = model_of("bfloat16"), text(n=200)
     states = [WAYS[way](model, tokens)[1] for way in ("trees", "chains", "steps")]
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), model.params)
-    exact = by_steps(models.Model(wide, CONFIG), tokens)[1]
+    exact = WAYS["steps"](models.Model(wide, CONFIG), tokens)[1]
     first = [layer["delta"] for layer in states[0].layers]
     rounding = MODEL_TOLERANCE["bfloat16"]
     for other in states[1:]:

@@ -69,6 +69,10 @@ ROPES = {  # by the rope_type of transformers
 }
 PARTIAL = {"rope_theta": 700.0, "partial_rotary_factor": 0.5}
 ALL_LINEAR = ["linear_attention"] * 3 + ["full_attention"]
+# Layers of Kimi-Linear as released configs list them, and with mistakes.
+FROM_ONE = {"kda_layers": [1, 2, 4], "full_attn_layers": [3]}
+FROM_ZERO = {"kda_layers": [0, 1, 3], "full_attn_layers": [2]}
+LACKING = {"kda_layers": [1, 2], "full_attn_layers": [3]}
 BIAS = "says that there is no bias, but the weights have"
 CASES = {
     "llama": [
@@ -110,6 +114,52 @@ CASES = {
     "qwen3": [
         ({"rope_scaling": YARN}, EQUAL),
         ({"attention_bias": False}, f"attention_bias: {BIAS}"),
+    ],
+    "kimi-linear": [
+        ({"layer_types": GONE, "linear_attn_config": FROM_ONE}, NO_EFFECT),
+        ({"layer_types": GONE, "linear_attn_config": FROM_ZERO}, "counted from 1"),
+        ({"layer_types": GONE, "linear_attn_config": LACKING}, "layer 4 is in none"),
+        ({"layer_types": GONE}, "tensor"),
+        ({"linear_head_dim": 5, "linear_attn_config": {"head_dim": 8}}, NO_EFFECT),
+        ({"linear_attn_config": {"num_heads": 2}}, "tensor"),
+        ({"mlp_layer_types": GONE, "first_k_dense_replace": 2}, NO_EFFECT),
+        ({"mlp_layer_types": GONE, "first_k_dense_replace": 1}, "tensor"),
+        ({"moe_renormalize": True}, EQUAL),
+        ({"norm_topk_prob": True}, NO_EFFECT),  # moe_renormalize takes precedence
+        ({"moe_renormalize": GONE, "norm_topk_prob": False}, NO_EFFECT),
+        ({"num_experts_per_token": 3}, EQUAL),
+        ({"num_expert_group": 1}, EQUAL),
+        ({"num_expert_group": GONE, "n_group": 2}, NO_EFFECT),
+        ({"routed_scaling_factor": 0.5}, EQUAL),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"rope_theta": 5.0}, NO_EFFECT),
+        ({"mla_use_nope": False}, "mla_use_nope"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"q_lora_rank": 8}, "q_lora_rank"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "bailing-hybrid": [
+        ({"rope_parameters": {"rope_theta": 77.0}}, EQUAL),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.5}}, EQUAL),
+        ({"rope_parameters": GONE, "rope_theta": 99.0}, EQUAL),
+        ({"rope_parameters": GONE, "rope_theta": GONE}, EQUAL),
+        ({"rope_parameters": YARN}, "YaRN"),
+        ({"kda_lower_bound": -1.0}, EQUAL),
+        ({"kda_lower_bound": 1.0}, "kda_lower_bound: want a negative number"),
+        ({"kda_safe_gate": False}, EQUAL),
+        ({"head_dim": 4}, NO_EFFECT),  # linear_head_dim takes precedence
+        ({"linear_head_dim": GONE, "head_dim": 8}, NO_EFFECT),
+        ({"layer_types": GONE}, "tensor"),
+        ({"layer_types": GONE, "layer_group_size": 3}, NO_EFFECT),
+        ({"mlp_layer_types": GONE}, NO_EFFECT),
+        ({"topk_group": 1}, EQUAL),
+        ({"num_experts_per_token": 3}, EQUAL),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"score_function": "softmax"}, "score_function"),
+        ({"num_nextn_predict_layers": 0}, NO_EFFECT),
     ],
     "qwen3-next": [
         ({"rope_parameters": {**PARTIAL, "rope_theta": 77.0}}, EQUAL),

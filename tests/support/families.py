@@ -8,7 +8,9 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
+    KDAConfig,
     MambaConfig,
+    MLAConfig,
     MLPConfig,
     ModelConfig,
     MoEConfig,
@@ -136,6 +138,25 @@ FAMILIES = {
         mixers=named(
             delta=DeltaConfig(8, 8, 6, 8, beta_max=2.0),
             attention=AttentionConfig(8, 2, 4, qk_norm_eps=1e-3, qk_norm_whole=True),
+            mlp=MLPConfig(48),
+        ),
+    ),
+    "kimi-linear": ModelConfig(
+        **SIZES,
+        layers=("kda", "mlp", "mla", "moe"),
+        mixers=named(
+            kda=KDAConfig(8, 8, 6, 6, decay_rank=6, gate_rank=6),
+            mla=MLAConfig(8, 6, 4, 6, rank=12),
+            mlp=MLPConfig(48),
+            moe=MoEConfig(8, 2, 16, shared=MLPConfig(24), router="sigmoid"),
+        ),
+    ),
+    "ling-3": ModelConfig(
+        **SIZES,
+        layers=("kda", "mlp", "mla", "mlp"),
+        mixers=named(
+            kda=KDAConfig(8, 8, 6, 6, decay_bound=-5.0),
+            mla=MLAConfig(8, 6, 4, 6, rank=12, rope=ROPE, gated=True),
             mlp=MLPConfig(48),
         ),
     ),

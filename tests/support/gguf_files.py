@@ -28,6 +28,7 @@ from tests.support.hf_checkpoints import (
     PLAIN_ROPE,
     falcon,
     granite,
+    kimi_linear,
     lfm2,
     lfm2_moe,
     llama,
@@ -45,6 +46,8 @@ NEMOTRON = {"use_bias": False, "use_conv_bias": True}
 EXPERTS = NEMOTRON | NEMOTRON_MOE | {"n_group": 1, "topk_group": 1}
 
 # Name of a case -> its architecture, and a function that makes the model.
+# llama.cpp norms q and k with the epsilon of all norms, and always renormalizes.
+KIMI = {"rms_norm_eps": 1e-6, "moe_renormalize": True, "linear_num_heads": 4}
 GGUF_CASES = {
     "llama": ("llama", llama),
     "llama-tied": (
@@ -129,6 +132,8 @@ GGUF_CASES = {
     ),
     "lfm2": ("lfm2", lambda: lfm2(conv_bias=False, tie_word_embeddings=True)),
     "lfm2-moe": ("lfm2moe", lambda: lfm2_moe(routed_scaling_factor=1.0)),
+    "kimi-linear": ("kimi-linear", lambda: kimi_linear(**KIMI)),
+    "kimi-linear-joined": ("kimi-linear", lambda: kimi_linear(**KIMI)),
     **QWEN_CASES,
 }
 # The converter reorders q and k of these architectures, for a rotary embedding that
@@ -154,6 +159,7 @@ def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
         describe_qwen(writer, arch, config, int("mtp.fc.weight" in tensors))
         placed = qwen_layout(arch, config, tensors)
     else:
+        config["joined"] = name.endswith("-joined")
         describe(writer, arch, config)
         placed = layout(arch, config, tensors)
     if extra is None:
@@ -203,12 +209,14 @@ def describe(writer, arch, c):
     rope = c.get("rope_parameters") or {}
     if "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
-    if heads:
+    if heads and arch != "kimi-linear":
         size = c.get("head_dim") or c["hidden_size"] // heads
         writer.add_key_length(size)
         writer.add_value_length(size)
         writer.add_rope_dimension_count(size)
-    if arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe"):
+    if arch == "kimi-linear":
+        describe_kimi(writer, c, layers)
+    elif arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe"):
         attention = [k in ("attention", "full_attention") for k in layers]
         writer.add_head_count_kv([kv * there for there in attention])
     elif kv:
@@ -225,9 +233,35 @@ def describe(writer, arch, c):
         describe_granite(writer, c, arch)
     if arch.startswith("lfm2"):
         describe_lfm2(writer, c)
+    if arch.startswith(("lfm2", "kimi")):
         return
     if arch not in ("llama", "qwen2", "qwen3", "granite", "granitemoe"):
         describe_mixer(writer, c)
+
+
+def describe_kimi(writer, c, layers):
+    kv = c["num_attention_heads"] if c["joined"] else 1
+    writer.add_head_count_kv([kv * (kind == "full_attention") for kind in layers])
+    writer.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(c["linear_head_dim"])
+    rank, rope = c["kv_lora_rank"], c["qk_rope_head_dim"]
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rope)
+    own = c["qk_nope_head_dim"] + rope, c["v_head_dim"]
+    writer.add_key_length(own[0] if c["joined"] else rank + rope)
+    writer.add_value_length(own[1] if c["joined"] else rank)
+    writer.add_key_length_mla(own[0])
+    writer.add_value_length_mla(own[1])
+    writer.add_expert_count(c["num_experts"])
+    writer.add_expert_used_count(c["num_experts_per_token"])
+    writer.add_expert_feed_forward_length(c["moe_intermediate_size"])
+    writer.add_expert_shared_count(c["num_shared_experts"])
+    writer.add_expert_weights_scale(c["routed_scaling_factor"])
+    writer.add_expert_weights_norm(c["moe_renormalize"])
+    writer.add_expert_group_count(c["num_expert_group"])
+    writer.add_expert_group_used_count(c["topk_group"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_leading_dense_block_count(c["mlp_layer_types"].count("dense"))
 
 
 def describe_lfm2(writer, c):
@@ -315,7 +349,8 @@ def layout(arch, c, tensors):
     experts = {name: torch.stack(each) for name, each in stacked.items()}
     rest = {name: t for name, t in tensors.items() if ".experts." not in name}
     for name, tensor in (rest | experts).items():
-        for theirs, array in one(arch, c, name, tensor.float().numpy()):
+        convert = one_of_kimi if arch == "kimi-linear" else one
+        for theirs, array in convert(arch, c, name, tensor.float().numpy()):
             known = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
             assert known is not None, theirs
             yield known, array
@@ -331,6 +366,29 @@ def expert_number(item):
     """A sort key that puts experts in numerical order (10 after 2)."""
     _, _, after = item[0].partition(".experts.")
     return int(after.split(".")[0]) if after else 0
+
+
+def one_of_kimi(arch, c, name, w):
+    """The same as `one`, for Kimi-Linear."""
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    if ".block_sparse_moe." in name and "experts" not in name:
+        module = "mlp" if "_proj." in name else "block_sparse_moe"
+        name = name.replace("block_sparse_moe", module)
+    if name.endswith("conv1d.weight"):
+        w = w.reshape(1, len(w), 1, -1)
+    if name.endswith("A_log"):
+        w = -np.exp(w)
+    if name.endswith("dt_bias"):
+        name = name.replace("dt_bias", "dt_proj.bias")
+    if name.endswith("kv_b_proj.weight") and not c.get("joined"):
+        heads, nope = c["num_attention_heads"], c["qk_nope_head_dim"]
+        kv = w.reshape(heads, -1, w.shape[1])
+        before = name.removesuffix("kv_b_proj.weight")
+        k, v = np.ascontiguousarray(kv[:, :nope].swapaxes(1, 2)), kv[:, nope:]
+        yield f"{before}k_b_proj.weight", k
+        yield f"{before}v_b_proj.weight", np.ascontiguousarray(v)
+        return
+    yield name, w
 
 
 def one(arch, c, name, w):

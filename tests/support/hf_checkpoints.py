@@ -4,6 +4,8 @@ import math
 
 import torch
 from transformers import (
+    BailingHybridConfig,
+    BailingHybridForCausalLM,
     BambaConfig,
     BambaForCausalLM,
     FalconH1Config,
@@ -16,6 +18,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -494,6 +498,76 @@ def olmo_hybrid(**options):
     return randomize(OlmoHybridForCausalLM(OlmoHybridConfig(**(defaults | options))))
 
 
+KDA = {
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "layer_types": [
+        "linear_attention",
+        "linear_attention",
+        "full_attention",
+        "linear_attention",
+    ],
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+    "num_experts_per_tok": 2,
+    "moe_renormalize": False,
+    "n_shared_experts": 2,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 12,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-3,
+}
+
+
+def slower(model):
+    """Returns a randomized model with slower decays. A state that forgets at once is
+    nearly 0 where query and key are orthogonal, and its norm then amplifies
+    rounding."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("A_log"):
+                p.sub_(3.0)
+    return model
+
+
+def kimi_linear(**options):
+    defaults = {
+        **KDA,
+        **NO_TOKENS,
+        "linear_head_dim": 8,
+        "linear_num_heads": 3,
+        "linear_conv_kernel_dim": 3,
+        "num_local_experts": 6,
+        "n_group": 2,
+        "first_k_dense_replace": 2,
+    }
+    model = KimiLinearForCausalLM(KimiLinearConfig(**(defaults | options)))
+    model.set_experts_implementation("eager")
+    return slower(randomize(model))
+
+
+def bailing_hybrid(**options):
+    defaults = {
+        **KDA,
+        **NO_TOKENS,
+        "head_dim": 8,
+        "num_local_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "kda_lower_bound": -3.0,
+        "rope_theta": 700.0,
+        "routed_scaling_factor": 1.7,
+    }
+    model = BailingHybridForCausalLM(BailingHybridConfig(**(defaults | options)))
+    model.set_experts_implementation("eager")
+    return randomize(model)
+
+
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 HF_CASES = {
@@ -569,6 +643,14 @@ HF_CASES = {
         tie_word_embeddings=True,
     ),
     "lfm2-moe": lfm2_moe,
+    "kimi-linear": kimi_linear,
+    "kimi-linear-dense": lambda: kimi_linear(
+        mlp_layer_types=["dense"] * 4, linear_num_heads=4
+    ),
+    "bailing-hybrid": bailing_hybrid,
+    "bailing-hybrid-unbounded": lambda: bailing_hybrid(
+        kda_safe_gate=False, norm_topk_prob=True, mlp_layer_types=["sparse"] * 4
+    ),
     "zamba2": zamba,
     "zamba2-plain": lambda: zamba(
         use_shared_attention_adapter=False,

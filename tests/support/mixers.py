@@ -1,5 +1,6 @@
 """Random arguments of the mixers that have a compiled kernel, and ways to run them."""
 
+import math
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -100,17 +101,21 @@ def _mamba2(c, T, last, normal):
 def _delta(c, T, last, normal):
     H, P, G, N = c.value_heads, c.value_dim, c.key_heads, c.key_dim
     wide = partial(normal, dtype="float32")
-    weights = delta.DeltaWeights(normal(c.d_qkv, c.d_conv), normal(P), wide(H), wide(H))
+    of_decays = (None, None) if c.by_channel else (wide(H), wide(H))
+    weights = delta.DeltaWeights(normal(c.d_qkv, c.d_conv), normal(P), *of_decays)
     record = delta.DeltaRecord(
         wide(BATCH, last, H, P),
         normal(BATCH, last, G, N),
         jnp.abs(wide(BATCH, last, G)),
-        -jnp.abs(wide(BATCH, last, H)),
+        -jnp.abs(wide(BATCH, last, *c.decays)),
         normal(BATCH, last, c.d_qkv),
     )
     ssm = wide(BATCH, H, P, N)
     state = delta.DeltaState(ssm, normal(BATCH, c.d_conv - 1, c.d_qkv))
-    projected = 2 * wide(BATCH, T, c.d_qkv + c.d_inner), 2 * wide(BATCH, T, 2 * H)
+    gates = 2 * wide(BATCH, T, H), 2 * wide(BATCH, T, math.prod(c.decays))
+    if c.by_channel:
+        gates = gates[0], -jnp.abs(gates[1])  # log decays themselves
+    projected = 2 * wide(BATCH, T, c.d_qkv + c.d_inner), jnp.concatenate(gates, axis=-1)
     return projected, weights, state, record
 
 

@@ -7,7 +7,9 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
+    KDAConfig,
     MambaConfig,
+    MLAConfig,
     MLPConfig,
     ModelConfig,
     MoEConfig,
@@ -96,6 +98,30 @@ def tiny_hybrid(seed, layers, **options):
     )
     params = init_params(config, jax.random.key(seed), jnp.float32)
     return Model(params=perturbed(params, 0.2, seed), config=config)
+
+
+def tiny_kda(seed):
+    """Returns a model with layers as in Kimi-Linear and Ling-3, whose last token
+    decides much about the next."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_tokens=REAL,
+        d_model=32,
+        layers=("kda", "mlp", "mla", "moe", "bounded", "mlp", "turned", "mlp"),
+        stop_tokens=(STOP,),
+        mixers=named(
+            kda=KDAConfig(*(4, 4, 8, 8), norm_eps=1e-4, decay_rank=8, gate_rank=8),
+            bounded=KDAConfig(*(4, 4, 8, 8), norm_eps=1e-4, decay_bound=-5.0),
+            mla=MLAConfig(4, 8, 4, 8, rank=12),
+            turned=MLAConfig(4, 8, 4, 8, rank=12, rope=Rope(1e4, 4), gated=True),
+            mlp=MLPConfig(48),
+            moe=MoEConfig(6, 2, 16, shared=MLPConfig(24), router="sigmoid", groups=2),
+        ),
+    )
+    params = perturbed(
+        init_params(config, jax.random.key(seed), jnp.float32), 0.2, seed
+    )
+    return Model(params | {"embedding": 20 * params["embedding"]}, config)
 
 
 def perturbed(params, scale, seed):

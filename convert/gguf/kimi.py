@@ -1,0 +1,152 @@
+"""Kimi-Linear files of llama.cpp (`kimi-linear`): names and metadata keys.
+
+Sources: llama.cpp's `conversion/kimi_linear.py` and its `models/kimi-linear.cpp`, which
+norms q and k with the epsilon of the block norms. Here it is 1e-6, as in transformers
+and in the code of the model's authors.
+"""
+
+from collections.abc import Collection, Iterator
+
+from stree_jax.convert.families import read
+from stree_jax.convert.families.table import Field, read_fields
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.gguf.blocks import without_ones
+from stree_jax.convert.gguf.keys import (
+    GATING,
+    HEADS,
+    KV_HEADS,
+    MOE,
+    SIGMOID,
+    SIGMOID_MOE,
+    layer_count,
+    mlp_config,
+    model_options,
+    per_layer,
+)
+from stree_jax.convert.gguf.names import HALVES, linear_rows
+from stree_jax.convert.rows import Groups, Names, Part, Path, Row
+from stree_jax.models import KDAConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
+from stree_jax.models.config import blocks, named
+
+DENSE, SHARED = "leading_dense_block_count", "expert_shared_count"
+NORMALIZES, SCALE = "expert_weights_norm", "expert_weights_scale"
+KEYS = ("expert_count", GATING, DENSE, SCALE)  # keys of `keys.NEUTRAL` that are read
+UP = "attn_kv_b.weight"  # older files have keys and values of a head in one tensor
+
+
+def kda_rows(ours: Path, block: str, c: KDAConfig) -> Iterator[Row]:
+    """Yields the rows of Kimi Delta Attention."""
+    sizes = (c.d_key, c.d_key, c.d_inner)
+    qkv = tuple(f"{block}attn_{letter}.weight" for letter in "qkv")
+    yield Row((*ours, "in_proj"), qkv, "concat", sizes)
+    convs = tuple(f"{block}ssm_conv1d_{letter}.weight" for letter in "qkv")
+    yield Row((*ours, "conv_weight"), convs, "conv", sizes)
+    names = {
+        "gates": "ssm_beta",
+        "decay_in": "ssm_f_a",
+        "decay": "ssm_f_b",
+        "gate_in": "ssm_g_a",
+        "gate_out": "ssm_g_b",
+        "norm": "ssm_norm",
+        "out_proj": "attn_output",
+    }
+    yield from linear_rows(ours, block, names)
+    yield Row((*ours, "dt_bias"), (f"{block}ssm_dt.bias",))
+    column = without_ones((c.value_heads, 1))
+    yield Row((*ours, "A_log"), (f"{block}ssm_a",), "decay", column)
+
+
+def mla_rows(
+    ours: Path, block: str, c: MLAConfig, joined: bool = False
+) -> Iterator[Row]:
+    """Yields the rows of latent attention; if `joined`, keys and values of a head are
+    in one tensor."""
+    names = {"q": "attn_q", "kv": "attn_kv_a_mqa", "out": "attn_output"}
+    yield from linear_rows(ours, block, names | {"kv_norm": "attn_kv_a_norm"})
+    if joined:
+        heads = Groups(c.num_heads, (c.nope_dim, c.value_dim))
+        yield Row((*ours, "up"), (f"{block}{UP}",), groups=(heads,))
+        return
+    both = f"{block}attn_k_b.weight", f"{block}attn_v_b.weight"
+    sizes = (c.num_heads, c.nope_dim, c.value_dim)
+    yield Row((*ours, "up"), both, "heads", sizes)
+
+
+NAMES = HALVES.with_parts(kda=Part("", kda_rows), mla=Part("", mla_rows))
+
+
+def names(tensors: Collection[str]) -> Names:
+    """Returns the names that a file uses."""
+    if not any(name.endswith(UP) for name in tensors):
+        return NAMES
+
+    def joined_rows(ours: Path, block: str, c: MLAConfig) -> Iterator[Row]:
+        return mla_rows(ours, block, c, joined=True)
+
+    return NAMES.with_parts(mla=Part("", joined_rows))
+
+
+MLA = (
+    HEADS,
+    Field("rope.dimension_count", "rope_dim", read.size),
+    Field("attention.value_length_mla", "value_dim", read.size),
+    Field("attention.kv_lora_rank", "rank", read.size),
+)
+GROUPS = (
+    Field("expert_group_count", "groups", read.size, 1),
+    Field("expert_group_used_count", "top_groups", read.size, 1),
+    Field(NORMALIZES, "normalize", read.flag, True),
+)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    """Parses the metadata. Layers without KV heads have Kimi Delta Attention; layers
+    from `leading_dense_block_count` on have experts."""
+    model = model_options(fields)
+    heads = per_layer(fields, KV_HEADS, HEADS.value(fields))
+    kinds = ["mla" if n else "kda" for n in heads]
+    kda = mla = mlp = moe = None
+    if "kda" in kinds:
+        kda = _kda(fields, model["norm_eps"])
+    if "mla" in kinds:
+        mla = _mla(fields)
+    count = layer_count(fields)
+    dense = min(fields.size(DENSE, 0, low=0), count)
+    if dense:
+        mlp = mlp_config(fields)
+    if dense < count:
+        moe = _moe(fields)
+    second = ("mlp",) * dense + ("moe",) * (count - dense)
+    each = tuple(name for pair in zip(kinds, second, strict=True) for name in pair)
+    return ModelConfig(
+        **model,
+        layers=blocks(each),
+        mixers=named(kda=kda, mla=mla, mlp=mlp, moe=moe),
+    )
+
+
+def _kda(fields: ConfigFields, eps: float) -> KDAConfig:
+    heads, width = HEADS.value(fields), fields.size("kda.head_dim")
+    d_conv = fields.size("ssm.conv_kernel")
+    return KDAConfig(
+        *(heads, heads, width, width, d_conv, eps), decay_rank=width, gate_rank=width
+    )
+
+
+def _mla(fields: ConfigFields) -> MLAConfig:
+    if fields.get("attention.q_lora_rank", None) is not None:
+        raise fields.error("attention.q_lora_rank", "latent queries are not supported")
+    options = read_fields(MLA, fields)
+    name = "attention.key_length_mla"
+    nope_dim = fields.size(name) - options["rope_dim"]
+    if nope_dim < 1:
+        raise fields.error(name, f"want more than {options['rope_dim']}")
+    return MLAConfig(**options, nope_dim=nope_dim)
+
+
+def _moe(fields: ConfigFields) -> MoEConfig:
+    fields.choice(GATING, SIGMOID, (SIGMOID,))
+    scale = next(field for field in SIGMOID_MOE if field.name == SCALE)
+    options = read_fields((*MOE, *GROUPS, scale), fields)
+    width = fields.size(SHARED, 1) * options["d_hidden"]
+    return MoEConfig(**options, shared=MLPConfig(width), router="sigmoid")

@@ -1,0 +1,132 @@
+"""Ways to read a long text into the states of a model, and parts of float64
+recurrences to compare these with."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax import models
+from stree_jax.models import (
+    Pending,
+    commit,
+    extend,
+    forward_hidden,
+    init_records,
+    init_state,
+    prefill,
+    tree_nodes,
+)
+from tests.support.reference import path_to, random_parents
+
+VOCAB, TOKENS = 32, 2000
+T, M = 8, 5  # nodes of a tree, and its longest accepted path
+
+
+def text(seed=1, n=TOKENS):
+    return np.random.default_rng(seed).integers(0, VOCAB, n).astype(np.int32)
+
+
+def rms(x, scale, eps):
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * scale
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def unit(x):
+    return x / np.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+@jax.jit
+def pass_of(model, state, tokens, parents, pending):
+    nodes = tree_nodes(parents, model.config.conv_taps)
+    return forward_hidden(model, state, tokens, nodes, pending=pending)
+
+
+def by_trees(model, tokens, draw):
+    """Reads a text by passes over trees; each pass accepts a path.
+
+    The other nodes are random tokens. Each pass first replays the path that the one
+    before it accepted.
+
+    Args:
+      draw: returns the parents [T] of a tree, and a path down from its root.
+    """
+    rng = np.random.default_rng(2)
+    dtype = models.param_dtype(model.params)
+    state, done, last = init_state(model.config, 1, 8, dtype), 0, None
+    records = init_records(model.config, 1, len(draw(rng)[0]), dtype)
+    pending = Pending(records, jnp.zeros((1, M), jnp.int32), jnp.zeros(1, jnp.int32))
+    while done < len(tokens):
+        parents, path = draw(rng)
+        path = path[: len(tokens) - done]
+        nodes = rng.integers(0, VOCAB, len(parents)).astype(np.int32)
+        nodes[path] = tokens[done : done + len(path)]
+        hidden, records, state = pass_of(
+            model, state, nodes[None], np.asarray(parents, np.int32)[None], pending
+        )
+        done, last = done + len(path), hidden[0, path[-1]]
+        padded = np.resize(path, M).astype(np.int32)[None]
+        length = jnp.asarray([len(path)], jnp.int32)
+        pending = Pending(records, jnp.asarray(padded), length)
+    return last, commit(state, pending.records, pending.path, pending.length)
+
+
+def random_path(rng):
+    parents = random_parents(rng, 1, T)[0]
+    return parents, path_to(parents, int(rng.integers(T)))[:M]
+
+
+def chain(n):
+    return lambda rng: (np.arange(n) - 1, np.arange(n))
+
+
+def trees_and_steps(rng):
+    """Draws trees; in many, only the root is accepted."""
+    parents, path = random_path(rng)
+    return parents, path[: 1 + (rng.random() < 0.5) * M]
+
+
+def by_prefill(model, tokens, chunk):
+    dtype = models.param_dtype(model.params)
+    state = init_state(model.config, 1, 8, dtype)
+    length = jnp.asarray([len(tokens)], jnp.int32)
+    padded = np.pad(tokens, (0, -len(tokens) % chunk), constant_values=VOCAB - 1)
+    read = jax.jit(partial(prefill, chunk=chunk))
+    return None, read(model, state, padded[None], length)[0]
+
+
+def by_steps(model, tokens):
+    """Reads a text token by token."""
+
+    @jax.jit
+    def run(model, tokens):
+        dtype = models.param_dtype(model.params)
+        start = (
+            init_state(model.config, 1, 8, dtype),
+            jnp.zeros((1, 1, model.config.d_model), jnp.float32),
+        )
+
+        def step(carry, token):
+            one = jnp.ones((1,), jnp.int32)
+            hidden, state = extend(model, carry[0], token[None, None], one)
+            return (state, hidden), None
+
+        return jax.lax.scan(step, start, tokens)[0]
+
+    state, hidden = run(model, jnp.asarray(tokens))
+    return hidden[0, 0], state
+
+
+WAYS = {
+    "trees": partial(by_trees, draw=random_path),
+    "trees and steps": partial(by_trees, draw=trees_and_steps),
+    "chains": partial(by_trees, draw=chain(M)),
+    "steps with a replay": partial(by_trees, draw=chain(1)),
+    "steps": by_steps,
+    "prefill": partial(by_prefill, chunk=256),
+    "prefill by short chunks": partial(by_prefill, chunk=24),
+}
