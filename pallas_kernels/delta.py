@@ -328,14 +328,18 @@ def delta_replay(h0: jax.Array, past: DeltaReplayed) -> jax.Array:
     """
     if past.a.ndim == 3:
         return replay(h0, as_scan(past))
-    take = jax.vmap(lambda z, p: z[p].astype(jnp.float32))
-    u, k, scale, a = (take(z, past.path) for z in past[:4])
     place = jnp.arange(past.path.shape[1], dtype=jnp.int32)
-    valid = (place[None] < past.length[:, None])[..., None]  # [B, M, 1]
-    a = jnp.where(valid[..., None], a, 0.0)
+    valid = place[None] < past.length[:, None]  # [B, M]
+
+    def taken(z: jax.Array) -> jax.Array:
+        rows = jax.vmap(lambda z, p: z[p].astype(jnp.float32))(z, past.path)
+        # Rows of padding may be NaN.
+        return jnp.where(valid.reshape(*valid.shape, *[1] * (z.ndim - 2)), rows, 0.0)
+
+    u, k, scale, a = map(taken, past[:4])
     after = lax.cumsum(a[:, 1:], axis=1, reverse=True)  # sum over i > j
     after = jnp.exp(jnp.pad(after, ((0, 0), (0, 1), (0, 0), (0, 0))))
-    k = _per_head(_scaled(k, jnp.where(valid, scale, 0.0)), u.shape[2])
+    k = _per_head(_scaled(k, scale), u.shape[2])
     added = jnp.einsum("bjhp,bjhn->bhpn", u, k * after, precision=_HIGHEST)
     return jnp.exp(a.sum(axis=1))[:, :, None] * h0 + added
 

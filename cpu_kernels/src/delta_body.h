@@ -99,7 +99,8 @@ TARGET void write_factors(const Delta& d, int64_t b, int64_t head, const Shared&
 
 // Computes the products of keys and queries with the keys of ancestors, which decay by column from
 // there, and then decays the keys and queries themselves. Walks from each node to its root and
-// multiplies the factors on the way: quotients of the decays of whole paths would overflow.
+// multiplies the factors on the way: quotients of the decays of whole paths would overflow. Reads
+// the mask, because another thread may be writing shared.ancestors.
 template <class L>
 TARGET void score_by_column(const Scan& s, int64_t b, int64_t head, const Shared& shared) {
   using V = Lanes;
@@ -114,8 +115,9 @@ TARGET void score_by_column(const Scan& s, int64_t b, int64_t head, const Shared
     float* const query = key + n;
     float* const scores = shared.scores + (head * s.Tq + q) * 2 * T;
     for (int64_t i = 0; i < n; i++) walk[i] = 1.0f;
-    for (int32_t a = shared.count[t] - 1; a >= 0; a--) {
-      const int64_t of = shared.ancestors[t * T + a];
+    const uint8_t* const is_ancestor = s.mask + (b * T + t) * T;
+    for (int64_t of = T - 1; of >= 0; of--) {
+      if (!is_ancestor[of]) continue;
       V::F by_key = V::F{}, by_query = V::F{};
       for (int64_t i = 0; i < n; i += V::W) {
         const V::F kept = V::load(walk + i, V::W), k = V::load(B + of * n + i, V::W) * kept;

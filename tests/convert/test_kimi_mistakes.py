@@ -4,13 +4,17 @@ Each function plants a mistake in a `kimi.Recomputed` by replacing one of its st
 wrong one. Its logits must then differ from the library's.
 """
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
+import torch
 
 import stree_jax
+from stree_jax.convert import CheckpointError
 from tests.support import kimi
-from tests.support.checkpoints import sources
+from tests.support.checkpoints import assert_same, edit_tensors, sources
 from tests.support.hf_checkpoints import VOCAB
 from tests.support.qwen import sigmoid, silu, softplus
 
@@ -294,3 +298,21 @@ def test_planted_mistakes_are_seen(source, name):
             missed.append(plant.__name__)
     assert not missed
     jax.clear_caches()
+
+
+def test_the_mtp_layer_of_ling_is_not_read(source, tmp_path):
+    """Its tensors are numbered after the last layer. A layer after that is refused."""
+    shutil.copytree(source("bailing-hybrid"), tmp_path / "model")
+    right = stree_jax.load(source("bailing-hybrid"))
+
+    def add(number):
+        def change(tensors):
+            tensors[f"model.layers.{number}.eh_proj.weight"] = torch.zeros(2, 2)
+
+        return change
+
+    edit_tensors(tmp_path / "model", add(4))
+    assert_same(stree_jax.load(tmp_path / "model"), right)
+    edit_tensors(tmp_path / "model", add(5))
+    with pytest.raises(CheckpointError, match="unexpected tensor model.layers.5.eh"):
+        stree_jax.load(tmp_path / "model")

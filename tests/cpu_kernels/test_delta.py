@@ -43,6 +43,7 @@ def trees(T, seed=0):
         DeltaConfig(3, 6, 37, 41, d_conv=5),
         KDAConfig(2, 2, 128, 128),
         KDAConfig(1, 1, 3, 5, d_conv=2),
+        KDAConfig(32, 32, 64, 16),  # groups in several threads
     ],
     ids=str,
 )

@@ -309,6 +309,20 @@ def test_replay_ignores_the_rest_of_the_path(shape, seed):
     near([after], [delta_path(h0, past)])
 
 
+def test_replay_reads_only_the_path():
+    """Kernels leave rows of padding as they are, which may be NaN. A path past its
+    length may name such rows."""
+    shape = Shape(2, 9, 2, 2, 5, 6, by_column=True)
+    h0, past, _ = replayed_inputs(np.random.default_rng(0), shape)
+    wanted = jit_replay(h0, past)
+    for b in range(shape.batch):
+        rest = np.setdiff1d(np.arange(20), past.path[b, : past.length[b]])
+        for z in past[:4]:
+            z[b, rest] = np.nan
+        past.path[b, past.length[b] :] = rest[0]
+    np.testing.assert_array_equal(jit_replay(h0, past), wanted)
+
+
 @both_decays
 @given(seed=seeds)
 def test_replay_scan_is_replay_then_scan(shape, seed):
