@@ -238,7 +238,7 @@ def _delta_format(layers: tuple[str, ...]) -> str:
 
 
 def _after_format(config: ModelConfig) -> str:
-    """Returns the class for layers of which some have norms after the mixers."""
+    """Returns the class of models with norms after some of their mixers."""
     pairs = list(zip(config.layers[::2], config.layers[1::2], strict=False))
     wanted = {"attention": "after", "delta": "before"}
     fits = "delta" in config.mixers and len(config.layers) == 2 * len(pairs)

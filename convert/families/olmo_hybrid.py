@@ -5,7 +5,7 @@ attention have them after. Norms of q and k are of all heads together. The stren
 a write is up to 2 (`linear_allow_neg_eigval`).
 
 There are two spellings of the names of norms. transformers 5.23 also saves the
-convolution of q, k and v in three parts of almost equal size, whatever their widths.
+convolution of q, k and v in three parts of almost equal size, which are not q, k and v.
 """
 
 import re
