@@ -400,7 +400,7 @@ def packed_orders(
 
 
 def row_orders(row: Row, counts: list[int]) -> list[tuple[str, Any]] | None:
-    """Returns which rows of which sources a parameter consists of.
+    """Returns the sources of a parameter, each with the rows that it takes from it.
 
     Args:
       row: a row that changes only the order of rows.

@@ -33,7 +33,7 @@ from tests.support.vocabularies import (
 )
 
 LIMIT = 1e-4
-CRASHES = ("kimi-linear-joined",)  # cases of which llama.cpp 0.3.36 dies by a signal
+CRASHES = ("kimi-linear-joined",)  # llama.cpp 0.3.36 dies of these cases by a signal
 READ = 6  # ids prefilled together; the others follow one by one
 
 

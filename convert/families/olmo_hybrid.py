@@ -85,7 +85,7 @@ def spelled(names: Names, tensors: Collection[str]) -> Names:
 
 def _conv_sizes(tensors: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns the channels of the three convolution tensors of the first layer that
-    has them, or () if there is none."""
+    has them, or () if no layer does."""
     found = {m[2]: tensors[m.string] for m in map(CONV.search, tensors) if m}
     sizes = [found[letter].shape[0] for letter in "qkv" if letter in found]
     return tuple(sizes) if len(sizes) == 3 else ()
@@ -152,7 +152,8 @@ DELTA = (
 def rotates(fields: ConfigFields) -> bool:
     """True if attention has a rotary embedding.
 
-    Absent or null parameters mean that there is none, as in the published model.
+    If its parameters are absent or null, there is no such embedding, as in the
+    published model.
     transformers 5.23 uses a base of 10,000 in that case.
     """
     older, current = fields.object("rope_scaling"), fields.object("rope_parameters")

@@ -31,7 +31,7 @@ TARGET bool by_tiles(const Product& p) {
 // an Intel Xeon of 2023.
 constexpr int64_t UNPACKED = 4, RING = 8, SUMS = 2;
 
-// Tile registers, of which blocks take turns: sums of a plane, rows of a plane, weights.
+// Tile registers for two blocks in turns: sums of a plane, rows of a plane, weights.
 constexpr int sums_of(int turn, int plane) { return 2 * turn + plane; }
 constexpr int rows_of(int plane) { return 4 + plane; }
 constexpr int weights_of(int turn) { return 6 + turn; }

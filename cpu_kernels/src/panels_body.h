@@ -6,7 +6,7 @@
 //   SIZES           for n rows up to 16: the number of rows in the first group
 //   Number          the numbers of a vector, in the form that `add_dot` takes
 //   Sum<P>          sums of W lanes, begun by `begun<P>(int)`; `total` returns integers
-//   FOUR<P>         bytes of four numbers of a rounded row, of which `put_block<P>` writes eight
+//   FOUR<P>         bytes of four numbers of a rounded row; `put_block<P>` writes eight of these
 //   PLANES<P>       P, or 2 if the same code computes any number of planes
 //   BY_ROW          true if a block's eight vectors stay in registers, false if a sum per row does
 //   UNROLLED        vectors per iteration, unless BY_ROW

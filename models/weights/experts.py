@@ -1,6 +1,6 @@
 """The matrices of a mixture's experts in the storage of a weight format.
 
-A mixture has E matrices [m, k], each of which a `Weight` could store. They are one
+A mixture has E matrices [m, k], and a `Weight` could store each. They are one
 pytree: a weight whose arrays have a leading axis of E experts. In plain formats it is
 an array [E, m, k].
 """

@@ -64,7 +64,7 @@ def expanded(p, u):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_paths_of_trees_match_attention_with_expanded_keys(dtype):
-    """Of the second of two trees, after a path of the first."""
+    """The outputs are those of the second of two trees, after a path of the first."""
     key, rng = jax.random.key(0), np.random.default_rng(1)
     params = perturbed(init_params(CONFIG, key, jnp.float32), 0.2, 0)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
