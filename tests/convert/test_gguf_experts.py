@@ -71,3 +71,17 @@ def test_trees_give_the_text_of_plain_decoding(file):
     plain = stree_jax.generate(model, prompts, drafter=None, **options)
     drafted = stree_jax.generate(model, prompts, drafter=model, tree=tree, **options)
     assert drafted.tokens == plain.tokens
+
+
+def test_a_directory_of_kept_experts(file, tmp_path):
+    """They are the same after a save, and dequantized on request."""
+    kept, exact = (stree_jax.load(file, dtype=d) for d in ("kept", "float32"))
+    stree_jax.save(kept, tmp_path / "ours")
+    again = by_path(stree_jax.load(tmp_path / "ours").params)
+    wide = by_path(stree_jax.load(tmp_path / "ours", dtype="float32").params)
+    for path, leaf in by_path(exact.params).items():
+        if leaf.ndim == 3:
+            assert isinstance(again[path], Experts)
+            panels = by_path(kept.params)[path].stack.panels
+            np.testing.assert_array_equal(again[path].stack.panels, panels)
+            np.testing.assert_array_equal(wide[path], leaf)
