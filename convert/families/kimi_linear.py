@@ -388,6 +388,7 @@ def kda_fields(format: str, c: KDAConfig, eps: float) -> dict[str, Any]:
             "heads of q and k": c.key_heads == c.value_heads,
             "width of values": c.key_dim == c.value_dim,
             "norm_eps": c.norm_eps == eps,
+            "beta_max": c.beta_max == 1.0,
         },
     )
     return {
