@@ -48,7 +48,7 @@ class MLAConfig:
       value_dim: channels of a head of v.
       rank: R, channels of the latent vector.
       rope: rotary embedding of the shared part. It rotates pairs of neighbouring
-        channels. If None, there is none.
+        channels. If None, nothing is rotated.
       norm_eps: epsilon of the RMSNorm of the latent vector.
       gated: True if each head's output is multiplied by the sigmoid of a further
         projection.

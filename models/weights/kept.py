@@ -277,7 +277,7 @@ class Panels(Weight):
         if axis == 0 and factor is not None:
             factor = np.concatenate([factor[place] for place in places])
         panels = slices(self.panels, places, axis, self.unit(axis))
-        return self.replace(panels=panels, factor=factor)  # type: ignore[attr-defined]
+        return replace(self, panels=panels, factor=factor)
 
     def divides(self, places: Sequence[slice], axis: int) -> bool:
         fixed = self.columns is not None if axis else self.padding > 0
@@ -351,6 +351,14 @@ def _rows(panels: jax.Array, ids: jax.Array, *, kind: str) -> jax.Array:
     return found.reshape(*ids.shape, -1)
 
 
+def _attributes(kind: str, planes: int, **_: Any) -> dict[str, Any]:
+    return {"kind": KINDS[kind].number, "planes": planes}
+
+
+def _prepared(*arrays: Any, **_: Any) -> tuple[Any, ...]:
+    return in_float32(*arrays)
+
+
 @cpu_kernel(
     "stree_panels",
     outputs=lambda rows, panels, _, kind, planes, padding: floats(
@@ -360,11 +368,8 @@ def _rows(panels: jax.Array, ids: jax.Array, *, kind: str) -> jax.Array:
         rows, panels, count
     ),
     shared=("panels",),
-    attributes=lambda kind, planes, **_: {
-        "kind": KINDS[kind].number,
-        "planes": planes,
-    },
-    prepare=lambda rows, *rest, **_: in_float32(rows, *rest),
+    attributes=_attributes,
+    prepare=_prepared,
 )
 def _product(
     rows: jax.Array,
@@ -402,11 +407,8 @@ def _on_gpu(
         rows, chosen, panels
     ),
     shared=("panels",),
-    attributes=lambda kind, planes, **_: {
-        "kind": KINDS[kind].number,
-        "planes": planes,
-    },
-    prepare=lambda rows, *rest, **_: in_float32(rows, *rest),
+    attributes=_attributes,
+    prepare=_prepared,
 )
 def _chosen(
     rows: jax.Array,

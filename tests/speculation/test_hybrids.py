@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling, Staged
-from stree_jax.training.ngrams import count_grams, katz
+from stree_jax import Sampling
 from tests.speculation.auto import times
-from tests.support.heads import random_heads
-from tests.support.tiny import REAL, perturbed, tiny_hybrid
+from tests.support.drafting import drafters_of, random_prompts
+from tests.support.tiny import tiny_hybrid
 
 NEW, LENGTHS = 24, [1, 5, 70, 33]
 AUTO = "auto:1,4,8"
@@ -40,8 +39,7 @@ def target(request):
 
 @pytest.fixture(scope="module")
 def prompts():
-    rng = np.random.default_rng(0)
-    return [rng.integers(8, REAL, n).tolist() for n in LENGTHS]
+    return random_prompts(LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +55,8 @@ def plain(write):
 
 @pytest.fixture(scope="module")
 def drafters(target, plain, prompts):
-    half = target.replace(params=perturbed(target.params, 0.03, 3))
     texts = [a + b for a, b in zip(prompts, plain.tokens, strict=True)]
-    text = np.resize(sum(texts, []), (1, 256)).astype(np.int32)
-    ngrams = katz(count_grams(text, 3, REAL), REAL, slots=512, keep=4)
-    return {
-        "lookup": "lookup",
-        "model": half,
-        "heads": random_heads(target, heads=2, blocks=1),
-        "staged": Staged(half, ngrams),
-    }
+    return drafters_of(target, texts, noise=0.03)
 
 
 @pytest.mark.parametrize(("name", "tree"), CASES)

@@ -5,16 +5,14 @@ decoding."""
 from functools import partial
 
 import jax
-import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling, Staged
+from stree_jax import Sampling
 from stree_jax.models.mixers import delta, mla
-from stree_jax.training.ngrams import count_grams, katz
 from tests.speculation.auto import times
-from tests.support.heads import random_heads
-from tests.support.tiny import REAL, perturbed, tiny, tiny_kda
+from tests.support.drafting import drafters_of, random_prompts
+from tests.support.tiny import tiny, tiny_kda
 
 NEW = 24
 LENGTHS = [1, 70, 33]  # prompt lengths; the longest takes two chunks
@@ -28,8 +26,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def prompts():
-    rng = np.random.default_rng(0)
-    return [rng.integers(8, REAL, n).tolist() for n in LENGTHS]
+    return random_prompts(LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +42,9 @@ def plain(write):
 
 @pytest.fixture(scope="module")
 def drafters(target, plain, prompts):
-    half = target.replace(params=perturbed(target.params, 0.02, 3))
     texts = [a + b for a, b in zip(prompts, plain.tokens, strict=True)]
-    text = np.resize(sum(texts, []), (1, 256)).astype(np.int32)
-    ngrams = katz(count_grams(text, 3, REAL), REAL, slots=512, keep=4)
-    return {
-        "lookup": "lookup",
-        "model": half,
-        "mamba": tiny(2, layers=("mamba", "mamba")),
-        "heads": random_heads(target, heads=2, blocks=1),
-        "ngrams": ngrams,
-        "staged": Staged(half, ngrams),
-    }
+    others = {"mamba": tiny(2, layers=("mamba", "mamba"))}
+    return drafters_of(target, texts, noise=0.02) | others
 
 
 PAIRS = [
