@@ -91,6 +91,7 @@ class EagleConfig(ModelConfig):
       mask_token: token of P-EAGLE's further levels. If None, levels are drafted one by
         one.
       levels: maximum number of levels of a tree with P-EAGLE.
+      target: name of the model that the drafter was trained for; may be empty.
     """
 
     target_width: int = 0
@@ -107,6 +108,12 @@ class EagleConfig(ModelConfig):
     own_head: bool = True
     mask_token: int | None = None
     levels: int = 8
+    target: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The name of the method."""
+        return "EAGLE-2" if self.fused else "P-EAGLE" if self.parallel else "EAGLE-3"
 
     @property
     def streams(self) -> int:
@@ -235,11 +242,10 @@ class Eagle:
 
     def __repr__(self) -> str:
         c, count = self.config, parameter_count(self.params)
-        kind = "EAGLE-2" if c.fused else "P-EAGLE" if c.parallel else "EAGLE-3"
         reads = f"boundaries {list(c.boundaries)}" if c.boundaries else "hidden states"
         layers = f"{len(c.layers) // 2} layer{'s' * (len(c.layers) > 2)}"
         head = c.head_rows or c.vocab_size
-        return f"Eagle({kind}, {layers}, reads {reads}, {head} tokens, {count:,})"
+        return f"Eagle({c.kind}, {layers}, reads {reads}, {head} tokens, {count:,})"
 
 
 @struct.dataclass
@@ -250,6 +256,8 @@ class EagleModel(Model):
     Its hidden states are the vectors that it hands down. `logits_of` applies the norm
     before the head if they do not have it yet.
     """
+
+    config: EagleConfig = struct.field(pytree_node=False)
 
     @property
     def module(self) -> Any:
@@ -320,7 +328,7 @@ class EagleModule(LanguageModel):
         p = declare(self, ends | _project_params(c), self.dtype)
         self.declare_ends(p)
         self.fc, self.fc_bias = p.get("fc"), p.get("fc_bias")
-        self.mask_hidden = p.get("mask_hidden")
+        self.mask_hidden: Any = p.get("mask_hidden")
         norm = partial(Norm, c.norm, c.norm_eps, self.dtype)
         count = {"none": 0, "whole": 1, "each": c.streams}[c.input_norm]
         self.input_norm = [norm() for _ in range(count)]
