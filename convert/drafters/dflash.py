@@ -17,7 +17,14 @@ from typing import Any
 
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.drafters import names
-from stree_jax.convert.drafters.fields import Fields, Shapes, target_name
+from stree_jax.convert.drafters.fields import (
+    BOUNDARIES,
+    OUTPUTS,
+    Fields,
+    Shapes,
+    target_name,
+)
+from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig
@@ -33,9 +40,6 @@ UNSTATED_SLOTS = 8
 FROM_ROOT = ("sample_from_anchor", "shift_label")
 CAUSAL = ("is_causal", "causal", "causal_head", "dflash_query_causal")
 HALF_SPLIT = ("rope_is_neox_style", "is_neox_style")
-# Lists of the target's layers: numbers of layers whose output is read, and boundaries.
-OUTPUTS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
-BOUNDARIES = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 LIQUID = "Lfm2DSpark"  # its class rotates interleaved pairs by default
 Z_LAB = ("DFlashDraftModel", "DFlash2DraftModel")  # classes of two-sided windows
 # Drafters with further parts, by a word in the names of their class, of their
@@ -86,7 +90,7 @@ def dflash_config(
     boundaries, width = _taps(f, d)
     hf.check_silu(f.layer)
     vocab = _vocabulary(f)
-    config = DFlashConfig(
+    values = dict(
         d_model=d,
         vocab_size=vocab,
         target_width=width,
@@ -105,6 +109,10 @@ def dflash_config(
         **_confidence(f, d),
         **_convolution(f, d),
     )
+    try:
+        config = DFlashConfig(**values)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
     names.check_shapes(f, config)
     return config
 
@@ -389,7 +397,9 @@ def _convolution(f: Fields, d: int) -> dict[str, Any]:
     rows = f.shape(base.replace("base_kernel", "kernel_projection.weight"), 2)[0]
     stated = f.size("conv_kernel_size")
     if stated not in (None, taps):
-        raise f.whole.error("conv_kernel_size", f"{stated}, but the kernels have {taps}")
+        raise f.whole.error(
+            "conv_kernel_size", f"{stated}, but the kernels have {taps}"
+        )
     group = f.size("conv_group_size") or 2 * taps * d // max(rows, 1)
     if d % group:
         raise f.whole.error("conv_group_size", f"{group} does not divide {d}")
