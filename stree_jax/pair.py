@@ -96,10 +96,10 @@ def load_pair(
       target: a directory, a GGUF file, a hub id or "demo", the bundled target.
       drafter: a draft model, named like the target ("demo" is the bundled draft model);
         a directory or hub id of Medusa heads ("demo-heads" are the bundled ones) or of
-        a published drafter (`load_drafter`); a file of n-grams; "lookup"; "mtp", which loads the target with its MTP layers; a
-        custom drafter as "MODULE:NAME"; or "none". None and "auto" are the bundled
-        draft model for the bundled target, "mtp" for others that have MTP layers, and
-        "lookup" for the rest.
+        a published drafter (`load_drafter`); a file of n-grams; "lookup"; "mtp", which
+        loads the target with its MTP layers; a custom drafter as "MODULE:NAME"; or
+        "none". None and "auto" are the bundled draft model for the bundled target,
+        "mtp" for others that have MTP layers, and "lookup" for the rest.
       dtype: dtype of the weights, as for `load`. If None, each model keeps the dtype
         that it is stored in. If the target's weights are kept, a draft model is in
         "kept-int8", or in its default dtype if it cannot be kept; heads and published

@@ -320,8 +320,8 @@ def _mask_token(f: Fields, vocab: int) -> int:
         raise f.whole.error(MASKS[0], f"{mask} is not one of {vocab} tokens")
     if names.MASK in f.shapes and names.EMBEDDING not in f.shapes:
         raise f.error(
-            f"{names.MASK} is not supported without {names.EMBEDDING}, whose row of the "
-            "mask token it replaces"
+            f"{names.MASK} is not supported without {names.EMBEDDING}, of which it "
+            "replaces a row"
         )
     return mask
 
@@ -356,13 +356,14 @@ def _head_rows(f: Fields, vocab: int) -> int:
 
 def _pairs(f: Fields) -> dict[str, Any]:
     """Reads how pairs of tokens are scored, which the tensors show."""
-    parts = {
+    parts: dict[Pairs, str] = {
         "selector": names.SELECTOR["previous"],
         "gated": names.MARKOV["gate"],
         "rnn": names.MARKOV["joint"],
         "vanilla": names.MARKOV["previous"],
     }
-    kind: Pairs = next((k for k, name in parts.items() if name in f.shapes), "")  # type: ignore[assignment]
+    held: list[Pairs] = [k for k, name in parts.items() if name in f.shapes]
+    kind: Pairs = held[0] if held else ""
     if not kind:
         lacking = parts["selector"] if f.size("selector_rank", low=0) else ""
         if f.size("markov_rank", low=0):

@@ -1,5 +1,5 @@
-"""Plant mistakes in published drafters: each is refused in one line, or makes the scores
-differ from the reference."""
+"""Plant mistakes in published drafters: each is refused in one line, or makes the
+scores differ from the reference."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def at(place, **fields):
     return change
 
 
-# Mistakes that load: the layout, the change, and what the drafter then computes wrongly.
+# Mistakes that load: the layout, and the change.
 SILENT = {
     "neighbouring pairs rotate as halves": ("liquid", at("", rope_is_neox_style=True)),
     "YaRN is ignored": ("specforge", at("", rope_parameters=None)),
