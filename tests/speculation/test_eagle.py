@@ -1,7 +1,6 @@
 """Test drafting with EAGLE drafters: drafts match the equations, text stays exact."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,23 +8,12 @@ import numpy as np
 import pytest
 from flax import struct
 
-import stree_jax
 from stree_jax.convert.drafters.eagle import read_eagle
 from stree_jax.generation import begin
-from stree_jax.models.boundaries import tap_of
-from stree_jax.models.eagle import eagle_model
-from stree_jax.models.memory import size_of
-from stree_jax.sampling.settings import Sampling
-from stree_jax.sizing.memory import BufferSizes, memory_of
 from stree_jax.speculation import loop
-from stree_jax.speculation.adaptive.best_first import best_first
-from stree_jax.speculation.adaptive.calibration import PRIOR
-from stree_jax.speculation.adaptive.search import Query
 from stree_jax.speculation.drafter import DrafterBase
 from stree_jax.speculation.drafters.eagle import EagleDrafter
-from stree_jax.speculation.drafters.lookup import History
 from stree_jax.speculation.tree import resolve_tree
-from tests.speculation.auto import times
 from tests.support import eagle
 
 NEW, LENGTHS = 20, [3, 1, 70]  # prompt lengths; the longest takes two chunks
