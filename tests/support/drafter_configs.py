@@ -333,8 +333,9 @@ def yuhuili(facts, sizes):
         "draft_vocab_size": sizes.draft_vocab,
         "torch_dtype": "float16",
     }
-    for name in ("head_dim", "dtype"):
-        del fields[name]
+    del fields["dtype"]
+    if sizes.heads * sizes.head_dim == sizes.d:
+        del fields["head_dim"]
     return fields
 
 

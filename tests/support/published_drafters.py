@@ -40,9 +40,6 @@ NAMES = {
     "selector.after": "candidate_selector.successor_codebook",
     "selector.hidden": "candidate_selector.hidden_projection.weight",
     "fc_input_norm": "input_norm.weight",
-    "fc_norm.0": "fc_norm.0.weight",
-    "fc_norm.1": "fc_norm.1.weight",
-    "fc_norm.2": "fc_norm.2.weight",
     "mask_hidden": "mask_hidden",
     "head_ids": "d2t",
 }
@@ -66,7 +63,7 @@ def published_name(name):
     layer, _, rest = name.partition(".")
     if layer.isdigit():
         return f"layers.{layer}.{LAYER_NAMES[rest]}"
-    return NAMES[name]
+    return f"{name}.weight" if layer == "fc_norm" else NAMES[name]
 
 
 @dataclass(frozen=True)
@@ -245,7 +242,11 @@ LAYOUTS = {
         spelling={"layers.0.": "midlayer."},
     ),
     "speculators-eagle3": Layout(
-        configs.speculators_eagle3, "eagle3", narrow=True, norm_before_residual=True
+        configs.speculators_eagle3,
+        "eagle3",
+        copies=("embed",),
+        narrow=True,
+        norm_before_residual=True,
     ),
     "peagle": Layout(configs.peagle, "peagle", narrow=True, own_embed=True),
 }
