@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.drafter_cases import BLOCK, FILE, inputs, prepared
 from tests.support.drafter_reference import draft, eagle_draft, peagle_draft
 from tests.support.published_drafters import (
     LAYOUTS,
@@ -125,3 +126,23 @@ def test_reference_drafts_tokens_of_the_target(name, tmp_path):
         drafts, scores = run(written.arrays, written.facts, tokens, taps, 3)
     assert scores.shape == (len(drafts), len(written.arrays["head"]))
     assert set(drafts) <= set(written.arrays.get("head_ids", range(64)))
+
+
+@pytest.mark.parametrize("case", json.loads(FILE.read_text()))
+def test_reference_equals_the_makers_code(case):
+    facts, sizes, arrays = prepared(case)
+    taps, tokens, count = inputs(facts, sizes)
+    sure = []
+    if case in BLOCK:
+        root, path = tokens[count], tokens[count + 1 : count + 1 + facts.drafts]
+        _, scores, sure = draft(arrays, facts, taps[:count], root, path=path)
+    elif facts.kind == "peagle":
+        _, scores = peagle_draft(arrays, facts, tokens[:count], taps[:count], 3)
+    else:
+        path = tokens[count : count + 3]
+        pairs = tokens[:count], taps[:count]
+        _, scores = eagle_draft(arrays, facts, *pairs, 3, path=path)
+    theirs = json.loads(FILE.read_text())[case]
+    np.testing.assert_array_equal(scores.argmax(-1), theirs["row"])
+    np.testing.assert_allclose(scores.max(-1), theirs["best"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(sure, theirs["confidence"], rtol=0, atol=1e-5)
