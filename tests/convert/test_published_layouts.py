@@ -146,3 +146,16 @@ def test_reference_equals_the_makers_code(case):
     np.testing.assert_array_equal(scores.argmax(-1), theirs["row"])
     np.testing.assert_allclose(scores.max(-1), theirs["best"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(sure, theirs["confidence"], rtol=0, atol=1e-5)
+
+
+def test_options_of_the_writers(tmp_path):
+    """A target of another width, prefixes of names, and given weights."""
+    ones = np.ones(32)
+    written = write_drafter(
+        tmp_path, "yuhuili", target_d=48, prefix="model.", arrays={"norm": ones}
+    )
+    tensors, config = read(tmp_path)
+    assert config["target_hidden_size"] == 48
+    assert tensors["model.fc.weight"].shape == (32, 144)
+    np.testing.assert_array_equal(tensors["model.norm.weight"].numpy(), ones)
+    np.testing.assert_array_equal(written.arrays["norm"], ones)
