@@ -91,12 +91,12 @@ def normal(seed, name, shape, scale=1.0, mean=0.0):
 
 def shapes(kind, sizes, layers):
     """Returns the shape of every array that a drafter of the kind may have."""
-    s, width = sizes, len(sizes.boundaries) * sizes.tap_width
+    s, joined = sizes, len(sizes.boundaries) * sizes.tap_width
     eagle = kind in ("eagle3", "peagle")
     found = {
         "embed": (s.vocab, s.d),
         "head": (s.vocab, s.d),
-        "fc": (s.d, width),
+        "fc": (s.d, joined),
         "norm": (s.d,),
     }
     for i in range(layers):
@@ -112,10 +112,10 @@ def shapes(kind, sizes, layers):
             layer[f"{conv}.kernels"] = (4 * s.d // 16, s.d)
         found |= {f"{i}.{name}": shape for name, shape in layer.items()}
     if eagle:
-        found |= {"0.hidden_norm": (s.d,), "fc_input_norm": (width,)}
+        found |= {"0.hidden_norm": (s.d,), "fc_input_norm": (joined,)}
         taps = range(len(s.boundaries))
         found |= {f"fc_norm.{j}": (s.tap_width,) for j in taps}
-        return found | {"mask_hidden": (width,)}
+        return found | {"mask_hidden": (joined,)}
     codes = ("markov.before", "markov.after", "selector.before", "selector.after")
     return found | {
         "hidden_norm": (s.d,),
