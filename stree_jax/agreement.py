@@ -9,7 +9,7 @@ Letters: n places, T nodes, M depth of the trees, S tokens of a piece of text.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,10 @@ class Agreement:
     def levels(self) -> int:
         """M."""
         return self.text.shape[1]
+
+    def after(self, place: int) -> "Agreement":
+        """Returns the drafts from a place of the text on."""
+        return Agreement(*(getattr(self, f.name)[place:] for f in fields(self)))
 
     def accepted(self) -> np.ndarray:
         """Returns which nodes [n, T] would be accepted if the target wrote the text:
@@ -165,11 +169,10 @@ def agreement(
     )
     plain = without_mtp(target)
     pieces = [
-        _piece(run, plain, bound, ids[i : i + PIECE], shape.depth)
+        Agreement(*_piece(run, plain, bound, ids[i : i + PIECE], shape.depth))
         for i in range(0, len(ids) - 1, PIECE)
     ]
-    parts = zip(*pieces, strict=True)
-    return Agreement(*(np.concatenate(part) for part in parts))
+    return joined(pieces)
 
 
 def _piece(
@@ -247,3 +250,9 @@ def _greedy(batch: int, num_tokens: int) -> Distribution:
     none = jnp.zeros((batch,), jnp.int32)
     requests = Requests(none, None, jnp.full((batch, 1), -1, jnp.int32), None, None)
     return Distribution(requests, none, None, num_tokens)
+
+
+def joined(parts: Sequence[Agreement]) -> Agreement:
+    """Returns the drafts of several texts, with trees of one shape."""
+    names = [f.name for f in fields(Agreement)]
+    return Agreement(*(np.concatenate([getattr(p, n) for p in parts]) for n in names))
