@@ -116,8 +116,7 @@ def renamed(fields: ConfigFields) -> ConfigFields:
             old = f"layernorm_{PUBLISHED.get(prefix, prefix)}_{letter}"
             if old in values:
                 values.setdefault(f"{prefix}_{letter}_factor", values[old])
-    if not any(name in values for name in ("rope_parameters", "rope_theta")):
-        values["rope_theta"] = THETA
+    values.setdefault("rope_theta", THETA)
     return replace(fields, values=values)
 
 

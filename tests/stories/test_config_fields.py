@@ -160,7 +160,6 @@ CASES = {
         ({"sliding_window": 5}, EQUAL),
         ({"rms_norm_eps": 0.01}, EQUAL),
         ({"rms_norm_eps": GONE}, EQUAL),
-        ({"block_size": 8}, NO_EFFECT),
         ({"router_jitter_noise": 0.5}, NO_EFFECT),
         ({"postnorm": False}, "postnorm"),
         ({"shared_intermediate_size": 8}, "a shared MLP is not supported"),

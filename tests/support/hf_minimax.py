@@ -28,7 +28,7 @@ def minimax(vocab, **options):
         "num_experts_per_tok": 2,
         "rms_norm_eps": 0.1,  # beside which the 1e-6 of lightning attention shows
         "vocab_size": vocab,
-        "block_size": 16,
+        "block_size": 64,
         "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
         **FACTORS,
