@@ -178,12 +178,12 @@ def export_format(config: ModelConfig) -> str:
     olmo_hybrid: Gated DeltaNet, and attention with norms after it, alternating with
     MLPs. kimi_linear and bailing_hybrid: Kimi Delta Attention and latent attention,
     without and with a rotary embedding. minimax: lightning attention and attention,
-    alternating with experts, with norms of the residual stream. All others alternate mixers and gated MLPs:
-    qwen3: only attention, with norms of q and k, without multipliers. qwen2: only
-    attention, with biases only of q, k and v, without multipliers. llama: only
-    attention otherwise, without multipliers. bamba: biases in the MLP, or rotary
-    embeddings of a part of each head. granitemoe: attention, and experts without a
-    shared MLP. granitemoehybrid: all others.
+    alternating with experts, with norms of the residual stream. All others alternate
+    mixers and gated MLPs: qwen3: only attention, with norms of q and k, without
+    multipliers. qwen2: only attention, with biases only of q, k and v, without
+    multipliers. llama: only attention otherwise, without multipliers. bamba: biases in
+    the MLP, or rotary embeddings of a part of each head. granitemoe: attention, and
+    experts without a shared MLP. granitemoehybrid: all others.
 
     Raises:
       CheckpointError: no class has these layers.

@@ -157,7 +157,7 @@ class ModelConfig:
         object.__setattr__(self, "layers", blocks(self.layers))
         object.__setattr__(self, "mtp", blocks(self.mtp))
         object.__setattr__(self, "mixers", FrozenDict(self.mixers))
-        scales = FrozenDict(self.residual_scales)
+        scales: Mapping[str, ResidualScales] = FrozenDict(self.residual_scales)
         object.__setattr__(self, "residual_scales", scales)
         if any(block.shared for block in self.mtp):
             raise ValueError("mtp: layers with a shared block are not supported")

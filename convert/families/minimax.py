@@ -29,7 +29,7 @@ from stree_jax.models import (
     MoEConfig,
     ResidualScales,
 )
-from stree_jax.models.config import named
+from stree_jax.models.config import Norms, named
 from stree_jax.models.mixers.lightning import alibi_slopes
 
 FORMAT = "minimax"
@@ -165,7 +165,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         mixers["lightning"] = lightning
     if "attention" in kinds:
         mixers["attention"] = _attention(fields)
-    norms = "stream" if norms_stream(fields) else "before"
+    norms: Norms = "stream" if norms_stream(fields) else "before"
     each = [name for kind in kinds for name in (kind, "moe")]
     scales = {
         name: ResidualScales(**read_fields(scale_table(name), fields))
@@ -191,9 +191,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
     moe, lightning, c = (config.mixers.get(n) for n in ("moe", *TYPES))
     values: dict[str, Any] = {
         "architectures": ["MiniMaxForCausalLM"],
-        **write_fields(
-            FORMAT, MODEL, config, ("layers", *hf.PARTS, "residual_scales")
-        ),
+        **write_fields(FORMAT, MODEL, config, ("layers", *hf.PARTS, "residual_scales")),
         "num_hidden_layers": len(kinds),
         "layer_types": [TYPES[kind] for kind in kinds],
         "hidden_act": "silu",

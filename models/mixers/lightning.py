@@ -112,9 +112,7 @@ def lightning_params(c: LightningConfig, d_model: int) -> Table:
     H = c.num_heads
     inner = Run(c.d_inner, H)
     return {
-        "in_proj": Param(
-            (4 * c.d_inner, d_model), runs=(inner,) * 4, quantizable=True
-        ),
+        "in_proj": Param((4 * c.d_inner, d_model), runs=(inner,) * 4, quantizable=True),
         "slope": Param((H,), init_slopes, (Run(H, H),), float32=True),
         "norm": Param((c.d_inner,), ONES, (inner,)),
         "out_proj": Param(

@@ -159,9 +159,7 @@ def slopes_in_reverse(o):
 
 
 def slopes_from_1(o):
-    o.slopes = (
-        lambda i: 2.0 ** (-8 * np.arange(o.heads) / o.heads) * o.layer_factor(i)
-    )
+    o.slopes = lambda i: 2.0 ** (-8 * np.arange(o.heads) / o.heads) * o.layer_factor(i)
 
 
 def state_before_the_token(o):
