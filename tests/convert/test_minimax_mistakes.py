@@ -6,6 +6,7 @@ by a wrong one. Its logits must then differ from the library's.
 """
 
 import json
+import re
 import shutil
 
 import jax
@@ -16,14 +17,18 @@ import stree_jax
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.configs import hf_config
 from stree_jax.convert.export import export_hf
-from tests.support import minimax
+from stree_jax.models.memory import size_of
+from stree_jax.models.weights.formats import as_weight
+from tests.support import minimax, quantized
 from tests.support.checkpoints import (
     assert_same,
     edit_json,
     small_tokenizer,
     sources,
 )
-from tests.support.hf_checkpoints import VOCAB
+from tests.support.hf_checkpoints import VOCAB, randomize
+from tests.support.hf_minimax import minimax as minimax_model
+from tests.support.quantized_int4 import SPELLINGS
 from tests.support.qwen import silu
 
 TOKENS = np.random.default_rng(5).integers(0, VOCAB, 23)
@@ -382,3 +387,19 @@ def test_slopes_are_not_exported(source, tmp_path):
     mixer["slope"] = 2 * mixer["slope"]
     with pytest.raises(CheckpointError, match="layers_0/lightning/slope: its numbers"):
         export(model, tmp_path / "other")
+
+
+def test_quantized_rows_are_kept_in_our_order(tmp_path, monkeypatch):
+    """q, k and v of one head after the other become q of all heads, k and v."""
+    sizes = dict(hidden_size=64, head_dim=16, intermediate_size=64)
+    model = randomize(minimax_model(VOCAB, **sizes)).half()
+    model.save_pretrained(tmp_path / "plain")
+    monkeypatch.setattr(quantized, "LINEAR", re.compile(r".*\.(qkv_proj|output_gate)"))
+    quantized.write(tmp_path / "plain", tmp_path / "int4", "gptq", SPELLINGS)
+    kept, plain = (
+        stree_jax.load(tmp_path / "int4", dtype=dtype).params["layers_0"]["lightning"]
+        for dtype in ("kept", "float32")
+    )
+    rows = as_weight(kept["in_proj"]).rows(np.arange(4 * 64))
+    np.testing.assert_array_equal(rows, plain["in_proj"])
+    assert size_of(kept["in_proj"]) < plain["in_proj"].nbytes / 4
