@@ -17,6 +17,7 @@ from stree_jax.convert.families import (
     PARSERS,
     mambainllama,
 )
+from stree_jax.convert.families.windows import NEAR
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.notes import config_notes, generation_notes
 from stree_jax.convert.source import TensorInfo, is_file
@@ -176,13 +177,14 @@ def export_format(config: ModelConfig) -> str:
     alternating with MLPs or with experts; qwen3_next: with both. lfm2 and lfm2_moe:
     short convolutions and attention, alternating with MLPs, and with experts.
     olmo_hybrid: Gated DeltaNet, and attention with norms after it, alternating with
-    MLPs. kimi_linear and bailing_hybrid: Kimi Delta Attention and latent attention,
-    without and with a rotary embedding. All others alternate mixers and gated MLPs:
-    qwen3: only attention, with norms of q and k, without multipliers. qwen2: only
-    attention, with biases only of q, k and v, without multipliers. llama: only
-    attention otherwise, without multipliers. bamba: biases in the MLP, or rotary
-    embeddings of a part of each head. granitemoe: attention, and experts without a
-    shared MLP. granitemoehybrid: all others.
+    MLPs. gemma3_text: attention and MLPs with norms before and after them. kimi_linear
+    and bailing_hybrid: Kimi Delta Attention and latent attention, without and with a
+    rotary embedding. All others alternate mixers and gated MLPs: qwen3: only attention,
+    with norms of q and k, without multipliers. qwen2: only attention, with biases only
+    of q, k and v, without multipliers. llama: only attention otherwise, without
+    multipliers. bamba: biases in the MLP, or rotary embeddings of a part of each head.
+    granitemoe: attention, and experts without a shared MLP. granitemoehybrid: all
+    others.
 
     Raises:
       CheckpointError: no class has these layers.
@@ -239,6 +241,8 @@ def _delta_format(layers: tuple[str, ...]) -> str:
 
 def _after_format(config: ModelConfig) -> str:
     """Returns the class of models with norms after some of their mixers."""
+    if all(block.norms == "both" for block in config.layers):
+        return _both_format(config)
     pairs = list(zip(config.layers[::2], config.layers[1::2], strict=False))
     wanted = {"attention": "after", "delta": "before"}
     fits = "delta" in config.mixers and len(config.layers) == 2 * len(pairs)
@@ -248,6 +252,15 @@ def _after_format(config: ModelConfig) -> str:
     if not fits:
         raise _no_class(config.kinds)
     return "olmo_hybrid"
+
+
+def _both_format(config: ModelConfig) -> str:
+    """Returns the class of models with norms before and after all their mixers."""
+    mixers = {block.mixers for block in config.layers[::2]}
+    second = {block.mixers for block in config.layers[1::2]}
+    if mixers <= {("attention",), (NEAR,)} and second == {("mlp",)}:
+        return "gemma3_text"
+    raise _no_class(config.kinds)
 
 
 def _kda_format(config: ModelConfig) -> str:

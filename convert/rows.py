@@ -389,7 +389,7 @@ class Names:
       mtp_rows: yields the rows of the MTP layers.
       spelling: returns the names that a file uses, from the names of its tensors, for
         formats with several spellings. These names are those of an export.
-      left_out: prefix of the names of tensors that are not read, such as those of a
+      left_out: prefixes of the names of tensors that are not read, such as those of a
         vision encoder. If empty, all tensors are read.
       numbers_every_layer: True if an MLP is a layer with its own number. If False, it
         has the number of the mixer before it.
@@ -410,7 +410,7 @@ class Names:
     shared_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     mtp_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     spelling: Callable[["Names", Collection[str]], "Names"] | None = None
-    left_out: str = ""
+    left_out: tuple[str, ...] = ()
     numbers_every_layer: bool = False
     mtp_is_last: bool = False
 

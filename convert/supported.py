@@ -55,6 +55,8 @@ FAMILIES = (
     Family(
         "mistral", "MistralForCausalLM", THEIRS, "as llama, without a sliding window"
     ),
+    Family("gemma3", "Gemma 3 within a multimodal model", THEIRS, "as gemma3_text"),
+    Family("gemma3_text", "Gemma 3: attention with and without a window", THEIRS, YES),
     Family("granite", "Granite 3, dense", THEIRS, "as granitemoehybrid"),
     Family("granitemoe", "Granite 3 with experts", THEIRS, YES),
     Family(

@@ -8,6 +8,7 @@ from stree_jax.convert.families import (
     bailing_hybrid,
     bamba,
     falcon_h1,
+    gemma3,
     granite,
     granite3,
     granitemoe,
@@ -36,6 +37,7 @@ _ONLY_READ = {"native": native, "mambainllama": mambainllama}
 # Models of these families are exported as another family that computes the same.
 _WRITTEN_AS_OTHERS = {
     "mistral": mistral,
+    "gemma3": gemma3,
     "granite": granite3,
     "granitemoeshared": granitemoe,
     "qwen3_5": qwen3_5,
@@ -46,6 +48,7 @@ _WRITTEN = {
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "gemma3_text": gemma3,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,

@@ -1,11 +1,15 @@
 """Sliding-window attention of several families."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import ModelConfig
 from stree_jax.models.config import blocks
+from stree_jax.models.rope import Rope
 
 WINDOW, CHUNK = "sliding_window", "attention_chunk_size"
 SLIDES = "sliding_attention"
@@ -118,3 +122,36 @@ def with_qwen_windows(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
         del mixers["attention"]
     each = tuple(name for pair in pairs for name in pair)
     return replace(config, layers=blocks(each), mixers=mixers)
+
+
+def typed_rope(
+    fields: ConfigFields,
+    kind: str,
+    head_dim: int,
+    default: Mapping[str, Any],
+    older: Mapping[str, Any] = MappingProxyType({}),
+) -> Rope:
+    """Reads the rotary embedding of one type of layers, in families where types differ.
+
+    Args:
+      fields: the fields of the config file.
+      kind: the type of layers, a key of `rope_parameters`.
+      head_dim: size of a head.
+      default: its parameters if the config has none for this type. Of them, only the
+        base is the default of a parameter that is missing.
+      older: fields of `rope_scaling` for this type, which take precedence.
+    """
+    name = "rope_parameters"
+    parameters = fields.object(name)
+    if flat := [k for k, v in parameters.values.items() if not isinstance(v, dict)]:
+        raise parameters.error(flat[0], "want an object for every type of layers")
+    own = parameters.object(kind)
+    given = {**own.values, **older}
+    theta = {"rope_theta": default["rope_theta"]}
+    values = theta | given if given else dict(default)
+    others = {
+        key: value
+        for key, value in fields.values.items()
+        if key not in (name, "rope_scaling", "rope_theta", "partial_rotary_factor")
+    }
+    return hf.rope(replace(fields, values={**others, name: values}), head_dim)

@@ -14,7 +14,7 @@ from stree_jax.models.params import ZEROS, Param, Table, declare
 from stree_jax.models.sharding.shards import Run
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
 
-Activation = Literal["silu", "relu2", "gelu", "sigmoid"]
+Activation = Literal["silu", "relu2", "gelu", "gelu_tanh", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class MLPConfig:
       d_hidden: width of the hidden layer.
       bias: True if the projections have biases.
       gated: True if there is a gate projection.
-      activation: act, the activation function.
+      activation: act, the activation function; "gelu_tanh" is the approximation of
+        GELU by a hyperbolic tangent.
       gate_multiplier: scale of gate(x).
       down_multiplier: scale of the output.
     """
@@ -71,6 +72,8 @@ def activate(x: jax.Array, name: Activation) -> jax.Array:
             return jnp.square(jax.nn.relu(x))
         case "gelu":
             return jax.nn.gelu(x, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
         case "sigmoid":
             return jax.nn.sigmoid(x)
 

@@ -10,6 +10,7 @@ from transformers import (
     BailingHybridConfig,
     BambaConfig,
     FalconH1Config,
+    Gemma3TextConfig,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
     LlamaConfig,
@@ -30,6 +31,7 @@ from stree_jax.convert.families import (
     bailing_hybrid,
     bamba,
     falcon_h1,
+    gemma3,
     granite,
     kimi_linear,
     llama,
@@ -124,6 +126,8 @@ COMES_BACK = {
     "llama": "norm_eps attention.rope.theta attention.num_kv_heads tie_embeddings",
     "qwen2": "norm_eps attention.num_kv_heads attention.rope.theta mlp.d_hidden",
     "qwen3": "attention.num_kv_heads attention.rope.theta tie_embeddings",
+    "gemma3": "tie_embeddings stop_tokens mlp.d_hidden "
+    "attention.rope.theta attention_near.window attention_near.rope.theta",
     "qwen3-next": "moe.num_experts moe.top_k mlp.d_hidden delta.key_heads",
     "qwen3-5": "tie_embeddings stop_tokens mlp.d_hidden delta.value_dim "
     "delta.key_dim delta.value_heads delta.d_conv attention.rope.theta "
@@ -222,6 +226,7 @@ CLASSES = {
     granite: GraniteMoeHybridConfig,
     bamba: BambaConfig,
     falcon_h1: FalconH1Config,
+    gemma3: Gemma3TextConfig,
     nemotron_h: NemotronHConfig,
     qwen3_next: Qwen3NextConfig,
     qwen3_5: Qwen3_5TextConfig,

@@ -25,6 +25,7 @@ from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import hf_config
 from stree_jax.models.config_json import from_json, to_json
 from tests.support.hf_checkpoints import HF_CASES, LLAMA3, VOCAB
+from tests.support.hf_windows import FAR, NEAR
 
 TOKENS = np.random.default_rng(7).integers(0, VOCAB, 37)
 LIMIT = 1e-4  # largest difference of logits
@@ -204,6 +205,28 @@ CASES = {
     "mistral": [
         ({"rope_scaling": YARN}, EQUAL),
         ({"sliding_window": 4}, EQUAL),
+    ],
+    "gemma3": [
+        ({"sliding_window": 3}, EQUAL),
+        ({"sliding_window": 2**17}, EQUAL),
+        ({"query_pre_attn_scalar": 10}, EQUAL),
+        ({"layer_types": [NEAR, NEAR, FAR]}, EQUAL),
+        ({"layer_types": GONE, "sliding_window_pattern": 2}, NO_EFFECT),
+        ({"layer_types": None, "_sliding_window_pattern": 2}, EQUAL),
+        ({"rope_parameters": GONE}, EQUAL),
+        ({"rope_parameters": GONE, "rope_theta": 9.0}, EQUAL),
+        ({"rope_parameters": GONE, "rope_local_base_freq": 9.0}, EQUAL),
+        ({"rope_theta": 9.0, "rope_local_base_freq": 9.0}, NO_EFFECT),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, EQUAL),
+        ({"rope_parameters": {NEAR: {"rope_type": "default"}}}, EQUAL),
+        ({"rope_parameters": {FAR: YARN, NEAR: {"rope_theta": 50.0}}}, EQUAL),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional"),
+        ({"hidden_activation": "silu"}, "hidden_activation"),
+        ({"hidden_act": "silu"}, NO_EFFECT),
+        ({"is_causal": False}, "is_causal"),
     ],
     "granite-3": [
         ({"logits_scaling": GONE}, EQUAL),

@@ -1,0 +1,54 @@
+"""Tiny random models of transformers' classes that have windows on some layers, and
+norms before and after every mixer."""
+
+from transformers import (
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+)
+
+from tests.support.hf_random import NO_TOKENS, VOCAB, randomize_offset
+
+WINDOW = 6
+NEAR, FAR = "sliding_attention", "full_attention"
+GEMMA3 = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "layer_types": [NEAR, FAR, NEAR],
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 24,
+    "rms_norm_eps": 1e-3,
+    "vocab_size": VOCAB,
+    "rope_parameters": {
+        NEAR: {"rope_type": "default", "rope_theta": 50.0},
+        FAR: {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0},
+    },
+    **NO_TOKENS,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+
+
+def gemma3(**options):
+    return randomize_offset(Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA3 | options)))
+
+
+def gemma3_multimodal(**options):
+    """Returns a model with a vision encoder, as the hub has them."""
+    text = Gemma3TextConfig(**GEMMA3 | options)
+    both = Gemma3Config(text_config=text, vision_config=VISION)
+    return randomize_offset(Gemma3ForConditionalGeneration(both))
+
+
+WINDOW_CASES = {"gemma3": gemma3}
