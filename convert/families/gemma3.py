@@ -134,7 +134,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         norm="rms_float32",
         embedding_multiplier=math.sqrt(model["d_model"]),
         layers=blocks(f"both:{kind}" for kind in hf.with_mlps(kinds)),
-        mixers=named(attention=far, mlp=mlp) | named(**{NEAR: near}),
+        mixers=named(**{"attention": far, NEAR: near, "mlp": mlp}),
     )
 
 

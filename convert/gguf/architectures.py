@@ -10,7 +10,7 @@ from typing import Any
 from stree_jax.convert.families.huggingface import Layers, with_mlps
 from stree_jax.convert.families.table import read_fields
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.gguf import kimi, lfm2, qwen
+from stree_jax.convert.gguf import gemma, kimi, lfm2, qwen
 from stree_jax.convert.gguf.keys import (
     FEED_FORWARD,
     GATING,
@@ -221,6 +221,7 @@ ARCHITECTURES = {
     "granitemoe": GRANITE,
     "granitehybrid": GRANITE,
     "falcon-h1": Architecture(HALVES, _falcon_h1),
+    "gemma3": Architecture(gemma.NAMES, gemma.parse, gemma.KEYS),
     "kimi-linear": Architecture(kimi.NAMES, kimi.parse, kimi.KEYS, kimi.names),
     "lfm2": Architecture(lfm2.NAMES, lfm2.parse),
     "lfm2moe": Architecture(

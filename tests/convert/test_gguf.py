@@ -230,7 +230,7 @@ def test_convert_export_and_shards(made, tmp_path, capsys):
 
 # By message: the key that is changed, and its value. If None, the key is removed.
 REFUSED = {
-    "general.architecture: 'gemma3' is not supported; known: llama": ("arch", "gemma3"),
+    "general.architecture: 'gemma2' is not supported; known: llama": ("arch", "gemma2"),
     "llama.block_count: is missing": ("llama.block_count", None),
     "llama.block_count: want 1..1024, got 2000000000": (
         "llama.block_count",
