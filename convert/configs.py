@@ -177,7 +177,8 @@ def export_format(config: ModelConfig) -> str:
     alternating with MLPs or with experts; qwen3_next: with both. lfm2 and lfm2_moe:
     short convolutions and attention, alternating with MLPs, and with experts.
     olmo_hybrid: Gated DeltaNet, and attention with norms after it, alternating with
-    MLPs. gemma3_text: attention and MLPs with norms before and after them. kimi_linear
+    MLPs. gemma3_text: attention and MLPs with norms before and after them; lfm3: also
+    short convolutions. kimi_linear
     and bailing_hybrid: Kimi Delta Attention and latent attention, without and with a
     rotary embedding. All others alternate mixers and gated MLPs: qwen3: only attention,
     with norms of q and k, without multipliers. qwen2: only attention, with biases only
@@ -258,8 +259,10 @@ def _both_format(config: ModelConfig) -> str:
     """Returns the class of models with norms before and after all their mixers."""
     mixers = {block.mixers for block in config.layers[::2]}
     second = {block.mixers for block in config.layers[1::2]}
-    if mixers <= {("attention",), (NEAR,)} and second == {("mlp",)}:
-        return "gemma3_text"
+    attention, conv = {("attention",), (NEAR,)}, ("short_conv",)
+    if mixers <= attention | {conv} and second == {("mlp",)}:
+        scaled = config.norm == "rms_float32" or config.embedding_multiplier != 1
+        return "gemma3_text" if scaled and conv not in mixers else "lfm3"
     raise _no_class(config.kinds)
 
 

@@ -84,6 +84,12 @@ FAMILIES = (
     Family("lfm2", "LFM2 and LFM2.5: short convolutions and attention", THEIRS, YES),
     Family("lfm2_moe", "LFM2 with experts (LFM2-8B-A1B)", THEIRS, YES),
     Family(
+        "lfm3",
+        "LFM3: short convolutions, attention with and without a window",
+        THEIRS,
+        YES,
+    ),
+    Family(
         "kimi_linear",
         "Kimi-Linear: Kimi Delta Attention and latent attention, with experts",
         THEIRS,

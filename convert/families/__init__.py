@@ -15,6 +15,7 @@ from stree_jax.convert.families import (
     kimi_linear,
     lfm2,
     lfm2_moe,
+    lfm3,
     llama,
     mamba2,
     mambainllama,
@@ -61,6 +62,7 @@ _WRITTEN = {
     "olmo_hybrid": olmo_hybrid,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
+    "lfm3": lfm3,
     "kimi_linear": kimi_linear,
     "bailing_hybrid": bailing_hybrid,
 }

@@ -182,7 +182,7 @@ def _rope(fields: ConfigFields, kind: str, c: AttentionConfig) -> Any:
         theta, older = fields.positive(THETA, 1e6), fields.object("rope_scaling").values
     else:
         theta, older = fields.positive(NEAR_THETA, 1e4), {}
-    return typed_rope(fields, kind, c.head_dim, {"rope_theta": theta}, older)
+    return typed_rope(fields, kind, c.head_dim, theta, older=older)
 
 
 def export(config: ModelConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from stree_jax.models.rope import Rope
 WINDOW, CHUNK = "sliding_window", "attention_chunk_size"
 SLIDES = "sliding_attention"
 NEAR = "attention_near"  # our name of the mixer with a window
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 KINDS: dict[str, str] = {"full_attention": "attention", SLIDES: "attention"}
 
 
@@ -128,8 +129,9 @@ def typed_rope(
     fields: ConfigFields,
     kind: str,
     head_dim: int,
-    default: Mapping[str, Any],
-    older: Mapping[str, Any] = MappingProxyType({}),
+    theta: float,
+    default: Mapping[str, Any] = NO_FIELDS,
+    older: Mapping[str, Any] = NO_FIELDS,
 ) -> Rope:
     """Reads the rotary embedding of one type of layers, in families where types differ.
 
@@ -137,21 +139,19 @@ def typed_rope(
       fields: the fields of the config file.
       kind: the type of layers, a key of `rope_parameters`.
       head_dim: size of a head.
-      default: its parameters if the config has none for this type. Of them, only the
-        base is the default of a parameter that is missing.
+      theta: base of the frequencies if its parameters have none.
+      default: its parameters if the config has no `rope_parameters`.
       older: fields of `rope_scaling` for this type, which take precedence.
     """
     name = "rope_parameters"
     parameters = fields.object(name)
     if flat := [k for k, v in parameters.values.items() if not isinstance(v, dict)]:
         raise parameters.error(flat[0], "want an object for every type of layers")
-    own = parameters.object(kind)
-    given = {**own.values, **older}
-    theta = {"rope_theta": default["rope_theta"]}
-    values = theta | given if given else dict(default)
+    own = parameters.object(kind).values if parameters.values else default
     others = {
         key: value
         for key, value in fields.values.items()
-        if key not in (name, "rope_scaling", "rope_theta", "partial_rotary_factor")
+        if key not in ("rope_scaling", "rope_theta", "partial_rotary_factor")
     }
-    return hf.rope(replace(fields, values={**others, name: values}), head_dim)
+    values = {**others, name: {"rope_theta": theta, **own, **older}}
+    return hf.rope(replace(fields, values=values), head_dim)

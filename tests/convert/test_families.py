@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
+    Lfm3Config,
     LlamaConfig,
     Mamba2Config,
     NemotronHConfig,
@@ -34,6 +35,7 @@ from stree_jax.convert.families import (
     gemma3,
     granite,
     kimi_linear,
+    lfm3,
     llama,
     mamba2,
     nemotron_h,
@@ -127,6 +129,8 @@ COMES_BACK = {
     "qwen2": "norm_eps attention.num_kv_heads attention.rope.theta mlp.d_hidden",
     "qwen3": "attention.num_kv_heads attention.rope.theta tie_embeddings",
     "gemma3": "tie_embeddings stop_tokens mlp.d_hidden "
+    "attention.rope.theta attention_near.window attention_near.rope.theta",
+    "lfm3": "tie_embeddings stop_tokens mlp.d_hidden short_conv.d_conv short_conv.bias "
     "attention.rope.theta attention_near.window attention_near.rope.theta",
     "qwen3-next": "moe.num_experts moe.top_k mlp.d_hidden delta.key_heads",
     "qwen3-5": "tie_embeddings stop_tokens mlp.d_hidden delta.value_dim "
@@ -227,6 +231,7 @@ CLASSES = {
     bamba: BambaConfig,
     falcon_h1: FalconH1Config,
     gemma3: Gemma3TextConfig,
+    lfm3: Lfm3Config,
     nemotron_h: NemotronHConfig,
     qwen3_next: Qwen3NextConfig,
     qwen3_5: Qwen3_5TextConfig,

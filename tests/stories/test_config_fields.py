@@ -65,9 +65,14 @@ ROPES = {  # by the rope_type of transformers
             "'longrope' is not supported",
         )
     ],
+    "proportional": [
+        ({"rope_type": "proportional", "partial_rotary_factor": 0.5}, EQUAL),
+        ({"rope_type": "proportional", "factor": 2.0}, EQUAL),
+    ],
     "mrope": [({"rope_type": "mrope"}, "'mrope' is not supported")],
     "by layer": [({"full_attention": {"rope_theta": 5.0}}, "full_attention")],
 }
+HALF = {"rope_type": "proportional", "rope_theta": 9.0, "partial_rotary_factor": 0.4}
 PARTIAL = {"rope_theta": 700.0, "partial_rotary_factor": 0.5}
 ALL_LINEAR = ["linear_attention"] * 3 + ["full_attention"]
 # Layers of Kimi-Linear as released configs list them, and with mistakes.
@@ -226,6 +231,21 @@ CASES = {
         ({"use_bidirectional_attention": True}, "use_bidirectional"),
         ({"hidden_activation": "silu"}, "hidden_activation"),
         ({"hidden_act": "silu"}, NO_EFFECT),
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "lfm3": [
+        ({"sliding_window": 3}, EQUAL),
+        ({"layer_types": [NEAR, "conv", NEAR]}, EQUAL),
+        ({"rope_parameters": None}, EQUAL),
+        ({"rope_parameters": {NEAR: {**YARN, "rope_theta": 50.0}, FAR: HALF}}, EQUAL),
+        ({"rope_theta": 9.0}, NO_EFFECT),
+        ({"use_attention_gate": False}, "gate_proj"),
+        ({"use_sandwich_norm": False}, "post_ffn_norm"),
+        ({"conv_bias": False}, "conv.bias"),
+        ({"attention_bias": True}, NO_EFFECT),  # a missing bias is zero
+        ({"norm_eps": 0.01}, EQUAL),
+        ({"block_auto_adjust_ff_dim": True}, NO_EFFECT),
+        ({"layer_types": ["conv"] * 2}, "layer_types"),
         ({"is_causal": False}, "is_causal"),
     ],
     "granite-3": [

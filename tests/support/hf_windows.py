@@ -6,9 +6,11 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Lfm3Config,
+    Lfm3ForCausalLM,
 )
 
-from tests.support.hf_random import NO_TOKENS, VOCAB, randomize_offset
+from tests.support.hf_random import NO_TOKENS, VOCAB, randomize, randomize_offset
 
 WINDOW = 6
 NEAR, FAR = "sliding_attention", "full_attention"
@@ -51,4 +53,31 @@ def gemma3_multimodal(**options):
     return randomize_offset(Gemma3ForConditionalGeneration(both))
 
 
-WINDOW_CASES = {"gemma3": gemma3}
+def lfm3(**options):
+    defaults = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "layer_types": [FAR, "conv", NEAR],
+        "sliding_window": WINDOW,
+        "conv_L_cache": 5,
+        "conv_bias": True,
+        "norm_eps": 1e-3,
+        "vocab_size": VOCAB,
+        "rope_parameters": {
+            NEAR: {"rope_type": "default", "rope_theta": 50.0},
+            FAR: {
+                "rope_type": "proportional",
+                "rope_theta": 700.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        **NO_TOKENS,
+    }
+    return randomize(Lfm3ForCausalLM(Lfm3Config(**(defaults | options))))
+
+
+WINDOW_CASES = {"gemma3": gemma3, "lfm3": lfm3}
