@@ -209,6 +209,8 @@ def export_format(config: ModelConfig) -> str:
         return _kda_format(config)
     if "short_conv" in mixers and second <= {"mlp", "moe"}:
         return "lfm2" if second == {"mlp"} else "lfm2_moe"
+    if moe is not None and moe.bias and mixers <= {"attention", NEAR}:
+        return "gpt_oss"
     gates = [part.gated for part in (mlp, moe) if part is not None]
     if kinds <= {"mamba", "attention", "mlp", "moe"} and not any(gates):
         return "nemotron_h"

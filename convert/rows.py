@@ -30,6 +30,7 @@ How = Literal[
     "decay",
     "offset",
     "heads",
+    "transposed",
 ]
 ENDINGS = (("weight", ""), ("bias", "_bias"))  # endings of tensors, and of parameters
 
@@ -80,7 +81,7 @@ class Row:
         "conv": concatenate along axis 0, and drop the middle axis of [C, 1, K];
         "shape": flatten; "decay": flatten, and take log(-source); "offset": add 1, in
         float32; "heads": concatenate the rows of all heads of [H, C, N], transposed,
-        and of [H, P, C].
+        and of [H, P, C]; "transposed": exchange axes 1 and 2.
       sizes: for "concat", "halves" and a "conv" of several sources, the size of each
         source along the axis; for "shape" and "decay", the source's shape; for "heads",
         (H, N, P).
@@ -115,6 +116,8 @@ def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         case "heads":
             H, N, P = row.sizes
             return [(H, shape[1], N), (H, P, shape[1])]
+        case "transposed":
+            return [(shape[0], shape[2], shape[1])]
         case "stack":
             return [shape[1:]] * shape[0]
         case "experts":
@@ -179,6 +182,8 @@ def _converted(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
         case "heads":
             both = tensors[0].swapaxes(1, 2), tensors[1]
             return np.concatenate([w.reshape(-1, w.shape[2]) for w in both])
+        case "transposed":
+            return tensors[0].swapaxes(1, 2)
         case "swap":
             return _swap(tensors[0])
         case "conv":
@@ -210,7 +215,8 @@ def can_be_cut(row: Row) -> bool:
     """True if a slice of the parameter consists of slices of the sources, in the same
     order."""
     ordered = any(row.heads) or row.groups
-    return row.how not in ("halves", "shape", "decay", "heads") and not ordered
+    whole = ("halves", "shape", "decay", "heads", "transposed")
+    return row.how not in whole and not ordered
 
 
 def pieces(
@@ -291,6 +297,8 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
             k, v = np.split(param, [H * N])
             k, v = (w.reshape(H, -1, w.shape[1]) for w in (k, v))
             parts = [k.swapaxes(1, 2), v]
+        case "transposed":
+            parts = [param.swapaxes(1, 2)]
         case "swap":
             parts = [_swap(param)]
         case "conv":

@@ -57,6 +57,12 @@ FAMILIES = (
     ),
     Family("gemma3", "Gemma 3 within a multimodal model", THEIRS, "as gemma3_text"),
     Family("gemma3_text", "Gemma 3: attention with and without a window", THEIRS, YES),
+    Family(
+        "gpt_oss",
+        "gpt-oss: attention with sinks, with and without a window, and experts",
+        THEIRS,
+        "yes, in floats",
+    ),
     Family("granite", "Granite 3, dense", THEIRS, "as granitemoehybrid"),
     Family("granitemoe", "Granite 3 with experts", THEIRS, YES),
     Family(

@@ -11,6 +11,7 @@ from transformers import (
     BambaConfig,
     FalconH1Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
     Lfm3Config,
@@ -33,6 +34,7 @@ from stree_jax.convert.families import (
     bamba,
     falcon_h1,
     gemma3,
+    gpt_oss,
     granite,
     kimi_linear,
     lfm3,
@@ -132,6 +134,8 @@ COMES_BACK = {
     "attention.rope.theta attention_near.window attention_near.rope.theta",
     "lfm3": "tie_embeddings stop_tokens mlp.d_hidden short_conv.d_conv short_conv.bias "
     "attention.rope.theta attention_near.window attention_near.rope.theta",
+    "gpt-oss": "tie_embeddings moe.d_hidden moe.top_k moe.num_experts "
+    "attention_near.window",
     "qwen3-next": "moe.num_experts moe.top_k mlp.d_hidden delta.key_heads",
     "qwen3-5": "tie_embeddings stop_tokens mlp.d_hidden delta.value_dim "
     "delta.key_dim delta.value_heads delta.d_conv attention.rope.theta "
@@ -231,6 +235,7 @@ CLASSES = {
     bamba: BambaConfig,
     falcon_h1: FalconH1Config,
     gemma3: Gemma3TextConfig,
+    gpt_oss: GptOssConfig,
     lfm3: Lfm3Config,
     nemotron_h: NemotronHConfig,
     qwen3_next: Qwen3NextConfig,

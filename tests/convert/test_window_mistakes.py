@@ -1,10 +1,10 @@
-"""Test that mistakes people make with Gemma 3 and LFM3 change the logits: windows,
-norms on both sides, rotary embeddings by type of layer, gates of heads."""
+"""Test that mistakes people make with Gemma 3, LFM3 and gpt-oss change the logits:
+windows, norms on both sides, rotary embeddings by type of layer, gates, sinks."""
 
 import pytest
 import torch
 
-from tests.support.hf_windows import FAR, NEAR, WINDOW, gemma3, lfm3
+from tests.support.hf_windows import FAR, NEAR, WINDOW, gemma3, gpt_oss, lfm3
 from tests.support.mistakes import (
     SEEN,
     TOLERANCE,
@@ -18,7 +18,7 @@ from tests.support.mistakes import (
     zeros,
 )
 
-MODELS = {"gemma3": gemma3, "lfm3": lfm3}
+MODELS = {"gemma3": gemma3, "lfm3": lfm3, "gpt-oss": gpt_oss}
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,28 @@ MISTAKES = {
         "no bias of the convolution": changed("conv.conv.bias", zeros),
         "up before gate": exchanged("w1.weight", "w3.weight"),
     },
+}
+MISTAKES["gpt-oss"] = {
+    "window too short by one": window_of(WINDOW - 1),
+    "window too long by one": window_of(WINDOW + 1),
+    "no window": window_of(1000),
+    "windows on other layers": types(FAR, NEAR),
+    "no sinks": changed("sinks", lambda s: s - 1000),
+    "sinks of other heads": changed("sinks", lambda s: s.roll(1)),
+    "gate and up in halves": changed(
+        "experts.gate_up_proj", lambda w: torch.cat([w[..., ::2], w[..., 1::2]], -1)
+    ),
+    "up before gate": changed(
+        "experts.gate_up_proj", lambda w: w.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    ),
+    "no clamps": with_config(limit=1e9),
+    "SiLU in place of the gain": with_config(alpha=1.0),
+    "no bias of gate and up": changed("experts.gate_up_proj_bias", zeros),
+    "no bias of the experts' output": changed("experts.down_proj_bias", zeros),
+    "no bias of the router": changed("router.bias", zeros),
+    "no bias of q": changed("q_proj.bias", zeros),
+    "no bias of attention's output": changed("o_proj.bias", zeros),
+    "no factor of the cosines": with_config(attention_scaling=1.0),
 }
 CASES = [(name, mistake) for name, all_of in MISTAKES.items() for mistake in all_of]
 

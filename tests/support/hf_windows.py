@@ -1,11 +1,14 @@
 """Tiny random models of transformers' classes that have windows on some layers, and
 norms before and after every mixer."""
 
+import torch
 from transformers import (
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     Lfm3Config,
     Lfm3ForCausalLM,
 )
@@ -80,4 +83,39 @@ def lfm3(**options):
     return randomize(Lfm3ForCausalLM(Lfm3Config(**(defaults | options))))
 
 
-WINDOW_CASES = {"gemma3": gemma3, "lfm3": lfm3}
+def gpt_oss(**options):
+    defaults = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "sliding_window": WINDOW,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-3,
+        "vocab_size": VOCAB,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 700.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+        **NO_TOKENS,
+    }
+    config = GptOssConfig(**(defaults | options), attn_implementation="eager")
+    model = randomize(GptOssForCausalLM(config))
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "experts.gate_up_proj" in name:
+                p.mul_(6)  # beyond the clamps
+            if name.endswith("_proj_bias"):
+                p.copy_(p * p.shape[-1] ** 0.5 / 3)
+    return model
+
+
+WINDOW_CASES = {"gemma3": gemma3, "lfm3": lfm3, "gpt-oss": gpt_oss}
