@@ -25,7 +25,6 @@ from stree_jax.convert.rows import (
     attention_rows,
     module_rows,
 )
-from stree_jax.convert.source import PackedInfo
 from stree_jax.models import AttentionConfig, ModelConfig, MoEConfig
 from stree_jax.models.config import blocks, named
 from stree_jax.models.mixers.mlp import CLAMP, GAIN
@@ -64,7 +63,7 @@ def moe_rows(
       packed: True if the tensors have a matrix's inputs in the last axis.
     """
     how: Any = "copy" if packed else "transposed"
-    turns = {"groups": (Groups(c.d_hidden, (1, 1)),), "group_axis": 1}
+    turns: Any = {"groups": (Groups(c.d_hidden, (1, 1)),), "group_axis": 1}
     up, down = f"{theirs}.{UP}", f"{theirs}.experts.down_proj"
     yield from module_rows(ours, theirs, {"router": "router"})
     yield Row((*ours, "into"), (up,), how, **turns)
@@ -74,15 +73,17 @@ def moe_rows(
 
 
 def spelled(names: Names, tensors: Collection[str]) -> Names:
-    """Returns the names that a file uses; see `Names.spelling`."""
-    if isinstance(tensors, Mapping) and any(
-        name.endswith(UP) and isinstance(info, PackedInfo)
-        for name, info in tensors.items()
-    ):
-        return names.with_parts(moe=Part("mlp", partial(moe_rows, packed=True)))
+    """Returns the names that a file uses; see `Names.spelling`. The axis of the
+    outputs is as long as the biases."""
+    if isinstance(tensors, Mapping):
+        for name, info in tensors.items():
+            bias = tensors.get(f"{name}_bias")
+            if name.endswith(UP) and bias and info.shape[1] == bias.shape[-1]:
+                return names.with_parts(moe=PACKED)
     return names
 
 
+PACKED = Part("mlp", partial(moe_rows, packed=True))
 NAMES = Names(
     embedding="model.embed_tokens",
     norm="model.norm",
@@ -122,6 +123,9 @@ def parse(fields: ConfigFields) -> ModelConfig:
     c = replace(c, rope=hf.rope(_with_rope(fields), c.head_dim))
     window = effective(fields, fields.size(WINDOW, 128), LONGEST)
     mixers = {"attention": c, NEAR: replace(c, window=window)}
+    if 2 * MOE[-1].value(fields) == model["d_model"]:
+        problem = "half of hidden_size, so the axes of the experts look alike"
+        raise fields.error(MOE[-1].name, f"is not supported ({problem})")
     moe = MoEConfig(**read_fields(MOE, fields), activation="clamped", bias=True)
     return ModelConfig(
         **model,

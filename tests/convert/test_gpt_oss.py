@@ -25,7 +25,7 @@ QUANTIZATION = {
 def published(directory):
     """Writes a checkpoint with experts in MXFP4, and another with the same numbers in
     floats."""
-    model = gpt_oss(hidden_size=64, intermediate_size=32, num_local_experts=2)
+    model = gpt_oss(hidden_size=64, intermediate_size=64, num_local_experts=2)
     model.save_pretrained(directory / "packed")
     file = directory / "packed" / "model.safetensors"
     packed, exact = load_file(file), load_file(file)
