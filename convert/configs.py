@@ -37,6 +37,7 @@ UNSUPPORTED = {
         ("qwen4_exp", "qwen4_exp_text"),
         "has hyper-connections and sparse attention, which are not supported",
     ),
+    "gemma2": "has soft caps of logits, which are not supported",
     "kimi_k3": "has attention residuals and latent experts, which are not supported",
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2"),
