@@ -113,7 +113,7 @@ def base_model(model: Model) -> Model:
 
 
 # Some drafters read the target's residual stream after certain layers.
-Taps = tuple[int, ...]  # indices of these layers, from 0
+Taps = tuple[int, ...]  # indices of these layers, from 0; -1 for the embedding
 Tapped = tuple[jax.Array, ...]  # [B, T, d] float32 for each layer in a `Taps`
 
 LayerInput = tuple[jax.Array, Pass[Any], LayerState, LayerRecord | None]
@@ -255,7 +255,7 @@ def run_layers(
       state as from `forward_tapped`.
     """
     length = state.length if pending is None else state.length + pending.length
-    out_records, out_states, streams, embedding = [], [], {}, h
+    out_records, out_states, streams, embedding = [], [], {-1: h}, h
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         last = None if pending is None else pending.layer(i)
         record = None if records is None else records[i]
@@ -463,8 +463,8 @@ def forward_tapped(
       valid_count: [B] int32. With `rows`, the queried nodes [:valid_count] are valid
         and the rest is padding. If None, all are valid. Without `rows`,
         `nodes.valid_count` is used instead.
-      taps: indices of layers, from 0, whose residual stream is returned. An MTP model
-        returns none.
+      taps: indices of layers, from 0, whose residual stream is returned; -1 for the
+        embedding. An MTP model returns none.
 
     Returns:
       Hidden states [B, Tq, d] float32, the input of `logits_of`; for each tap i the
