@@ -50,6 +50,12 @@ DELTAS = {
     "qwen3.5-27b": (16, 48, 128, 128),
     "olmo-hybrid": (30, 30, 192, 96),
 }
+# Query heads, KV heads, head size, cache rows, and whether heads have sinks, of layers
+# with sliding windows.
+WINDOWS = {
+    "gpt-oss-20b": (64, 8, 64, 32768, True),
+    "gemma-3-4b": (8, 4, 256, 8192, False),
+}
 PROGRAMS = {"mamba2-2.7b, plain": 1, "mamba2-2.7b, 16 nodes": 16}
 
 
@@ -149,6 +155,35 @@ def delta_cases() -> dict[str, Callable[[], tuple]]:
     return table
 
 
+def window_case(shape: tuple[int, int, int, int, bool], T: int, dtype: str) -> tuple:
+    """Attention of T nodes through a sliding window."""
+    import jax.numpy as jnp
+
+    from stree_jax.pallas_kernels import triton_attention
+
+    (Hq, Hk, hd, S, sinks), i32 = shape, jnp.dtype("int32")
+    f32, short = jnp.dtype("float32"), jnp.dtype(dtype)
+    new, cache = ((1, T, Hk, hd), short), ((1, Hk, S, hd), short)
+    args = [((1, T, Hq, hd), f32), new, new, cache, cache, ((1,), i32)]
+    args += [((1, T, T), jnp.dtype(bool)), ((1, T), i32)]
+
+    def attend(q, k, v, k_cache, v_cache, length, mask, first, sink=None):
+        arrays = q, k, v, k_cache, v_cache, length, mask
+        return triton_attention.tree_attention(*arrays, hd**-0.5, first, sink)
+
+    return attend, args + [((Hq,), f32)] * sinks, ()
+
+
+def window_cases() -> dict[str, Callable[[], tuple]]:
+    """Returns the cases of attention through windows, as `cases` does."""
+    return {
+        f"{name} window, triton, T={T}, {dtype}": partial(window_case, shape, T, dtype)
+        for name, shape in WINDOWS.items()
+        for T in (1, 16, 64)
+        for dtype in ("bfloat16", "float32")
+    }
+
+
 def panels_case(scheme: str, t: int, planes: int) -> tuple:
     """A product of t rows with a matrix [10240, 2560] in panels."""
     import jax.numpy as jnp
@@ -176,7 +211,7 @@ def cases() -> dict[str, Callable[[], tuple]]:
     """Returns functions, argument shapes and donated arguments, by name."""
     from stree_jax.bench.kernels import SHAPES, Attend, Scan, op_case
 
-    table = delta_cases() | panels_cases()
+    table = delta_cases() | window_cases() | panels_cases()
     for name, shape in SHAPES.items():
         if not isinstance(shape, Scan | Attend):
             continue  # products are XLA's own on a GPU
