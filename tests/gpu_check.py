@@ -50,6 +50,7 @@ DELTAS = {
     "qwen3.5-27b": (16, 48, 128, 128),
     "olmo-hybrid": (30, 30, 192, 96),
 }
+KIMI = (32, 32, 128, 128)  # the same of the layers with decays by column
 # Query heads, KV heads, head size, cache rows, and whether heads have sinks, of layers
 # with sliding windows.
 WINDOWS = {
@@ -106,8 +107,12 @@ def delta_case(
     dtype: str,
     path: int = 6,
     rows: int | None = None,
+    by_column: bool = False,
 ) -> tuple:
-    """The delta rule over a tree of T nodes after a path, or for `rows` of T nodes."""
+    """The delta rule over a tree of T nodes after a path, or for `rows` of T nodes.
+
+    With decays by column of the state, or by head.
+    """
     import jax.numpy as jnp
 
     from stree_jax.pallas_kernels import DeltaInputs, DeltaReplayed, triton_delta
@@ -119,6 +124,8 @@ def delta_case(
     k = [(keys, short), ((batch, T, G), f32)]
     q = [(queries, short), ((batch, Tq, G), f32)]
     a, beta = (((batch, n, H), f32) for n in (T, Tq))
+    if by_column:
+        a = ((batch, T, H, N), f32)
     inputs = [*q, *k, ((batch, Tq, H, P), short), a, beta]
     u, h0 = ((batch, T, H, P), f32), ((batch, H, P, N), f32)
     mask = ((batch, T, T), jnp.dtype(bool))
@@ -152,6 +159,14 @@ def delta_cases() -> dict[str, Callable[[], tuple]]:
         for T, rows in ((32, 4), (32, 20), (64, 4), (64, 40)):
             label = f"delta, triton, {rows} of {T}, {dtype}"
             table[label] = partial(case, T, dtype, rows=rows)
+        case = partial(delta_case, KIMI, 1, dtype=dtype, by_column=True)
+        for T in (1, 16, 32, 64):
+            table[f"kimi-linear delta, triton, T={T}, {dtype}"] = partial(case, T)
+        for T, rows in ((32, 20), (64, 40)):
+            label = f"kimi-linear delta, triton, {rows} of {T}, {dtype}"
+            table[label] = partial(case, T, rows=rows)
+        label = f"kimi-linear delta, triton, T=64, path of 64, {dtype}"
+        table[label] = partial(case, 64, path=64)
     return table
 
 
