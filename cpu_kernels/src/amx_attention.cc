@@ -145,23 +145,27 @@ struct TileProducts<TiledDots> {
     char* const values = space.tiles + query_bytes(a);
     pack_values(a, v, count, values);
     const Tiles tiles;
-    const int64_t stride = a.hd * 4;
+    const int64_t stride = a.hd * 4, half = a.hd / TILE * TILE_BYTES;
     for (int64_t j = 0; j < rows; j += TILE) {
+      alignas(LINE) char parts[HALVES][PARTS][TILE_BYTES];
+      for (int64_t i = 0; i < HALVES; i++)
+        split_weights(space.scores + j * KEYS + i * STEP, rows - j, parts[i]);
+      load_tile<2>(parts[0][0], LINE), load_tile<3>(parts[0][1], LINE);
+      load_tile<4>(parts[0][2], LINE), load_tile<5>(parts[1][0], LINE);
+      load_tile<6>(parts[1][1], LINE), load_tile<7>(parts[1][2], LINE);
+      float* to = weighted + j * a.hd;
       const char* from = values;
-      for (int64_t half = 0; half < HALVES; half++) {
-        alignas(LINE) char parts[PARTS][TILE_BYTES];
-        split_weights(space.scores + j * KEYS + half * STEP, rows - j, parts);
-        load_tile<4>(parts[0], LINE), load_tile<5>(parts[1], LINE);
-        load_tile<6>(parts[2], LINE);
-        float* to = weighted + j * a.hd;
-        for (int64_t c = 0; c < a.hd; c += 2 * TILE, from += 2 * TILE_BYTES, to += 2 * TILE) {
-          load_tile<0>(to, stride), load_tile<1>(to + TILE, stride);
-          load_tile<2>(from, LINE), load_tile<3>(from + TILE_BYTES, LINE);
-          Bfloat16Tiles::dot<0, 6, 2>(), Bfloat16Tiles::dot<1, 6, 3>();
-          Bfloat16Tiles::dot<0, 5, 2>(), Bfloat16Tiles::dot<1, 5, 3>();
-          Bfloat16Tiles::dot<0, 4, 2>(), Bfloat16Tiles::dot<1, 4, 3>();
-          store_tile<0>(to, stride), store_tile<1>(to + TILE, stride);
-        }
+      for (int64_t c = 0; c < a.hd; c += TILE, from += TILE_BYTES, to += TILE) {
+        load_tile<0>(to, stride);
+        load_tile<1>(from, LINE);
+        Bfloat16Tiles::dot<0, 4, 1>();
+        Bfloat16Tiles::dot<0, 3, 1>();
+        Bfloat16Tiles::dot<0, 2, 1>();
+        load_tile<1>(from + half, LINE);
+        Bfloat16Tiles::dot<0, 7, 1>();
+        Bfloat16Tiles::dot<0, 6, 1>();
+        Bfloat16Tiles::dot<0, 5, 1>();
+        store_tile<0>(to, stride);
       }
     }
   }
