@@ -93,11 +93,12 @@ def _kernel(
     inputs: DeltaInputs = tree.inputs
     T, Tq = inputs.k.shape[0], inputs.beta.shape[0]
     by_column = isinstance(inputs.a, triton_columns.Sums)
+    decays: Any = inputs.a  # `Sums`, or an array
     key, query = numbers(T), numbers(Tq)
     row = key if tree.rows is None else jnp.clip(tree.rows[query], 0, T - 1)
     # Start loading the inputs that are used after the loop, so they arrive meanwhile.
     v, beta = inputs.v[query, :], inputs.beta[query]
-    a = None if by_column else inputs.a[key]
+    a: Any = None if by_column else decays[key]
     q_scale, k_scale = inputs.q_scale[query], inputs.k_scale[key]
     mask = mask_q = tree.mask[key[:, None], key[None]]
     k_scale_q = k_scale
@@ -117,7 +118,7 @@ def _kernel(
         q, k = inputs.q[query, part], inputs.k[key, part]
         k_q = k if tree.rows is None else inputs.k[row, part]
         if by_column:
-            k_q, q = (triton_columns.decayed(z, inputs.a, row, part) for z in (k_q, q))
+            k_q, q = (triton_columns.decayed(z, decays, row, part) for z in (k_q, q))
         else:
             kk, qk = kk + dot(k_q, k, (1, 1)), qk + dot(q, k, (1, 1))
         return kk, qk, known + dot(k_q, state, (1, 1)), carried + dot(q, state, (1, 1))
