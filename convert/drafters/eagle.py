@@ -271,8 +271,10 @@ def _boundaries(r: _Reading) -> tuple[int, ...]:
         ids = _as_boundaries(where, n)
     if ids is None:
         ids = [2, n // 2, n - 3]
-        if len(set(ids)) < 3 or min(ids) < 0:
-            raise r.whole.error(TAPS, f"is missing, and a target of {n} layers has no")
+        if not ids[0] < ids[1] < ids[2]:
+            raise r.whole.error(
+                TAPS, f"is missing, and its default {ids} does not fit {n} layers"
+            )
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise where.wants(TAPS, "a list of layers", ids)
     if not ids or len(set(ids)) < len(ids) or not 0 <= min(ids) <= max(ids) <= n:
@@ -472,7 +474,7 @@ def read_eagle(
     format = format_named(dtype)
     params: dict[ParamPath, Any] = {}
     for path, each in names.items():
-        parts = [arrays[name].astype(np.float32) for name in each]
+        parts = [arrays.pop(name).astype(np.float32) for name in each]
         whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
         if not np.isfinite(whole).all():
             raise CheckpointError(f"{file.parent}: {each[0]}: has NaN or infinity")
