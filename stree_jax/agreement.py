@@ -241,7 +241,7 @@ def _draft(
 
 
 def _always(levels: jax.Array, value: jax.Array, passes: float = 1.0) -> jax.Array:
-    """The answer of `Worth` if every level is worth its time."""
+    """Returns True: every level is worth its time, see `Worth`."""
     return jnp.bool_(True)
 
 
