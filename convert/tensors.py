@@ -87,6 +87,7 @@ def check_tensors(
         mtp.append(names.layer.format(i=numbered_layers(names, config)))
     for name in sorted(present.keys() - expected.keys() - copies):
         unused = name.endswith("rotary_emb.inv_freq")
+        unused |= names is not None and name.endswith(names.ignored)
         unused |= name.startswith(tuple(mtp)) and not config.mtp
         # An unshared block may still have the adapters of layers that do not use it.
         adapter = config.shared is not None and "_adapter_list." in name
@@ -109,16 +110,22 @@ def without_left_out(
       names: the family's names.
       warn: called with one line if there are such tensors.
     """
-    prefix = names.left_out
-    if not prefix or not any(name.startswith(prefix) for name in source.tensors):
+    prefixes = [
+        prefix
+        for prefix in names.left_out
+        if any(name.startswith(prefix) for name in source.tensors)
+    ]
+    if not prefixes:
         return source, ()
+    patterns = tuple(f"{prefix}*" for prefix in prefixes)
     if warn is not None:
         warn(
-            f"{source.directory}: {prefix}* (the vision encoder) is left out; "
-            "the model reads text only"
+            f"{source.directory}: {', '.join(patterns)} (the vision encoder) is left "
+            "out; the model reads text only"
         )
-    kept = {n: t for n, t in source.tensors.items() if not n.startswith(prefix)}
-    return replace(source, tensors=kept), (f"{prefix}*",)
+    left = tuple(prefixes)
+    kept = {n: t for n, t in source.tensors.items() if not n.startswith(left)}
+    return replace(source, tensors=kept), patterns
 
 
 def settle_names(
@@ -246,7 +253,8 @@ def _read_piece(source: Source, piece: Piece, kept: Any) -> np.ndarray:
     tensors = [tensor.astype(kept, copy=False) for tensor in read]
     try:
         # Memory-mapped pages are copied, because the file may change or be removed.
-        return join(row, tensors).astype(kept, copy=source.is_mapped(row.sources[0]))
+        mapped = any(map(source.is_mapped, row.sources))
+        return join(row, tensors).astype(kept, copy=mapped)
     except CheckpointError as error:
         file = source.tensors[row.sources[0]].file
         raise CheckpointError(f"{file}: {error}") from error

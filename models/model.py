@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.config import Block, ModelConfig, required
+from stree_jax.models.config import Block, ModelConfig, ResidualScales, required
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.nodes import Nodes, Pass
 from stree_jax.models.norm import Norm
@@ -50,7 +50,7 @@ from stree_jax.models.state import (
 from stree_jax.models.tracing import traced_once
 from stree_jax.models.trimmed import scattered
 from stree_jax.models.weights.formats import as_weight, format_of, storage_named
-from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.linear import linear, scaled
 from stree_jax.models.weights.weight import Format
 
 
@@ -168,6 +168,7 @@ class ResidualLayer(nn.Module):
         norm = Norm(c.norm, c.norm_eps, self.dtype, name="norm")
         after = self.block.norms == "after"
         u = mixers_in if after else norm(mixers_in, pass_.valid_count)
+        stream = u if self.block.norms == "stream" else h
         outs = []
         for name in self.block.mixers:
             config, n = c.mixers[name], self.cut.of(name)
@@ -182,7 +183,9 @@ class ResidualLayer(nn.Module):
         elif self.block.norms == "both":
             last = Norm(c.norm, c.norm_eps, self.dtype, name=NORM_AFTER)
             added = last(added, pass_.valid_count)
-        return h + c.residual_multiplier * added, records, states
+        scales = c.residual_scales.get(self.block.mixers[0], ResidualScales())
+        added = scaled(c.residual_multiplier * added, scales.added)
+        return scaled(stream, scales.stream) + added, records, states
 
 
 def mixer_args(

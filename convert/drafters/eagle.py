@@ -19,6 +19,24 @@ import ml_dtypes
 import numpy as np
 
 from stree_jax.convert.configs import Warn
+from stree_jax.convert.drafters.fields import (
+    NESTED,
+    SPECULATORS,
+    Fields,
+    Shapes,
+    target_name,
+)
+from stree_jax.convert.drafters.names import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    IDS,
+    LAYER,
+    MLP,
+    UNUSED,
+    head_ids,
+)
+from stree_jax.convert.drafters.names import plain_name as without_prefix
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
@@ -29,22 +47,16 @@ from stree_jax.models.eagle import FIRST, Eagle, EagleConfig, eagle_table
 from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.weights.formats import format_named
 
-NESTED, SPECULATORS = "transformer_layer_config", "speculators_config"
 TAPS = "eagle_aux_hidden_state_layer_ids"
 LEVELS = 8  # levels of P-EAGLE if the config does not say how many were trained
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 MASK = "mask_hidden"
-EMBEDDING, HEAD, IDS, USED = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
-LAYER, ATTENTION, MLP = "layers.{i}.", "layers.{i}.self_attn.", "layers.{i}.mlp."
-# Tensors that only training uses
-UNUSED = (IDS, USED, "verifier_lm_head.weight", "verifier_norm.weight")
-
-Shapes = Mapping[str, tuple[int, ...]]
+FC = "fc.weight"
 
 
 def plain_name(name: str) -> str:
     """Returns the tensor name of speculators for that of any publisher."""
-    name = name.removeprefix("model.")
+    name = without_prefix(name)
     if name.startswith("midlayer."):
         return "layers.0." + name.removeprefix("midlayer.")
     return name
@@ -58,59 +70,28 @@ def is_eagle(names: Any) -> bool:
     if f"{ATTENTION.format(i=0)}q_proj.weight" not in found:
         return False
     pairs = f"{first}hidden_norm.weight" in found
-    fused = "fc.weight" in found and f"{first}input_layernorm.weight" not in found
+    fused = FC in found and f"{first}input_layernorm.weight" not in found
     return pairs or fused
 
 
-@dataclass(frozen=True)
-class _Reading:
+@dataclass(frozen=True, kw_only=True)
+class _Reading(Fields):
     """A drafter's config file and shapes, while its architecture is read.
 
     Attributes:
-      whole: the fields of config.json.
-      layer: the fields with the layer's sizes.
-      shapes: shapes of the tensors, by `plain_name`.
       target: the target's architecture.
-      warn: called with a line for each assumption.
     """
 
-    whole: ConfigFields
-    layer: ConfigFields
-    shapes: Shapes
     target: ModelConfig
-    warn: Warn | None
 
     @property
-    def by_speculators(self) -> bool:
-        return NESTED in self.whole.values or SPECULATORS in self.whole.values
-
-    @property
-    def nvidia(self) -> ConfigFields:
+    def nested(self) -> ConfigFields:
+        """The fields of NVIDIA's `eagle_config`."""
         return self.whole.object("eagle_config")
 
-    def flag(self, *names: str) -> bool | None:
-        """Returns the first of these flags that the config has."""
-        for fields in (self.whole, self.nvidia, self.layer):
-            for name in names:
-                if fields.get(name, None) is not None:
-                    return fields.flag(name, False)
-        return None
-
-    def warned(self, text: str) -> None:
-        if self.warn is not None:
-            self.warn(f"{self.whole.file}: {text}")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self.shapes:
-            raise CheckpointError(f"{self.whole.file.parent}: {name} is missing")
-        return self.shapes[name]
-
     def columns(self, name: str) -> int:
-        shape = self.shape(name)
-        if len(shape) != 2:
-            where = self.whole.file.parent
-            raise CheckpointError(f"{where}: {name}: want a matrix, got {list(shape)}")
-        return shape[1]
+        """Returns the number of columns of a matrix."""
+        return self.shape(name, 2)[1]
 
 
 def eagle_config(
@@ -134,9 +115,9 @@ def eagle_config(
       CheckpointError: the drafter is not supported, or does not fit the target.
     """
     whole = ConfigFields(file, config_json)
-    layer = whole.object(NESTED) if NESTED in config_json else whole
     named = {plain_name(name): shape for name, shape in shapes.items()}
-    r = _Reading(whole, layer, named, target, warn)
+    r = _Reading(whole, named, warn, target=target)
+    layer = r.layer
     d = layer.size("hidden_size")
     eps = layer.positive("rms_norm_eps", 1e-6)
     hf.check_silu(layer)
@@ -149,19 +130,12 @@ def eagle_config(
         norm_eps=eps,
         target_width=target.d_model,
         final_norm="norm.weight" in named,
-        target=_target_name(whole),
+        target=target_name(whole),
         **(_fused(r, d) if fused else _paired(r)),
         **_ends(r, d),
     )
     _check_shapes(r, config)
     return config
-
-
-def _target_name(whole: ConfigFields) -> str:
-    """Returns the name of the model that the drafter was trained for; "" if the config
-    does not say."""
-    name = whole.object(SPECULATORS).object("verifier").get("name_or_path", "")
-    return name if isinstance(name, str) else ""
 
 
 def _layers(r: _Reading, d: int, eps: float) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -222,14 +196,14 @@ def _paired(r: _Reading) -> dict[str, Any]:
     names, dt = r.shapes, r.target.d_model
     parallel, taps = MASK in names, r.flag("use_aux_hidden_state") is not False
     boundaries = _boundaries(r) if taps else ()
-    columns = r.columns("fc.weight") if "fc.weight" in names else None
+    columns = r.columns(FC) if FC in names else None
     if columns is None and (taps or r.layer.size("hidden_size") != dt):
-        r.shape("fc.weight")
+        raise r.error(f"{FC} is missing")
     if columns not in (None, dt * (len(boundaries) or 1)):
         if columns % dt:
             raise _other_target(r, columns // (len(boundaries) or 1))
-        raise CheckpointError(
-            f"{r.whole.file.parent}: fc.weight reads {columns // dt} layers of the "
+        raise r.error(
+            f"fc.weight reads {columns // dt} layers of the "
             f"target, but the config names {len(boundaries)}: {list(boundaries)}"
         )
     norms = {"whole": "input_norm.weight", "each": "fc_norm.0.weight"}
@@ -242,7 +216,7 @@ def _paired(r: _Reading) -> dict[str, Any]:
         if name in names and stated[kind] is not False:
             input_norm = kind
         elif stated[kind]:
-            r.shape(name)
+            raise r.error(f"{name} is missing")
     each = input_norm == "each"
     return dict(
         boundaries=boundaries,
@@ -256,8 +230,8 @@ def _paired(r: _Reading) -> dict[str, Any]:
 
 
 def _other_target(r: _Reading, width: int) -> CheckpointError:
-    return CheckpointError(
-        f"{r.whole.file.parent}: drafts for a target {width} wide, but this one is "
+    return r.error(
+        f"drafts for a target {width} wide, but this one is "
         f"{r.target.d_model} wide; use the target that it was trained on"
     )
 
@@ -266,13 +240,15 @@ def _boundaries(r: _Reading) -> tuple[int, ...]:
     """Reads which residual streams of the target a drafter uses."""
     n, ids = boundary_count(r.target), r.whole.get(TAPS, None)
     where = r.whole
-    if ids is None and r.nvidia.get(TAPS, None):
-        where = r.nvidia
+    if ids is None and r.nested.get(TAPS, None):
+        where = r.nested
         ids = _as_boundaries(where, n)
     if ids is None:
         ids = [2, n // 2, n - 3]
-        if len(set(ids)) < 3 or min(ids) < 0:
-            raise r.whole.error(TAPS, f"is missing, and a target of {n} layers has no")
+        if not ids[0] < ids[1] < ids[2]:
+            raise r.whole.error(
+                TAPS, f"is missing, and its default {ids} does not fit {n} layers"
+            )
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise where.wants(TAPS, "a list of layers", ids)
     if not ids or len(set(ids)) < len(ids) or not 0 <= min(ids) <= max(ids) <= n:
@@ -314,7 +290,7 @@ def _normed_output(r: _Reading, each: bool) -> bool:
 
 def _mask(r: _Reading) -> dict[str, Any]:
     """Reads P-EAGLE's mask token and number of levels."""
-    for fields in (r.whole, r.layer, r.nvidia):
+    for fields in (r.whole, r.layer, r.nested):
         for name in MASKS:
             if fields.get(name, None) is not None:
                 mask = fields.size(name, low=0)
@@ -334,14 +310,13 @@ def _ends(r: _Reading, d: int) -> dict[str, Any]:
     """Reads whose embedding and head the drafter uses, and their sizes."""
     names, target = r.shapes, r.target
     own_embedding, own_head = EMBEDDING in names, HEAD in names
-    V = r.shape(EMBEDDING)[0] if own_embedding else target.vocab_size
+    V = r.shape(EMBEDDING, 2)[0] if own_embedding else target.vocab_size
     tied = not own_head and r.layer.flag("tie_word_embeddings", False)
     borrowed = not own_embedding or not (own_head or tied)
     if borrowed and target.d_model != d:
         lacking = HEAD if own_embedding else EMBEDDING
-        raise CheckpointError(
-            f"{r.whole.file.parent}: {lacking} is missing, and the target's is "
-            f"{target.d_model} wide, not {d}"
+        raise r.error(
+            f"{lacking} is missing, and the target's is {target.d_model} wide, not {d}"
         )
     told = r.layer.size("vocab_size", V)
     if target.num_tokens > V or not (own_head or tied) and target.vocab_size != V:
@@ -351,11 +326,11 @@ def _ends(r: _Reading, d: int) -> dict[str, Any]:
             f"vocab_size is {told}, and the target's is {target.vocab_size}; is it the "
             "target that the drafter was trained on?"
         )
-    D = r.shape(HEAD)[0] if own_head else V
+    D = r.shape(HEAD, 2)[0] if own_head else V
     if (rows := r.whole.get("draft_vocab_size", None)) not in (None, D, told):
         raise r.whole.error("draft_vocab_size", f"{rows}, but the head has {D} rows")
     if own_head and D != told and IDS not in names:
-        raise CheckpointError(f"{r.whole.file.parent}: {IDS} is missing")
+        raise r.error(f"{IDS} is missing")
     return dict(
         vocab_size=V,
         num_tokens=target.num_tokens,
@@ -367,8 +342,8 @@ def _ends(r: _Reading, d: int) -> dict[str, Any]:
 
 
 def _other_vocabulary(r: _Reading, rows: int) -> CheckpointError:
-    return CheckpointError(
-        f"{r.whole.file.parent}: has {rows} tokens, but the target has "
+    return r.error(
+        f"has {rows} tokens, but the target has "
         f"{r.target.num_tokens}; use the target that it was trained on"
     )
 
@@ -382,11 +357,11 @@ def tensor_names(c: EagleConfig) -> dict[ParamPath, tuple[str, ...]]:
     names: dict[ParamPath, tuple[str, ...]] = {
         ("embedding",): (EMBEDDING,),
         ("lm_head",): (HEAD,),
-        ("fc",): ("fc.weight",),
+        ("fc",): (FC,),
         ("fc_bias",): ("fc.bias",),
         ("mask_hidden",): (MASK,),
         ("norm", "scale"): ("norm.weight",),
-        ("layers_0", "fc"): ("fc.weight",),
+        ("layers_0", "fc"): (FC,),
         ("layers_0", "fc_bias"): ("fc.bias",),
         ("layers_0", "embedding_norm", "scale"): ("layers.0.input_layernorm.weight",),
         ("layers_0", "hidden_norm", "scale"): ("layers.0.hidden_norm.weight",),
@@ -416,10 +391,13 @@ def tensor_names(c: EagleConfig) -> dict[ParamPath, tuple[str, ...]]:
 
 def _check_shapes(r: _Reading, c: EagleConfig) -> None:
     """Raises CheckpointError if a tensor is missing, unexpected or of another shape."""
-    where, expected = r.whole.file.parent, set(UNUSED)
+    expected = set(UNUSED)
     table = eagle_table(c)
     for path, names in tensor_names(c).items():
-        shapes = [r.shape(name) for name in names]
+        for name in names:
+            if name not in r.shapes:
+                raise r.error(f"{name} is missing")
+        shapes = [r.shapes[name] for name in names]
         expected |= set(names)
         want, (first, *_) = table[path].shape, shapes
         rows = sum(shape[0] if shape else 0 for shape in shapes)
@@ -427,13 +405,13 @@ def _check_shapes(r: _Reading, c: EagleConfig) -> None:
         if path == (MASK,):
             found = (int(np.prod(first)),)
         if found != want or len({shape[1:] for shape in shapes}) > 1:
-            raise CheckpointError(
-                f"{where}: {' + '.join(names)}: want shape {list(want)} by "
+            raise r.error(
+                f"{' + '.join(names)}: want shape {list(want)} by "
                 f"{r.whole.file.name}, got {list(found)}"
             )
     for name in sorted(r.shapes.keys() - expected):
         if not name.endswith("rotary_emb.inv_freq"):
-            raise CheckpointError(f"{where}: unexpected tensor {name}")
+            raise r.error(f"unexpected tensor {name}")
 
 
 def read_eagle(
@@ -472,7 +450,7 @@ def read_eagle(
     format = format_named(dtype)
     params: dict[ParamPath, Any] = {}
     for path, each in names.items():
-        parts = [arrays[name].astype(np.float32) for name in each]
+        parts = [arrays.pop(name).astype(np.float32) for name in each]
         whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
         if not np.isfinite(whole).all():
             raise CheckpointError(f"{file.parent}: {each[0]}: has NaN or infinity")
@@ -481,31 +459,6 @@ def read_eagle(
     if c.own_head and c.head_rows:
         ids = np.arange(c.head_rows)
         if c.head_rows != dict(config_json.get(NESTED, config_json)).get("vocab_size"):
-            ids = head_ids(arrays, c, file.parent)
+            ids = head_ids(arrays, c.head_rows, c.vocab_size, file.parent)
         params["head_ids",] = jnp.asarray(ids, jnp.int32)
     return Eagle(nest(params), c)
-
-
-def head_ids(arrays: Mapping[str, Any], c: EagleConfig, where: Path) -> np.ndarray:
-    """Returns the tokens [D] of the rows of a head. Files store them as
-    differences from the row's number.
-
-    Raises:
-      CheckpointError: they are not different tokens, or `t2d` marks other tokens.
-    """
-    rows, offsets = np.arange(c.head_rows), arrays[IDS]
-    if offsets.shape != rows.shape or offsets.dtype.kind not in "iu":
-        raise CheckpointError(f"{where}: {IDS}: want {c.head_rows} integers")
-    ids = rows + offsets.astype(np.int64)
-    if len(set(ids.tolist())) < len(ids) or not 0 <= ids.min() <= ids.max() < (
-        c.vocab_size
-    ):
-        raise CheckpointError(
-            f"{where}: {IDS}: want {c.head_rows} different tokens, as differences from "
-            "the number of the row"
-        )
-    if USED in arrays and not np.array_equal(
-        np.flatnonzero(arrays[USED]), np.sort(ids)
-    ):
-        raise CheckpointError(f"{where}: {USED} and {IDS} are of different tokens")
-    return ids

@@ -9,11 +9,13 @@ from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
     KDAConfig,
+    LightningConfig,
     MambaConfig,
     MLAConfig,
     MLPConfig,
     ModelConfig,
     MoEConfig,
+    ResidualScales,
     Rope,
     SharedConfig,
     ShortConvConfig,
@@ -132,6 +134,22 @@ FAMILIES = {
             moe=MoEConfig(8, 2, 16, router="sigmoid", normalize_eps=1e-6),
         ),
     ),
+    "lfm3": ModelConfig(  # with parts of Gemma 3 and gpt-oss
+        **SIZES,
+        layers=("short_conv", "mlp", "both:near", "both:moe", "both:far", "both:mlp"),
+        norm="rms_float32",
+        mixers=named(
+            short_conv=ShortConvConfig(32),
+            near=AttentionConfig(
+                8, 2, 4, rope=ROPE, window=5, gated=True, gate_by_head=True
+            ),
+            far=AttentionConfig(
+                8, 2, 4, rope=Rope(9.0, 4, share=0.5), scale=0.4, sinks=True
+            ),
+            moe=MoEConfig(8, 2, 16, activation="clamped", bias=True),
+            mlp=MLPConfig(48, activation="gelu_tanh"),
+        ),
+    ),
     "olmo-hybrid": ModelConfig(
         **SIZES,
         layers=("delta", "mlp", "after:attention", "after:mlp"),
@@ -158,6 +176,20 @@ FAMILIES = {
             kda=KDAConfig(8, 8, 6, 6, decay_bound=-5.0),
             mla=MLAConfig(8, 6, 4, 6, rank=12, rope=ROPE, gated=True),
             mlp=MLPConfig(48),
+        ),
+    ),
+    "minimax": ModelConfig(
+        **SIZES,
+        layers=("stream:lightning", "stream:moe", "stream:attention", "stream:moe"),
+        residual_scales={
+            "lightning": ResidualScales(1.4, 0.8),
+            "attention": ResidualScales(0.7, 1.3),
+            "moe": ResidualScales(1.2, 0.6),
+        },
+        mixers=named(
+            lightning=LightningConfig(8, 6),
+            attention=AttentionConfig(8, 2, 6, rope=ROPE),
+            moe=MoEConfig(8, 2, 16),
         ),
     ),
     "zamba2": ModelConfig(

@@ -8,11 +8,13 @@ from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
     KDAConfig,
+    LightningConfig,
     MambaConfig,
     MLAConfig,
     MLPConfig,
     ModelConfig,
     MoEConfig,
+    ResidualScales,
     Rope,
     ShortConvConfig,
     init_params,
@@ -78,19 +80,25 @@ def tiny_delta(seed, layers=("delta", "mlp", "delta", "moe", "attention", "mlp")
 
 
 def tiny_hybrid(seed, layers, **options):
-    """Returns a model with layers of the newer hybrids: short convolutions (LFM2), or
-    norms after attention and MLPs (Olmo-Hybrid)."""
+    """Returns a model with layers of the newer hybrids: short convolutions (LFM2),
+    norms after attention and MLPs (Olmo-Hybrid), lightning attention (MiniMax), or
+    windows on some layers (LFM3)."""
     config = ModelConfig(
         vocab_size=VOCAB,
         num_tokens=REAL,
         d_model=32,
         layers=layers,
         stop_tokens=(STOP,),
+        residual_scales={"lightning": ResidualScales(1.4, 0.8)},
         mixers=named(
+            lightning=LightningConfig(4, 8),
             short_conv=ShortConvConfig(32, bias=True),
             delta=DeltaConfig(2, 4, 8, 12, beta_max=2.0),
             attention=AttentionConfig(
                 4, 2, 8, rope=Rope(1e4, 8), qk_norm_eps=1e-4, **options
+            ),
+            near=AttentionConfig(
+                4, 2, 8, rope=Rope(50.0, 8), window=9, gated=True, gate_by_head=True
             ),
             mlp=MLPConfig(48),
             moe=MoEConfig(6, 2, 16, router="sigmoid", normalize_eps=1e-6),

@@ -63,6 +63,7 @@ from stree_jax.speculation.drafter import (
     Update,
 )
 from stree_jax.speculation.drafters.model import draw_level, empty_draft
+from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.layout import tree_levels
 from stree_jax.speculation.source import Source, Work
 from stree_jax.speculation.tree import Auto, Topology, Tree
@@ -92,7 +93,8 @@ class DFlashSource(Source):
         return cls(DFlash(jax.eval_shape(make, key_of(0)), config, ids))
 
     @property
-    def count(self) -> int:
+    def drafts(self) -> int:
+        """Number of tokens that one pass drafts."""
         return self.value.config.drafts
 
     def narrower(self) -> Iterator[Source]:
@@ -124,12 +126,12 @@ class DFlashSource(Source):
             return
         if not isinstance(tree, Tree):
             raise ValueError(
-                f"tree: a block drafter fills a fixed tree, such as 'chain:{self.count}"
-                "', or 'auto'; beams need a draft model"
+                "tree: a block drafter fills a fixed tree, such as "
+                f"'chain:{self.drafts}', or 'auto'; beams need a draft model"
             )
-        if tree.depth > self.count:
+        if tree.depth > self.drafts:
             raise ValueError(
-                f"tree: {tree.depth} levels, but the drafter's block has {self.count}"
+                f"tree: {tree.depth} levels, but the drafter's block has {self.drafts}"
             )
         if tree.children > CANDIDATES:
             raise ValueError(
@@ -156,7 +158,10 @@ class DFlashSource(Source):
     @property
     def search_size(self) -> tuple[int, int]:
         # Levels take no further passes, so they can be wide.
-        return 8, self.count
+        return 8, self.drafts
+
+    def acceptance(self) -> Acceptance:
+        return Acceptance(super().acceptance().p[: self.drafts])
 
     def work(self, target: Model) -> Work:
         return Work(read_once=block_read(self.value, head_of(without_mtp(target))))

@@ -46,6 +46,7 @@ from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import DrafterBase, DraftState, Prompts, Update
 from stree_jax.speculation.drafters.medusa import drawn_alike, fill_by_depth
 from stree_jax.speculation.drafters.mtp import MTPDrafter
+from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.source import Source, Work, check_state
 from stree_jax.speculation.tree import Auto, Topology, Tree
 
@@ -111,6 +112,10 @@ class EagleSource(Source):
         kind = ParallelEagleDrafter if self.value.config.parallel else EagleDrafter
         taps = taps_of(self.value.config, target)
         return kind(eagle_model(self.value, target), taps)
+
+    def acceptance(self) -> Acceptance:
+        c, table = self.value.config, super().acceptance()
+        return Acceptance(table.p[: c.levels]) if c.parallel else table
 
     @property
     def search_size(self) -> tuple[int, int]:

@@ -184,8 +184,8 @@ class MTPDrafter(Searcher):
     stage = MTP  # name in reports of tree "auto"
 
     def previous(self, update: Update) -> jax.Array:
-        """Returns what the layers read beside each token of an update,
-        [B, M + 1, d]."""
+        """Returns the vectors [B, M + 1, d] that the layers read with the tokens of an
+        update: the target's hidden states."""
         return update.hidden
 
     def init(self, prompts: Prompts, past: Any) -> MTPState:
