@@ -9,12 +9,11 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling, draft_vocabulary, with_draft_vocabulary
-from stree_jax.models import cast_params, param_dtype
+from stree_jax.models import cast_params
 from stree_jax.models.dflash import dflash_table, draft_logits, pair_scores
 from stree_jax.models.heads import head_of
-from stree_jax.models.memory import size_of
+from stree_jax.models.memory import size_of, weights_read
 from stree_jax.models.params import by_path
-from stree_jax.models.trimming import gathered
 from stree_jax.models.weights.formats import as_weight, format_named
 from stree_jax.pair import pair_configs
 from stree_jax.speculation.drafters.mtp import MTPSource
@@ -25,22 +24,26 @@ from tests.support.dflash import KINDS, random_dflash
 from tests.support.drafting import random_prompts
 from tests.support.tiny import tiny
 
-IDS = np.arange(1, 50, 3)  # 17 tokens
+IDS = np.arange(1, 47, 3)  # 16 tokens
 NEW, LENGTHS = 20, [1, 5, 33]
 AUTO = "auto:1,4,8"
-RULES = [("chain:3", "leviathan"), ("A", "mss"), ("A", "recursive")]
+RULES = [
+    ("mtp", "A", "recursive"),
+    ("block", "chain:3", "leviathan"),
+    ("block", "A", "mss"),
+    ("block", "A", "recursive"),
+]
 SAMPLED = [Sampling(t, seed=4) for t in (0.5, 1.0, 1.5)]
 
 
 @pytest.fixture(scope="module")
-def mtp_target(tmp_path_factory):
-    source = mtp.write(tmp_path_factory.mktemp("nemotron") / "checkpoint")
-    return stree_jax.load(source, mtp=True)
+def checkpoint(tmp_path_factory):
+    return mtp.write(tmp_path_factory.mktemp("nemotron") / "checkpoint")
 
 
 @pytest.fixture(scope="module")
-def targets(mtp_target):
-    return {"mtp": mtp_target, "block": tiny(1)}
+def targets(checkpoint):
+    return {"mtp": stree_jax.load(checkpoint, mtp=True), "block": tiny(1)}
 
 
 def pair(targets, kind):
@@ -56,8 +59,9 @@ def writer(target, **options):
     return partial(stree_jax.generate, target, prompts, **options)
 
 
-@pytest.mark.parametrize("kind", ["mtp", "block"])
-@pytest.mark.parametrize("tree", ["A", AUTO])
+@pytest.mark.parametrize(
+    ("kind", "tree"), [("mtp", AUTO), ("block", "A"), ("block", AUTO)]
+)
 def test_text_is_unchanged(kind, tree, targets):
     target, _, drafter = pair(targets, kind)
     write = writer(target)
@@ -76,14 +80,12 @@ def test_text_is_unchanged(kind, tree, targets):
     assert sampled.tokens == write(sampling=SAMPLED, drafter=None).tokens
 
 
-@pytest.mark.parametrize("kind", ["mtp", "block"])
-@pytest.mark.parametrize(("tree", "rule"), RULES)
+@pytest.mark.parametrize(("kind", "tree", "rule"), RULES)
 def test_rules_with_q_run(kind, tree, rule, targets):
     """Their distribution is tested in test_sampling.py."""
     target, _, drafter = pair(targets, kind)
     write = writer(target, drafter=drafter, tree=tree, rule=rule)
     assert len(write(sampling=Sampling(1.0, seed=3)).tokens[0]) == NEW
-    assert write().tokens == writer(target, drafter=None)().tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,28 +131,39 @@ def test_trimmed_heads_of_quantized_targets(targets):
     assert write(drafter=drafter, tree="A").tokens == write(drafter=None).tokens
 
 
-def test_sizes_are_known_before_loading(targets, tmp_path):
+def test_sizes_are_known_before_loading(checkpoint, targets):
     target = targets["mtp"]
     real = source_of(with_draft_vocabulary("mtp", target, IDS))
-    found = pair_configs(str(target_path(tmp_path)), "mtp", draft_vocab=len(IDS))
+    found = pair_configs(str(checkpoint), "mtp", draft_vocab=len(IDS))
     planned = abstract_source(found.drafter, found.weights, found.target)
     assert jax.tree.map(jnp.shape, planned.value) == jax.tree.map(jnp.shape, real.value)
-    bound, whole = (s.bind(target, None) for s in (real, MTPSource()))
-    head = size_of(target.params["lm_head"]) * len(IDS) // target.config.vocab_size
-    own = size_of(bound) - size_of(bound.of_target)
-    assert own == size_of(target.params["mtp"]) + head + 4 * len(IDS)
-    (less,), (more,) = (
-        s.reads(s.init(mtp_prompts(), None), []) for s in (bound, whole)
-    )
-    saved = size_of(target.params["lm_head"]) - head - 4 * len(IDS)
-    assert more.weights - less.weights == saved
+    small, whole = (s.bind(target, None) for s in (real, MTPSource()))
+    head, ids = real.value.head.nbytes, real.value.ids.nbytes
+    own = size_of(small) - size_of(small.of_target)
+    assert own == size_of(target.params["mtp"]) + head + ids
+    saved = target.params["lm_head"].nbytes - head - ids
+    assert weights_read(whole.model) - weights_read(small.model) == saved
 
 
-def test_ids_are_the_most_frequent_tokens(targets):
-    target = targets["block"].replace(tokenizer=None)
-    text = [7] * 90 + [9] * 8 + [4] * 2
-    np.testing.assert_array_equal(draft_vocabulary(target, 3, text), [4, 7, 9])
-    np.testing.assert_array_equal(draft_vocabulary(target, 5, text), [0, 1, 4, 7, 9])
-    np.testing.assert_array_equal(draft_vocabulary(target, 3), [0, 1, 2])
-    with pytest.warns(UserWarning, match="2 tokens are 98.0%"):
-        pass
+def test_the_most_frequent_tokens_are_chosen(targets):
+    target = targets["block"]
+    stop = target.config.stop_tokens
+    text = [8] * 90 + [9] * 8 + [4] * 2
+    chosen = partial(draft_vocabulary, target)
+    assert chosen(3, text).tolist() == [*stop, 8, 9]
+    assert chosen(6, text).tolist() == [0, 1, 4, *stop, 8, 9]
+    assert chosen(4).tolist() == [0, 1, 2, *stop]
+    with pytest.warns(UserWarning, match="2 tokens are 90.0% of the text's"):
+        chosen(2, text)
+    with pytest.raises(ValueError, match="want 2..47 tokens"):
+        chosen(1)
+
+
+def test_other_drafters_are_refused(targets):
+    for drafter in ("lookup", tiny(2)):
+        with pytest.raises(ValueError, match="for MTP layers and block drafters"):
+            with_draft_vocabulary(drafter, targets["block"], IDS)
+    with pytest.raises(ValueError, match="want tokens in 0..46"):
+        with_draft_vocabulary("mtp", targets["block"], [50])
+    with pytest.raises(ValueError, match="has no MTP layers"):
+        with_draft_vocabulary("mtp", targets["block"], IDS)
