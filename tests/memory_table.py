@@ -1,4 +1,4 @@
-"""Prints predicted bytes beside the compiler's, for 36 configurations.
+"""Prints predicted bytes beside the compiler's, for 43 configurations.
 
     python -m tests.memory_table [--only WORD]
 
