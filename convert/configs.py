@@ -17,6 +17,7 @@ from stree_jax.convert.families import (
     PARSERS,
     mambainllama,
 )
+from stree_jax.convert.families.windows import NEAR
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.notes import config_notes, generation_notes
 from stree_jax.convert.source import TensorInfo, is_file
@@ -36,6 +37,7 @@ UNSUPPORTED = {
         ("qwen4_exp", "qwen4_exp_text"),
         "has hyper-connections and sparse attention, which are not supported",
     ),
+    "gemma2": "has soft caps of logits, which are not supported",
     "kimi_k3": "has attention residuals and latent experts, which are not supported",
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2"),
@@ -176,11 +178,12 @@ def export_format(config: ModelConfig) -> str:
     alternating with MLPs or with experts; qwen3_next: with both. lfm2 and lfm2_moe:
     short convolutions and attention, alternating with MLPs, and with experts.
     olmo_hybrid: Gated DeltaNet, and attention with norms after it, alternating with
-    MLPs. kimi_linear and bailing_hybrid: Kimi Delta Attention and latent attention,
-    without and with a rotary embedding. minimax: lightning attention and attention,
-    alternating with experts, with norms of the residual stream. All others alternate
-    mixers and gated MLPs: qwen3: only attention, with norms of q and k, without
-    multipliers. qwen2: only attention, with biases only of q, k and v, without
+    MLPs. gemma3_text: attention and MLPs with norms before and after them; lfm3: also
+    short convolutions. kimi_linear and bailing_hybrid: Kimi Delta Attention and latent
+    attention, without and with a rotary embedding. minimax: lightning attention and
+    attention, alternating with experts, with norms of the residual stream. All others
+    alternate mixers and gated MLPs: qwen3: only attention, with norms of q and k,
+    without multipliers. qwen2: only attention, with biases only of q, k and v, without
     multipliers. llama: only attention otherwise, without multipliers. bamba: biases in
     the MLP, or rotary embeddings of a part of each head. granitemoe: attention, and
     experts without a shared MLP. granitemoehybrid: all others.
@@ -209,6 +212,8 @@ def export_format(config: ModelConfig) -> str:
         return _kda_format(config)
     if "short_conv" in mixers and second <= {"mlp", "moe"}:
         return "lfm2" if second == {"mlp"} else "lfm2_moe"
+    if moe is not None and moe.bias and mixers <= {"attention", NEAR}:
+        return "gpt_oss"
     gates = [part.gated for part in (mlp, moe) if part is not None]
     if kinds <= {"mamba", "attention", "mlp", "moe"} and not any(gates):
         return "nemotron_h"
@@ -242,6 +247,8 @@ def _delta_format(layers: tuple[str, ...]) -> str:
 
 def _after_format(config: ModelConfig) -> str:
     """Returns the class of models with norms after some of their mixers."""
+    if all(block.norms == "both" for block in config.layers):
+        return _both_format(config)
     pairs = list(zip(config.layers[::2], config.layers[1::2], strict=False))
     wanted = {"attention": "after", "delta": "before"}
     fits = "delta" in config.mixers and len(config.layers) == 2 * len(pairs)
@@ -261,6 +268,17 @@ def _lightning_format(config: ModelConfig) -> str:
     if not fits or len(config.layers) % 2:
         raise _no_class(config.kinds)
     return "minimax"
+
+
+def _both_format(config: ModelConfig) -> str:
+    """Returns the class of models with norms before and after all their mixers."""
+    mixers = {block.mixers for block in config.layers[::2]}
+    second = {block.mixers for block in config.layers[1::2]}
+    attention, conv = {("attention",), (NEAR,)}, ("short_conv",)
+    if mixers <= attention | {conv} and second == {("mlp",)}:
+        scaled = config.norm == "rms_float32" or config.embedding_multiplier != 1
+        return "gemma3_text" if scaled and conv not in mixers else "lfm3"
+    raise _no_class(config.kinds)
 
 
 def _kda_format(config: ModelConfig) -> str:

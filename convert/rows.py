@@ -31,6 +31,7 @@ How = Literal[
     "offset",
     "heads",
     "computed",
+    "transposed",
 ]
 ENDINGS = (("weight", ""), ("bias", "_bias"))  # endings of tensors, and of parameters
 
@@ -81,7 +82,8 @@ class Row:
         "conv": concatenate along axis 0, and drop the middle axis of [C, 1, K];
         "shape": flatten; "decay": flatten, and take log(-source); "offset": add 1, in
         float32; "heads": concatenate the rows of all heads of [H, C, N], transposed,
-        and of [H, P, C]; "computed": no sources, the parameter is `numbers`.
+        and of [H, P, C]; "transposed": exchange axes 1 and 2; "computed": no sources,
+        the parameter is `numbers`.
       sizes: for "concat", "halves" and a "conv" of several sources, the size of each
         source along the axis; for "shape" and "decay", the source's shape; for "heads",
         (H, N, P).
@@ -121,6 +123,8 @@ def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
             return [(H, shape[1], N), (H, P, shape[1])]
         case "computed":
             return []
+        case "transposed":
+            return [(shape[0], shape[2], shape[1])]
         case "stack":
             return [shape[1:]] * shape[0]
         case "experts":
@@ -197,6 +201,8 @@ def _converted(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
             return np.concatenate([w.reshape(-1, w.shape[2]) for w in both])
         case "computed":
             return np.array(row.numbers, np.float32)
+        case "transposed":
+            return tensors[0].swapaxes(1, 2)
         case "swap":
             return _swap(tensors[0])
         case "conv":
@@ -228,7 +234,7 @@ def can_be_cut(row: Row) -> bool:
     """True if a slice of the parameter consists of slices of the sources, in the same
     order."""
     ordered = any(row.heads) or row.groups
-    whole = ("halves", "shape", "decay", "heads", "computed")
+    whole = ("halves", "shape", "decay", "heads", "computed", "transposed")
     return row.how not in whole and not ordered
 
 
@@ -313,6 +319,8 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
         case "computed":
             _check_computed(row, param)
             parts = []
+        case "transposed":
+            parts = [param.swapaxes(1, 2)]
         case "swap":
             parts = [_swap(param)]
         case "conv":
@@ -415,7 +423,7 @@ class Names:
         from the config.
       spelling: returns the names that a file uses, from the names of its tensors, for
         formats with several spellings. These names are those of an export.
-      left_out: prefix of the names of tensors that are not read, such as those of a
+      left_out: prefixes of the names of tensors that are not read, such as those of a
         vision encoder. If empty, all tensors are read.
       numbers_every_layer: True if an MLP is a layer with its own number. If False, it
         has the number of the mixer before it.
@@ -438,7 +446,7 @@ class Names:
     computed: Callable[[ModelConfig, Path, int, Block], Iterator[Row]] | None = None
     ignored: tuple[str, ...] = ()
     spelling: Callable[["Names", Collection[str]], "Names"] | None = None
-    left_out: str = ""
+    left_out: tuple[str, ...] = ()
     numbers_every_layer: bool = False
     mtp_is_last: bool = False
 

@@ -55,6 +55,14 @@ FAMILIES = (
     Family(
         "mistral", "MistralForCausalLM", THEIRS, "as llama, without a sliding window"
     ),
+    Family("gemma3", "Gemma 3 within a multimodal model", THEIRS, "as gemma3_text"),
+    Family("gemma3_text", "Gemma 3: attention with and without a window", THEIRS, YES),
+    Family(
+        "gpt_oss",
+        "gpt-oss: attention with sinks, with and without a window, and experts",
+        THEIRS,
+        "yes, in floats",
+    ),
     Family("granite", "Granite 3, dense", THEIRS, "as granitemoehybrid"),
     Family("granitemoe", "Granite 3 with experts", THEIRS, YES),
     Family(
@@ -81,6 +89,12 @@ FAMILIES = (
     Family("olmo_hybrid", "Olmo-Hybrid: Gated DeltaNet and attention", THEIRS, YES),
     Family("lfm2", "LFM2 and LFM2.5: short convolutions and attention", THEIRS, YES),
     Family("lfm2_moe", "LFM2 with experts (LFM2-8B-A1B)", THEIRS, YES),
+    Family(
+        "lfm3",
+        "LFM3: short convolutions, attention with and without a window",
+        THEIRS,
+        YES,
+    ),
     Family(
         "kimi_linear",
         "Kimi-Linear: Kimi Delta Attention and latent attention, with experts",

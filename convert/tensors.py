@@ -110,16 +110,22 @@ def without_left_out(
       names: the family's names.
       warn: called with one line if there are such tensors.
     """
-    prefix = names.left_out
-    if not prefix or not any(name.startswith(prefix) for name in source.tensors):
+    prefixes = [
+        prefix
+        for prefix in names.left_out
+        if any(name.startswith(prefix) for name in source.tensors)
+    ]
+    if not prefixes:
         return source, ()
+    patterns = tuple(f"{prefix}*" for prefix in prefixes)
     if warn is not None:
         warn(
-            f"{source.directory}: {prefix}* (the vision encoder) is left out; "
-            "the model reads text only"
+            f"{source.directory}: {', '.join(patterns)} (the vision encoder) is left "
+            "out; the model reads text only"
         )
-    kept = {n: t for n, t in source.tensors.items() if not n.startswith(prefix)}
-    return replace(source, tensors=kept), (f"{prefix}*",)
+    left = tuple(prefixes)
+    kept = {n: t for n, t in source.tensors.items() if not n.startswith(left)}
+    return replace(source, tensors=kept), patterns
 
 
 def settle_names(

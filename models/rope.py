@@ -43,6 +43,8 @@ class Rope:
         original_max_position_embeddings) of llama3 frequency scaling, or None.
       linear: divisor of all frequencies (linear scaling).
       yarn: YaRN frequency scaling, or None.
+      share: share of the pairs that rotate, the fastest ones. The others have frequency
+        0 ("proportional" in transformers).
     """
 
     theta: float
@@ -50,12 +52,15 @@ class Rope:
     llama3: tuple[float, float, float, float] | None = None
     linear: float = 1.0
     yarn: Yarn | None = None
+    share: float = 1.0
 
 
 def rope_frequencies(rope: Rope) -> np.ndarray:
     """Returns the radians per position of each rotated pair, [dim / 2] float32."""
     powers = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     f = 1.0 / np.float32(rope.theta) ** powers / np.float32(rope.linear)
+    if rope.share < 1:
+        f[int(rope.share * rope.dim // 2) :] = 0
     if rope.yarn is not None:
         share = _yarn_shares(rope, rope.yarn)
         return (f / rope.yarn.factor * share + f * (1 - share)).astype(np.float32)
@@ -146,6 +151,8 @@ def check_rope(rope: Rope, name: str) -> None:
     """
     if not 0 < rope.linear < math.inf:
         raise ValueError(f"{name}.linear: {rope.linear} does not fit")
+    if not 0 <= rope.share <= 1 or (rope.share < 1 and rope.llama3 is not None):
+        raise ValueError(f"{name}.share: {rope.share} does not fit")
     if (yarn := rope.yarn) is None:
         return
     numbers = (yarn.factor, yarn.original_length, yarn.beta_fast, yarn.beta_slow)

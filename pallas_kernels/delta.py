@@ -91,7 +91,7 @@ def _per_head(z: jax.Array, heads: int) -> jax.Array:
     return jnp.repeat(z, heads // z.shape[2], axis=2)
 
 
-def _path_sums(mask: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
+def path_sums(mask: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sums the log decays over each token's path, in two parts (see `exact_split`).
 
     Returns:
@@ -117,7 +117,7 @@ def _decays(
       exp(A_t - A_s) [B, H, Tq, T], 0 unless s is t or an ancestor of t, and exp(A_t)
       [B, H, Tq]. Both have a last axis N for decays by column.
     """
-    hi, lo = _path_sums(mask, a)
+    hi, lo = path_sums(mask, a)
     hi_q, lo_q = hi, lo
     if rows is not None:
         mask, hi_q, lo_q = mask[:, rows], hi[:, :, rows], lo[:, :, rows]

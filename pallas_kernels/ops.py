@@ -190,8 +190,6 @@ def tree_attention(
     `attention.tree_attention` with the fastest implementation."""
     _check_heads("tree_attention", q.shape[2], k.shape[2])
     reason = triton_attention.unsupported(q, k_cache, v_cache, mask)
-    if first is not None or sink is not None:
-        reason = "wants no sliding window and no sink"
     arrays = q, k, v, k_cache, v_cache, length, mask, first, sink
     native = native_attention.unsupported(*arrays, scale=scale)
     return dispatch(
@@ -199,7 +197,7 @@ def tree_attention(
         implementation,
         _Scaled(attention.without_kernel, scale),
         {
-            "triton": Kernel(_Scaled(_triton_attention, scale), reason),
+            "triton": Kernel(_Scaled(triton_attention.tree_attention, scale), reason),
             "native": Kernel(_Scaled(_native_attention, scale), native, "cpu"),
         },
         *arrays,
@@ -221,10 +219,6 @@ class _Scaled:
 def _native_attention(*args: Any) -> jax.Array:
     *arrays, scale, first, sink = args
     return native_attention(*arrays, first, sink, scale=scale)
-
-
-def _triton_attention(*args: Any) -> jax.Array:
-    return triton_attention.tree_attention(*args[:-2])  # without a window and a sink
 
 
 def _in_blocks(

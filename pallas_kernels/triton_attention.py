@@ -9,11 +9,12 @@ updates the running maximum m, sum l and weighted values a of its rows:
   l'  =  exp(m - m') l + sum(exp(s - m'))
   a'  =  exp(m - m') a + exp(s - m') v              and in the end out = a / l.
 
-The blocks are those of the cache up to `length`, past which nothing is read, and then
-the tree's nodes with their mask. To fill a GPU at small batch sizes, a sequence's
-blocks are divided among `splits` programs; the last program also takes the tree. Each
-program returns its (m, l, a), and a second kernel sums these with weights exp(m - max
-m).
+The blocks are those of the cache, from the first row that a query of the tile sees up
+to `length`, and then the tree's nodes with their mask. Nothing else is read. To fill a
+GPU at small batch sizes, a sequence's blocks are divided among `splits` programs; the
+last program also takes the tree. Each program returns its (m, l, a), and a second
+kernel sums these with weights exp(m - max m). A sink is a key with value 0, with which
+the last program's sums begin.
 """
 
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ class _Operands(NamedTuple):
     """Arguments of `tree_attention`, as arrays, block specs, or a program's refs.
 
     Attributes:
-      q, k, v, k_cache, v_cache, length, mask: see `attention.tree_attention`.
+      q, k, v, k_cache, v_cache, length, mask, first, sink: see
+        `attention.tree_attention`.
       scale: [1] float32.
     """
 
@@ -130,6 +132,8 @@ class _Operands(NamedTuple):
     length: Any
     mask: Any
     scale: Any
+    first: Any
+    sink: Any
 
 
 @int32_inside
@@ -142,6 +146,8 @@ def tree_attention(
     length: jax.Array,
     mask: jax.Array,
     scale: jax.typing.ArrayLike,
+    first: jax.Array | None = None,
+    sink: jax.Array | None = None,
     *,
     blocks: Blocks | None = None,
     interpret: bool = False,
@@ -149,8 +155,9 @@ def tree_attention(
     """Computes `attention.tree_attention`. Cache rows past `length` are not read.
 
     Args:
-      q, k, v, k_cache, v_cache, length, mask, scale: as in `attention.tree_attention`;
-        `unsupported` must return None for them. q is rounded to the cache's dtype.
+      q, k, v, k_cache, v_cache, length, mask, scale, first, sink: as in
+        `attention.tree_attention`; `unsupported` must return None for them. q is
+        rounded to the cache's dtype.
       blocks: block sizes. If None, those of `default_blocks`.
       interpret: True to run in Pallas's interpreter on any device, with exact float32
         products, for tests.
@@ -173,7 +180,9 @@ def tree_attention(
         precision = lax.Precision.HIGHEST
     k, v, length = k.astype(dtype), v.astype(dtype), length.astype(jnp.int32)
     scale = jnp.asarray(scale, jnp.float32).reshape(1)
-    operands = _Operands(q, k, v, k_cache, v_cache, length, mask, scale)
+    first = None if first is None else first.astype(jnp.int32)
+    sink = None if sink is None else sink.astype(jnp.float32)
+    operands = _Operands(q, k, v, k_cache, v_cache, length, mask, scale, first, sink)
     parts = _partial_attention(operands, cut, precision, interpret)
     return parts[0] if cut.splits == 1 else _combine(*parts, interpret=interpret)
 
@@ -204,6 +213,12 @@ def _partial_attention(
     length = pl.BlockSpec((1,), lambda x, s, b: (b,))
     mask = pl.BlockSpec((None, Tq, T), lambda x, s, b: (b, 0, 0))
     scale = pl.BlockSpec((1,), lambda x, s, b: (0,))
+    first = sink = None
+    if operands.first is not None:
+        first = pl.BlockSpec((None, Tq), lambda x, s, b: (b, 0))
+    if operands.sink is not None:
+        sink = pl.BlockSpec((G,), lambda x, s, b: (lax.div(x, tiles),))
+    specs = _Operands(queries, new, new, cache, cache, length, mask, scale, first, sink)
     out_specs = [part(None, None, Tq, G)] * 2 + [part(None, None, Tq, G, hd)]
     shapes: list[tuple[int, ...]] = [(Bb, splits, Tq, Hq)] * 2
     shapes.append((Bb, splits, Tq, Hq, hd))
@@ -212,7 +227,7 @@ def _partial_attention(
     return pl.pallas_call(
         partial(_attend, cut=cut, tiles=tiles, precision=precision),
         grid=(Hk * tiles, splits, Bb),
-        in_specs=[_Operands(queries, new, new, cache, cache, length, mask, scale)],
+        in_specs=[specs],
         out_specs=out_specs,
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         compiler_params=pltriton.CompilerParams(
@@ -237,11 +252,14 @@ def _attend(
     row = jnp.minimum(_range(tile, cut.rows), Tq * G - 1)
     t, g = lax.div(row, G), lax.rem(row, G)
     fold = partial(_fold, refs.q[t, g, :].astype(refs.k.dtype), scale, precision)
+    begin = None if refs.first is None else refs.first[t]
 
     def committed(i: jax.Array, state: State) -> State:
         index = _range(i, cut.keys)
-        at, seen = jnp.minimum(index, length - 1), index < length
-        return fold(state, refs.k_cache[at, :], refs.v_cache[at, :], seen[None, :])
+        at, seen = jnp.minimum(index, length - 1), (index < length)[None, :]
+        if begin is not None:
+            seen &= index[None, :] >= begin[:, None]
+        return fold(state, refs.k_cache[at, :], refs.v_cache[at, :], seen)
 
     def inside(i: jax.Array, state: State) -> State:
         index = _range(i, nodes)
@@ -250,17 +268,23 @@ def _attend(
         return fold(state, refs.k[at, :], refs.v[at, :], seen)
 
     count = lax.div(length + (cut.keys - 1), cut.keys)
-    share = lax.div(count + (cut.splits - 1), cut.splits)
-    first = split * share
+    start = jnp.int32(0)
+    if begin is not None:  # it may be past `length`
+        start = jnp.minimum(lax.div(begin.min(), cut.keys), count)
+    share = lax.div(count - start + (cut.splits - 1), cut.splits)
+    first = start + split * share
     last = jnp.minimum(first + share, count)
     nodes = min(_power(T, 16), cut.keys)
     # The number of steps is made data-dependent (length >= 0 is always true): if it
     # were constant, the compiler would unroll a single step and spill registers.
     here = (split == cut.splits - 1) & (length >= 0)
     steps = here.astype(jnp.int32) * -(-T // nodes)
-    lowest = jnp.full((cut.rows,), _LOWEST, jnp.float32)
-    nothing = jnp.zeros((cut.rows,), jnp.float32)
-    state = lowest, nothing, jnp.zeros((cut.rows, hd), jnp.float32)
+    m = jnp.full((cut.rows,), _LOWEST, jnp.float32)
+    total = jnp.zeros((cut.rows,), jnp.float32)
+    if refs.sink is not None:
+        m = jnp.where(here, jnp.maximum(refs.sink[g] * _LOG2E, m), m)
+        total = jnp.where(here, 1.0, total)
+    state = m, total, jnp.zeros((cut.rows, hd), jnp.float32)
     state = lax.fori_loop(first, last, committed, state)
     m, total, a = lax.fori_loop(0, steps, inside, state)
 

@@ -39,6 +39,8 @@ class Blocks:
       head: channels of a head per program, a power of two >= 16 that divides P.
       state: columns of N per chunk, a power of two >= 16 that divides N.
       num_warps, num_stages: as in Triton.
+      columns: columns of N per step of the scores, a power of two that divides N. Only
+        for decays by column.
       precision: precision of products of two float32 factors, as relative error:
         "tf32x3" (2^-21, three tensor core passes), "bf16x3" (2^-16, three passes with
         fewer registers) or "highest" (2^-24, without tensor cores, also for bfloat16).
@@ -48,6 +50,7 @@ class Blocks:
     state: int = 32
     num_warps: int = 4
     num_stages: int = 3
+    columns: int = 1
     precision: str = "tf32x3"
 
 
@@ -208,6 +211,15 @@ class Specs:
     def steps(self, z: Any) -> Any:
         """Returns the spec of z [B, T, H]."""
         return pl.BlockSpec((None, z.shape[1], None), lambda b, h, p: (b, 0, h))
+
+    def path_sums(self, z: Any) -> Any:
+        """Returns the spec of z [B, H, T, N]."""
+        return pl.BlockSpec((None, None, *z.shape[2:]), lambda b, h, p: (b, h, 0, 0))
+
+    def columns(self, z: Any) -> Any:
+        """Returns the spec of z [B, T, H, N]."""
+        block = (None, z.shape[1], None, z.shape[3])
+        return pl.BlockSpec(block, lambda b, h, p: (b, 0, h, 0))
 
     def channels(self, z: Any) -> Any:
         """Returns the spec of z [B, T, H, P]."""

@@ -17,7 +17,8 @@ in rounds: round i computes the tokens that have i ancestors, from those of earl
 rounds. Powers of `left` would need fewer rounds, but lose all precision where keys
 repeat (see `delta`).
 
-Programs share no results, so the scores are computed once per block of values.
+Programs share no results, so the scores are computed once per block of values. For
+decays by column they are computed in a loop of their own, see `triton_columns`.
 
 See `triton_blocks` for how tokens are padded and for the precision of products.
 """
@@ -31,7 +32,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from stree_jax.pallas_kernels.delta import DeltaInputs, DeltaReplayed
+from stree_jax.pallas_kernels import triton_columns
+from stree_jax.pallas_kernels.delta import DeltaInputs, DeltaReplayed, path_sums
 from stree_jax.pallas_kernels.dispatch import int32_inside
 from stree_jax.pallas_kernels.scan import Replayed
 from stree_jax.pallas_kernels.triton_blocks import (
@@ -49,15 +51,19 @@ from stree_jax.pallas_kernels.triton_blocks import (
 )
 
 
-def default_blocks(T: int, M: int, P: int, N: int, dtype: Any) -> Blocks:
+def default_blocks(
+    T: int, M: int, P: int, N: int, dtype: Any, by_column: bool = False
+) -> Blocks:
     """Chooses blocks that compile for sm_90 without register spills and with pipelined
     loads."""
     crowded = dtype == jnp.float32 and T > MIN_TILE
     head = 16 if crowded and min(T, M) > 2 * MIN_TILE else 32
+    num_warps = 8 if T > 2 * MIN_TILE else 4
     return Blocks(
         head=min(head, P & -P),
-        state=min(16 if crowded else 32, N & -N),
-        num_warps=8 if T > 2 * MIN_TILE else 4,
+        state=min(16 if crowded or by_column else 32, N & -N),
+        num_warps=num_warps,
+        columns=triton_columns.columns_per_step(T, N, num_warps) if by_column else 1,
     )
 
 
@@ -69,8 +75,6 @@ def unsupported(
     Args:
       inputs, mask, past: as in `delta.delta_replay_scan`, or their shapes and dtypes.
     """
-    if inputs.a.ndim == 4:
-        return "decays by column have no kernel"
     arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     M = 0
     if past is not None:
@@ -87,17 +91,22 @@ def _kernel(
     and u are [Tq, head]."""
     dot = partial(product, precision=blocks.precision)
     inputs: DeltaInputs = tree.inputs
-    T, Tq = inputs.a.shape[0], inputs.beta.shape[0]
+    T, Tq = inputs.k.shape[0], inputs.beta.shape[0]
+    by_column = isinstance(inputs.a, triton_columns.Sums)
+    decays: Any = inputs.a  # `Sums`, or an array
     key, query = numbers(T), numbers(Tq)
     row = key if tree.rows is None else jnp.clip(tree.rows[query], 0, T - 1)
     # Start loading the inputs that are used after the loop, so they arrive meanwhile.
-    v, beta, a = inputs.v[query, :], inputs.beta[query], inputs.a[key]
+    v, beta = inputs.v[query, :], inputs.beta[query]
+    a: Any = None if by_column else decays[key]
     q_scale, k_scale = inputs.q_scale[query], inputs.k_scale[key]
     mask = mask_q = tree.mask[key[:, None], key[None]]
     k_scale_q = k_scale
     if tree.rows is not None:
         mask_q, k_scale_q = tree.mask[row[:, None], key[None]], inputs.k_scale[row]
-    replay = None if past is None else replayer(past, dot)
+    replay = None
+    if past is not None:
+        replay = (triton_columns.replayer if by_column else replayer)(past, dot)
 
     def chunk(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         kk, qk, known, carried = sums
@@ -108,7 +117,10 @@ def _kernel(
             h[:, part] = state
         q, k = inputs.q[query, part], inputs.k[key, part]
         k_q = k if tree.rows is None else inputs.k[row, part]
-        kk, qk = kk + dot(k_q, k, (1, 1)), qk + dot(q, k, (1, 1))
+        if by_column:
+            k_q, q = (triton_columns.decayed(z, decays, row, part) for z in (k_q, q))
+        else:
+            kk, qk = kk + dot(k_q, k, (1, 1)), qk + dot(q, k, (1, 1))
         return kk, qk, known + dot(k_q, state, (1, 1)), carried + dot(q, state, (1, 1))
 
     zero = partial(jnp.zeros, dtype=jnp.float32)
@@ -117,10 +129,16 @@ def _kernel(
     sums = lax.fori_loop(0, h0.shape[1] // blocks.state, chunk, sums)
     kk, qk, known, carried = sums
 
-    grown, weight = weights(mask, mask_q, a, k_scale, T)
+    place = lax.iota(jnp.int32, key.size)
+    if by_column:
+        allowed = (mask_q != 0) & (place[None] < T)
+        pairs = inputs, key, query, row, allowed
+        kk, qk = triton_columns.scores(*pairs, blocks.columns)
+        grown, weight = jnp.ones_like(k_scale_q), k_scale[None]
+    else:
+        grown, weight = weights(mask, mask_q, a, k_scale, T)
     known = (grown * k_scale_q)[:, None] * known
     right = beta[:, None] * (v.astype(jnp.float32) - known)
-    place = lax.iota(jnp.int32, key.size)
     before = (mask_q != 0) & (place[None] < T) & (row[:, None] != place[None])
     left = jnp.where(before, (beta * k_scale_q)[:, None] * weight * kk, 0.0)
     if tree.rows is None:
@@ -195,13 +213,15 @@ def _specs(past: Any, tree: Tree, head: int) -> tuple[Any, Tree]:
     """Returns the block specs of the inputs: the part of each that a program reads."""
     inputs: DeltaInputs = tree.inputs
     of = Specs(head, inputs.v.shape[2] // inputs.k.shape[2])
+    a = inputs.a
+    by_column = isinstance(a, triton_columns.Sums)
     tree_inputs = DeltaInputs(
         q=of.group(inputs.q),
         q_scale=of.group_steps(inputs.q_scale),
         k=of.group(inputs.k),
         k_scale=of.group_steps(inputs.k_scale),
         v=of.channels(inputs.v),
-        a=of.steps(inputs.a),
+        a=jax.tree.map(of.path_sums, a) if by_column else of.steps(a),
         beta=of.steps(inputs.beta),
     )
     rows = None if tree.rows is None else of.shared(tree.rows)
@@ -212,7 +232,7 @@ def _specs(past: Any, tree: Tree, head: int) -> tuple[Any, Tree]:
     specs = Replayed(
         x=of.channels(past.x),
         dt=of.group_steps(past.dt),
-        a=of.steps(past.a),
+        a=of.columns(past.a) if by_column else of.steps(past.a),
         B=of.group(past.B),
         path=of.sequence(past.path),
         length=of.sequence(past.length),
@@ -234,9 +254,12 @@ def _call(
     _, _, P, N = h0.shape
     T, Tq = inputs.k.shape[1], inputs.q.shape[1]
     M = 0 if past is None else past.path.shape[1]
-    blocks = blocks or default_blocks(T, M, P, N, inputs.k.dtype)
+    by_column = inputs.a.ndim == 4
+    blocks = blocks or default_blocks(T, M, P, N, inputs.k.dtype, by_column)
     numbers = ("q_scale", "k_scale", "a", "beta")
     cast = {name: getattr(inputs, name).astype(jnp.float32) for name in numbers}
+    if by_column:
+        cast["a"] = triton_columns.Sums(*path_sums(tree.mask, inputs.a))
     tree = tree._replace(inputs=inputs._replace(**cast))
     recorded = None
     if past is not None:  # the key's factor has the place of dt, see `delta.as_scan`
@@ -269,6 +292,11 @@ def delta_replay_scan(
     Returns:
       y [B, T, H, P], u [B, T, H, P] and the replayed state [B, H, P, N], all float32.
     """
+    T = mask.shape[-1]
+    if _needs_groups(inputs):
+        rows = jnp.arange(T, dtype=jnp.int32)
+        h, y, u = _in_groups(h0, past, inputs, mask, rows, None, blocks, interpret)
+        return y, u, h
     tree = Tree(inputs, mask.astype(jnp.int8), None)
     h, y, u = _call(h0, past, tree, blocks, interpret)
     return y, u, h
@@ -294,11 +322,35 @@ def delta_scan(
     Returns:
       y [B, Tq, H, P] and u [B, T, H, P], both float32.
     """
-    mask = mask.astype(jnp.int8)
-    if rows is None:
-        _, y, u = _call(h0, None, Tree(inputs, mask, None), blocks, interpret)
-        return y, u
     T = mask.shape[-1]
+    if rows is None and _needs_groups(inputs):
+        rows = jnp.arange(T, dtype=jnp.int32)
+    if rows is None:
+        tree = Tree(inputs, mask.astype(jnp.int8), None)
+        _, y, u = _call(h0, None, tree, blocks, interpret)
+    else:
+        _, y, u = _in_groups(h0, None, inputs, mask, rows, u, blocks, interpret)
+    return y, u
+
+
+def _needs_groups(inputs: DeltaInputs) -> bool:
+    """True if a kernel that queries all tokens at a time would spill registers."""
+    return inputs.a.ndim == 4 and inputs.k.shape[1] > 2 * MIN_TILE
+
+
+def _in_groups(
+    h0: jax.Array,
+    past: DeltaReplayed | None,
+    inputs: DeltaInputs,
+    mask: jax.Array,
+    rows: jax.Array,
+    u: jax.Array | None,
+    blocks: Blocks | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes a path and a tree in one kernel launch for each group of queried tokens.
+    Returns h, y of the queried tokens, and u of all tokens so far."""
+    T, mask, h = mask.shape[-1], mask.astype(jnp.int8), h0
     if u is None:
         u = jnp.zeros((inputs.k.shape[0], T, *inputs.v.shape[2:]), jnp.float32)
     found = []
@@ -306,10 +358,10 @@ def delta_scan(
     for i in range(0, len(rows), count):
         part = rows[i : i + count]
         tree = Tree(_queries(inputs, i, i + count), mask, part, u)
-        _, y, solved = _call(h0, None, tree, blocks, interpret)
-        u = u.at[:, part].set(solved, mode="drop")
+        h, y, solved = _call(h, past, tree, blocks, interpret)
+        past, u = None, u.at[:, part].set(solved, mode="drop")
         found.append(y)
-    return jnp.concatenate(found, axis=1), u
+    return h, jnp.concatenate(found, axis=1), u
 
 
 def _queries(inputs: DeltaInputs, start: int, end: int) -> DeltaInputs:

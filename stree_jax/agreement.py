@@ -229,7 +229,7 @@ def _draft(
     num_tokens: int,
 ) -> tuple[Any, DraftState]:
     """Drafts one tree greedily."""
-    dist = _greedy(root.shape[0], num_tokens)
+    dist = greedy_distribution(root.shape[0], num_tokens)
     if isinstance(tree, Tree):
         return drafter.propose(state, root, tree, dist, NAIVE)
     assert isinstance(tree, Budget)
@@ -245,7 +245,7 @@ def _always(levels: jax.Array, value: jax.Array, passes: float = 1.0) -> jax.Arr
     return jnp.bool_(True)
 
 
-def _greedy(batch: int, num_tokens: int) -> Distribution:
+def greedy_distribution(batch: int, num_tokens: int) -> Distribution:
     """Returns the distribution of greedy rows."""
     none = jnp.zeros((batch,), jnp.int32)
     requests = Requests(none, None, jnp.full((batch, 1), -1, jnp.int32), None, None)

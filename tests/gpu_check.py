@@ -50,6 +50,13 @@ DELTAS = {
     "qwen3.5-27b": (16, 48, 128, 128),
     "olmo-hybrid": (30, 30, 192, 96),
 }
+KIMI = (32, 32, 128, 128)  # the same of the layers with decays by column
+# Query heads, KV heads, head size, cache rows, and whether heads have sinks, of layers
+# with sliding windows.
+WINDOWS = {
+    "gpt-oss-20b": (64, 8, 64, 32768, True),
+    "gemma-3-4b": (8, 4, 256, 8192, False),
+}
 PROGRAMS = {"mamba2-2.7b, plain": 1, "mamba2-2.7b, 16 nodes": 16}
 
 
@@ -100,8 +107,12 @@ def delta_case(
     dtype: str,
     path: int = 6,
     rows: int | None = None,
+    by_column: bool = False,
 ) -> tuple:
-    """The delta rule over a tree of T nodes after a path, or for `rows` of T nodes."""
+    """The delta rule over a tree of T nodes after a path, or for `rows` of T nodes.
+
+    With decays by column of the state, or by head.
+    """
     import jax.numpy as jnp
 
     from stree_jax.pallas_kernels import DeltaInputs, DeltaReplayed, triton_delta
@@ -113,6 +124,8 @@ def delta_case(
     k = [(keys, short), ((batch, T, G), f32)]
     q = [(queries, short), ((batch, Tq, G), f32)]
     a, beta = (((batch, n, H), f32) for n in (T, Tq))
+    if by_column:
+        a = ((batch, T, H, N), f32)
     inputs = [*q, *k, ((batch, Tq, H, P), short), a, beta]
     u, h0 = ((batch, T, H, P), f32), ((batch, H, P, N), f32)
     mask = ((batch, T, T), jnp.dtype(bool))
@@ -146,7 +159,44 @@ def delta_cases() -> dict[str, Callable[[], tuple]]:
         for T, rows in ((32, 4), (32, 20), (64, 4), (64, 40)):
             label = f"delta, triton, {rows} of {T}, {dtype}"
             table[label] = partial(case, T, dtype, rows=rows)
+        case = partial(delta_case, KIMI, 1, dtype=dtype, by_column=True)
+        for T in (1, 16, 32, 64):
+            table[f"kimi-linear delta, triton, T={T}, {dtype}"] = partial(case, T)
+        for T, rows in ((32, 20), (64, 40)):
+            label = f"kimi-linear delta, triton, {rows} of {T}, {dtype}"
+            table[label] = partial(case, T, rows=rows)
+        label = f"kimi-linear delta, triton, T=64, path of 64, {dtype}"
+        table[label] = partial(case, 64, path=64)
     return table
+
+
+def window_case(shape: tuple[int, int, int, int, bool], T: int, dtype: str) -> tuple:
+    """Attention of T nodes through a sliding window."""
+    import jax.numpy as jnp
+
+    from stree_jax.pallas_kernels import triton_attention
+
+    (Hq, Hk, hd, S, sinks), i32 = shape, jnp.dtype("int32")
+    f32, short = jnp.dtype("float32"), jnp.dtype(dtype)
+    new, cache = ((1, T, Hk, hd), short), ((1, Hk, S, hd), short)
+    args = [((1, T, Hq, hd), f32), new, new, cache, cache, ((1,), i32)]
+    args += [((1, T, T), jnp.dtype(bool)), ((1, T), i32)]
+
+    def attend(q, k, v, k_cache, v_cache, length, mask, first, sink=None):
+        arrays = q, k, v, k_cache, v_cache, length, mask
+        return triton_attention.tree_attention(*arrays, hd**-0.5, first, sink)
+
+    return attend, args + [((Hq,), f32)] * sinks, ()
+
+
+def window_cases() -> dict[str, Callable[[], tuple]]:
+    """Returns the cases of attention through windows, as `cases` does."""
+    return {
+        f"{name} window, triton, T={T}, {dtype}": partial(window_case, shape, T, dtype)
+        for name, shape in WINDOWS.items()
+        for T in (1, 16, 64)
+        for dtype in ("bfloat16", "float32")
+    }
 
 
 def panels_case(scheme: str, t: int, planes: int) -> tuple:
@@ -176,7 +226,7 @@ def cases() -> dict[str, Callable[[], tuple]]:
     """Returns functions, argument shapes and donated arguments, by name."""
     from stree_jax.bench.kernels import SHAPES, Attend, Scan, op_case
 
-    table = delta_cases() | panels_cases()
+    table = delta_cases() | window_cases() | panels_cases()
     for name, shape in SHAPES.items():
         if not isinstance(shape, Scan | Attend):
             continue  # products are XLA's own on a GPU

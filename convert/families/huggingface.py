@@ -4,6 +4,7 @@ types."""
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.errors import CheckpointError
@@ -218,7 +219,7 @@ def check_width(format: str, config: ModelConfig, c: AttentionConfig) -> None:
     require(format, {"head_dim": c.num_heads * c.head_dim == config.d_model})
 
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 LLAMA3 = (
     "factor",
     "low_freq_factor",
@@ -252,6 +253,8 @@ def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> R
     theta = scaling.positive("rope_theta", source.positive("rope_theta", 10000.0))
     kind = _rope_type(source, scaling)
     dim = head_dim
+    if kind == "proportional":
+        return _proportional(source, scaling, Rope(theta, dim))
     if partial is not None:
         dim = int(head_dim * scaling.positive("partial_rotary_factor", partial))
     elif kind != "default":  # "default" ignores partial_rotary_factor
@@ -269,6 +272,16 @@ def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> R
         case "yarn":
             return Rope(theta, dim, yarn=_yarn(source, scaling, theta))
     return Rope(theta, dim)
+
+
+def _proportional(source: ConfigFields, scaling: ConfigFields, rope: Rope) -> Rope:
+    """Reads an embedding in which only the fastest pairs of channels rotate."""
+    name = "partial_rotary_factor"
+    fields = scaling if scaling.get(name, None) is not None else source
+    share = fields.positive(name, 1.0)
+    if share > 1 or rope.dim % 2:
+        raise fields.error(name, f"{share} of {rope.dim} channels is not supported")
+    return replace(rope, share=share, linear=scaling.positive("factor", 1.0))
 
 
 def _rope_type(source: ConfigFields, scaling: ConfigFields) -> str:
@@ -359,6 +372,7 @@ def scaling_fields(format: str, rope: Rope) -> dict[str, Any]:
     """Returns the fields of `rope_scaling`. Empty if the embedding is not scaled."""
     kinds = (rope.linear != 1.0, rope.llama3 is not None, rope.yarn is not None)
     require(format, {"several rotary scalings": sum(kinds) < 2})
+    require(format, {"proportional rotary": rope.share == 1})
     if rope.llama3 is not None:
         *factors, old = rope.llama3
         scaling = dict(zip(LLAMA3, (*factors, _whole(old)), strict=True))

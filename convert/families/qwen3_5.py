@@ -38,7 +38,7 @@ def delta_rows(ours: Path, theirs: str, c: DeltaConfig) -> Iterator[Row]:
 
 NAMES = replace(
     qwen3_next.NAMES.with_parts(delta=Part("linear_attn", delta_rows)),
-    left_out="model.visual.",
+    left_out=("model.visual.",),
 )
 
 MODEL = hf.model_table("rms_norm_eps", 1e-6, 4096)

@@ -17,6 +17,7 @@ _WORDS = {
     (MambaConfig, "norm"): "norm order",
     (AttentionConfig, "qk_norm_eps"): "attention norms of q and k",
     (AttentionConfig, "gated"): "attention output gate",
+    (AttentionConfig, "gate_by_head"): "attention gate of each head",
     (AttentionConfig, "window"): "attention window",
     (AttentionConfig, "sinks"): "attention sinks",
     (MLPConfig, "activation"): "activation",

@@ -1,15 +1,20 @@
 """Sliding-window attention of several families."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import ModelConfig
 from stree_jax.models.config import blocks
+from stree_jax.models.rope import Rope
 
 WINDOW, CHUNK = "sliding_window", "attention_chunk_size"
 SLIDES = "sliding_attention"
 NEAR = "attention_near"  # our name of the mixer with a window
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 KINDS: dict[str, str] = {"full_attention": "attention", SLIDES: "attention"}
 
 
@@ -118,3 +123,35 @@ def with_qwen_windows(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
         del mixers["attention"]
     each = tuple(name for pair in pairs for name in pair)
     return replace(config, layers=blocks(each), mixers=mixers)
+
+
+def typed_rope(
+    fields: ConfigFields,
+    kind: str,
+    head_dim: int,
+    theta: float,
+    default: Mapping[str, Any] = NO_FIELDS,
+    older: Mapping[str, Any] = NO_FIELDS,
+) -> Rope:
+    """Reads the rotary embedding of one type of layers, in families where types differ.
+
+    Args:
+      fields: the fields of the config file.
+      kind: the type of layers, a key of `rope_parameters`.
+      head_dim: size of a head.
+      theta: base of the frequencies if its parameters have none.
+      default: its parameters if the config has no `rope_parameters`.
+      older: fields of `rope_scaling` for this type, which take precedence.
+    """
+    name = "rope_parameters"
+    parameters = fields.object(name)
+    if flat := [k for k, v in parameters.values.items() if not isinstance(v, dict)]:
+        raise parameters.error(flat[0], "want an object for every type of layers")
+    own = parameters.object(kind).values if parameters.values else default
+    others = {
+        key: value
+        for key, value in fields.values.items()
+        if key not in ("rope_scaling", "rope_theta", "partial_rotary_factor")
+    }
+    values = {**others, name: {"rope_theta": theta, **own, **older}}
+    return hf.rope(replace(fields, values=values), head_dim)

@@ -10,7 +10,7 @@ from typing import Any
 from stree_jax.convert.families.huggingface import Layers, with_mlps
 from stree_jax.convert.families.table import read_fields
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.gguf import kimi, lfm2, qwen
+from stree_jax.convert.gguf import gemma, kimi, lfm2, qwen
 from stree_jax.convert.gguf.keys import (
     FEED_FORWARD,
     GATING,
@@ -25,6 +25,7 @@ from stree_jax.convert.gguf.keys import (
     SIGMOID,
     SIGMOID_MOE,
     SOFTMAX_SCALE,
+    WINDOW,
     attention_config,
     further_count,
     layer_count,
@@ -184,6 +185,8 @@ class Architecture:
         file uses, if the architecture has several. If None, they are `names`.
       add_mtp: function (metadata, config) that returns the config with the MTP layers
         that the file has. If None, MTP layers are not supported.
+      ignored: keys of `NEUTRAL` that llama.cpp ignores for this architecture. They have
+        no effect here, either, except for a warning.
     """
 
     names: Names
@@ -191,6 +194,7 @@ class Architecture:
     known: tuple[str, ...] = ()
     names_in: Callable[[Collection[str]], Names] | None = None
     add_mtp: Callable[[ConfigFields, ModelConfig], ModelConfig] | None = None
+    ignored: tuple[str, ...] = ()
 
 
 def _hybrid(names_in: Callable[[Collection[str]], Names]) -> Architecture:
@@ -206,9 +210,9 @@ GRANITE = Architecture(
 )
 SIGMOID_KEYS = ("expert_count", GATING, "expert_weights_scale")
 ARCHITECTURES = {
-    "llama": Architecture(PAIRS, _llama),
-    "qwen2": Architecture(HALVES, _llama),
-    "qwen3": Architecture(HALVES, _qwen3),
+    "llama": Architecture(PAIRS, _llama, ignored=(WINDOW,)),
+    "qwen2": Architecture(HALVES, _llama, ignored=(WINDOW,)),
+    "qwen3": Architecture(HALVES, _qwen3, ignored=(WINDOW,)),
     "qwen3next": _hybrid(qwen.names),
     "qwen35": _hybrid(qwen.tiled_names),
     "qwen35moe": _hybrid(qwen.tiled_names),
@@ -217,6 +221,7 @@ ARCHITECTURES = {
     "granitemoe": GRANITE,
     "granitehybrid": GRANITE,
     "falcon-h1": Architecture(HALVES, _falcon_h1),
+    "gemma3": Architecture(gemma.NAMES, gemma.parse, gemma.KEYS),
     "kimi-linear": Architecture(kimi.NAMES, kimi.parse, kimi.KEYS, kimi.names),
     "lfm2": Architecture(lfm2.NAMES, lfm2.parse),
     "lfm2moe": Architecture(

@@ -14,7 +14,12 @@ from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.architectures import ARCHITECTURES, Architecture
 from stree_jax.convert.gguf.blocks import NAMES
 from stree_jax.convert.gguf.header import Header
-from stree_jax.convert.gguf.keys import check_neutral, further_count, layer_count
+from stree_jax.convert.gguf.keys import (
+    check_neutral,
+    further_count,
+    ignored_keys,
+    layer_count,
+)
 from stree_jax.convert.gguf.names import EMBEDDING
 from stree_jax.convert.gguf.rotary import ROPE_FACTORS
 from stree_jax.convert.gguf.vocabulary import settings, source_fields, stop_tokens
@@ -42,7 +47,8 @@ def open_gguf(
       files: the file.
       mtp: True to read the multi-token prediction (MTP) layers. If None, they are read
         if they are supported.
-      warn: called with one line if MTP layers are left out because they are invalid.
+      warn: called with one line if MTP layers are left out because they are invalid,
+        or for a key that has no effect although its name says that it should.
 
     Returns:
       The tensors, llama.cpp's name of the architecture, the names of the tensors, and
@@ -57,13 +63,16 @@ def open_gguf(
     source = Source(file, _tensors(header), shapes_from="its metadata")
     fields = _fields(header, name, source)
     try:
-        check_neutral(fields, architecture.known)
+        check_neutral(fields, architecture.known + architecture.ignored)
         config = _parse(fields, architecture, mtp, warn)
         param_shapes(config)  # raises for sizes that do not fit each other
     except CheckpointError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from error
+    if warn is not None:
+        for line in ignored_keys(fields, architecture.ignored):
+            warn(line)
     settings(header)  # raises if the tokenizer's settings are invalid
     stops = tuple(i for i in stop_tokens(header) if i < config.vocab_size)
     left_out = 0 if config.mtp else further_count(fields)

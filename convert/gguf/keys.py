@@ -3,6 +3,7 @@
 Key names are given without their prefix, which is the architecture's name.
 """
 
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +21,14 @@ MTP_COUNT = "nextn_predict_layers"  # these are the last ones of the layers
 FEED_FORWARD = "feed_forward_length"
 INNER = "ssm.inner_size"
 VALUE_LENGTH = "attention.value_length"  # size of a head's values, as of its keys
+WINDOW = "attention.sliding_window"
 ROTATES = "rope.scaling.finetuned"  # true if Granite's attention has a rotary embedding
 # The router's function of the logits. 0 means the architecture's default.
 GATING, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
 # Keys that would change the model's results and are not supported, with the values that
 # have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention.sliding_window": (0,),
+    WINDOW: (0,),
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
@@ -199,6 +201,15 @@ def check_neutral(fields: ConfigFields, known: tuple[str, ...]) -> None:
         value = fields.get(name, NEUTRAL[name][0])
         if isinstance(value, np.ndarray) or value not in NEUTRAL[name]:
             raise fields.error(name, f"{value!r:.60} is not supported")
+
+
+def ignored_keys(fields: ConfigFields, names: Collection[str]) -> Iterator[str]:
+    """Yields a warning for each of these keys of `NEUTRAL` that is not neutral."""
+    for name in names:
+        value = fields.get(name, NEUTRAL[name][0])
+        if isinstance(value, np.ndarray) or value not in NEUTRAL[name]:
+            said = f"{value!r:.60} has no effect, as in llama.cpp"
+            yield str(fields.error(name, said))
 
 
 def attention_config(fields: ConfigFields, *more: Field) -> AttentionConfig:

@@ -8,10 +8,18 @@
 // cache, bit for bit, with one exception:
 //
 // For up to FEW queries per KV head, scores are dot products with the keys as stored. For
-// more it is faster to transpose a block of keys first. The two sum in different orders.
+// more it is faster to transpose a block of keys first, or to use AMX tiles. They sum in different
+// orders.
 
 constexpr int64_t KEYS = 64;  // keys whose scores are computed at a time
 constexpr int64_t FEW = 6;    // queries of a KV head up to which keys are not transposed
+
+// Products of many wide queries with 16-bit keys and values, for kernels that have tiles. See
+// amx_attention.cc, which specializes it.
+template <class L>
+struct TileProducts {
+  static constexpr bool exist = false;
+};
 
 struct Queries {
   float *m, *l;     // [rows]
@@ -25,6 +33,7 @@ struct Space {
   float* keys;    // [hd, KEYS], transposed
   float* values;  // [KEYS, hd], in float32
   void *k, *v;    // [T, hd], of the nodes
+  char* tiles;    // space of `TileProducts`, or null
   Queries seen, more;
 };
 
@@ -46,6 +55,9 @@ TARGET int64_t space_layout(const Attention& a, char* base, Space* space) {
   layout.place(&space->values, KEYS * a.hd);
   layout.place(reinterpret_cast<Weight**>(&space->k), a.T * a.hd);
   layout.place(reinterpret_cast<Weight**>(&space->v), a.T * a.hd);
+  space->tiles = nullptr;
+  if constexpr (TileProducts<L>::exist)
+    if (TileProducts<L>::fit(a)) layout.place(&space->tiles, TileProducts<L>::bytes(a));
   place_queries(a, layout, &space->seen);
   place_queries(a, layout, &space->more);
   return layout.at;
@@ -100,6 +112,8 @@ TARGET void pack_queries(const Attention& a, const Tile& tile, const Space& spac
     for (int64_t i = 0; i < a.hd; i++)
       wide[i] = sizeof(typename L::Weight) == 2 ? widened(bfloat16_of(from[i])) : from[i];
   }
+  if constexpr (TileProducts<L>::exist)
+    if (space.tiles) TileProducts<L>::pack(a, tile.rows(), space);
 }
 
 TARGET inline void reset(const Attention& a, const Tile& tile, const Queries& to) {
@@ -241,7 +255,11 @@ TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
                      int64_t count, const uint8_t* allowed, int64_t row, const Queries& to) {
   using V = Lanes;
   const int64_t rows = tile.rows(), G = a.Hq / a.Hk, all = count * a.hd;
-  if (queries_per_head(a, tile.b) <= FEW) {
+  const bool in_tiles = space.tiles && queries_per_head(a, tile.b) > FEW;
+  if (in_tiles) {
+    if constexpr (TileProducts<L>::exist)
+      TileProducts<L>::scores(a, k, count, rows, space);
+  } else if (queries_per_head(a, tile.b) <= FEW) {
     const auto* q = static_cast<const typename L::Row*>(space.q);
     for (int64_t c = 0; c < count; c += COLUMNS) {
       const int some = static_cast<int>(count - c < COLUMNS ? count - c : COLUMNS);
@@ -263,6 +281,11 @@ TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
     const float kept = weigh(scores, count, a.scale, row_allowed, hidden, to.m + r, to.l + r);
     if (kept != 1.0f)
       for (int64_t i = 0; i < a.hd; i++) to.weighted[r * a.hd + i] *= kept;
+  }
+  if (in_tiles) {
+    if constexpr (TileProducts<L>::exist)
+      TileProducts<L>::add_values(a, v, count, rows, space, to.weighted);
+    return;
   }
   const float* values;
   if constexpr (sizeof(*v) == 2) {

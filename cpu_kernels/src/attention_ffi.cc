@@ -9,7 +9,7 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int64_t TILE = 96;  // queries per tile, a multiple of six
+constexpr int64_t TILE = 96;  // queries per tile, a multiple of six and of 16
 
 // Counts each row's queries up to the last one whose mask is not empty. The rest is padding,
 // for which nothing is computed.
@@ -49,7 +49,8 @@ ffi::Error attention(ffi::ThreadPool pool, F32 q, Any k, Any v, Any k_cache, Any
   }
   count_queries(a, static_cast<int64_t*>(scratch_of_thread<2>(a.batch * sizeof(int64_t))));
   const int64_t rows = a.Tq * (a.Hq / a.Hk);
-  a.tile = std::min(rows, TILE), a.tiles = (rows + a.tile - 1) / a.tile;
+  // Whole blocks of 16 rows, which kernels with tiles read and write.
+  a.tile = std::min((rows + 15) / 16 * 16, TILE), a.tiles = (rows + a.tile - 1) / a.tile;
   int64_t longest = 0;
   for (int64_t b = 0; b < a.batch; b++)
     longest = std::max(longest, std::min<int64_t>(std::max(0, a.length[b]), a.S));

@@ -195,6 +195,7 @@ const ProductKernel& avx512_vnni();  // AVX512-VNNI, for `int8`
 const ProductKernel& amx_float32();   // also needs AVX512-BF16; see float32_product
 const ProductKernel& amx_bfloat16();  // also needs AVX512-BF16
 const ProductKernel& amx_int8();
+const AttentionKernel& amx_attention();  // also needs AVX512-BF16; for `attention_bfloat16`
 #endif
 
 }  // namespace stree

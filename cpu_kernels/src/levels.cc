@@ -94,6 +94,7 @@ Kernels chosen(int64_t level) {
 #if STREE_AMX
     if (level == 3) {
       kernels.bfloat16 = amx_bfloat16();
+      kernels.attention_bfloat16 = amx_attention();
       kernels.int8 = amx_int8();
     }
 #endif

@@ -56,6 +56,7 @@ class AttentionConfig:
       sinks: True if every head has a score of a key without a value (gpt-oss).
       gated: True if the output is multiplied by the sigmoid of a further projection,
         channel by channel, before the last one (Qwen3-Next).
+      gate_by_head: True if this projection has one channel for each head (LFM3).
     """
 
     num_heads: int
@@ -77,6 +78,7 @@ class AttentionConfig:
     gated: bool = False
     window: int = 0
     sinks: bool = False
+    gate_by_head: bool = False
 
     @property
     def d_qkv(self) -> int:
@@ -85,7 +87,8 @@ class AttentionConfig:
     @property
     def d_gate(self) -> int:
         """Channels of the output's gate; 0 without a gate."""
-        return self.num_heads * self.head_dim if self.gated else 0
+        width = 1 if self.gate_by_head else self.head_dim
+        return self.num_heads * width if self.gated else 0
 
 
 @struct.dataclass
@@ -208,7 +211,8 @@ def attention_params(c: AttentionConfig, d_model: int) -> Table:
     d_in, d_out = c.d_qkv + c.d_gate + 2 * c.d_mlp, c.num_heads * c.head_dim + c.d_mlp
     width, heads = c.d_out or d_model, head_runs(c)
     inside = (Run(c.d_mlp, c.d_mlp),) if c.d_mlp else ()
-    into = (*heads[:1] * c.gated, *heads, *2 * inside)
+    gate = (Run(c.d_gate, c.num_heads),) if c.gated else ()
+    into = (*gate, *heads, *2 * inside)
     table = {
         "qkv": Param((d_in, d_model), runs=into, quantizable=True),
         "out": Param(
@@ -333,6 +337,8 @@ class Attention(nn.Module):
             y = tree_attention(*arrays, scale, first, p.get("sinks"))
             y = y.reshape(*u.shape[:2], -1)
             if c.gated:
+                if c.gate_by_head:
+                    gate = jnp.repeat(gate, c.head_dim, axis=-1)
                 y = y * jax.nn.sigmoid(gate)
             if c.d_mlp:
                 up, mlp_gate = jnp.split(mlp, 2, axis=-1)

@@ -14,7 +14,8 @@ from stree_jax.models.params import ZEROS, Param, Table, declare
 from stree_jax.models.sharding.shards import Run
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
 
-Activation = Literal["silu", "relu2", "gelu", "sigmoid"]
+Activation = Literal["silu", "relu2", "gelu", "gelu_tanh", "sigmoid", "clamped"]
+CLAMP, GAIN = 7.0, 1.702  # of the activation "clamped"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class MLPConfig:
       d_hidden: width of the hidden layer.
       bias: True if the projections have biases.
       gated: True if there is a gate projection.
-      activation: act, the activation function.
+      activation: act, the activation function; "gelu_tanh" is the approximation of
+        GELU by a hyperbolic tangent. "clamped" is x sigmoid(GAIN x) for x = min(gate,
+        CLAMP), where up is limited to +-CLAMP and incremented by 1 (gpt-oss).
       gate_multiplier: scale of gate(x).
       down_multiplier: scale of the output.
     """
@@ -71,8 +74,13 @@ def activate(x: jax.Array, name: Activation) -> jax.Array:
             return jnp.square(jax.nn.relu(x))
         case "gelu":
             return jax.nn.gelu(x, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
         case "sigmoid":
             return jax.nn.sigmoid(x)
+        case "clamped":
+            x = jnp.minimum(x, CLAMP)
+            return x * jax.nn.sigmoid(GAIN * x)
 
 
 def activate_gated(
@@ -111,6 +119,8 @@ def _gated(
     h: jax.Array, valid_count: jax.Array | None, *, name: Activation, multiplier: float
 ) -> jax.Array:
     gate, up = jnp.split(h, 2, axis=-1)
+    if name == "clamped":
+        up = jnp.clip(up, -CLAMP, CLAMP) + 1
     return activate(scaled(gate, multiplier), name) * up
 
 

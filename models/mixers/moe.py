@@ -51,6 +51,8 @@ class MoEConfig:
       d_latent: width of the experts' input and output, between two extra projections.
         If 0, it is d_model and there are no such projections.
       gated, activation: options of the experts, as in `MLPConfig`.
+      bias: True if the experts' projections have biases, and a softmax router has one
+        (gpt-oss).
     """
 
     num_experts: int
@@ -67,6 +69,7 @@ class MoEConfig:
     d_latent: int = 0
     gated: bool = True
     activation: Activation = "silu"
+    bias: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.top_k <= self.num_experts // self.groups * self.top_groups:
@@ -99,6 +102,11 @@ def moe_params(c: MoEConfig, d_model: int) -> Table:
     }
     if c.router == "sigmoid":
         table["router_bias"] = Param((E,), ZEROS, float32=True)
+    elif c.bias:
+        table["router_bias"] = Param((E,), ZEROS)
+    if c.bias:
+        table["into_bias"] = Param((E, rows), ZEROS, into, axis=1)
+        table["down_bias"] = Param((E, width), ZEROS)
     if c.d_latent:
         table["latent_in"] = Param((c.d_latent, d_model), quantizable=True)
         table["latent_out"] = Param((d_model, c.d_latent), quantizable=True)
@@ -169,7 +177,8 @@ class MoE(nn.Module):
         p = declare(self, moe_params(c, d_model), self.dtype)
         with jax.named_scope("moe"):
             x = u.reshape(-1, d_model)
-            logits = linear(x, p["router"], valid_count=valid_count)
+            added = p.get("router_bias") if c.router == "softmax" else None
+            logits = linear(x, p["router"], added, valid_count=valid_count)
             chosen, weight = route(logits, p.get("router_bias"), c)
             if valid_count is not None:
                 place = jnp.arange(u.shape[1], dtype=jnp.int32)
@@ -181,9 +190,12 @@ class MoE(nn.Module):
                 x = lax.optimization_barrier(
                     linear(x, p["latent_in"], valid_count=valid_count)
                 )
-            args = x, chosen, weight, p["into"], p["down"]
+            args = x, chosen, weight, p["into"], p["down"], p.get("into_bias")
             y = weighted_experts(*args, gated=c.gated, activation=c.activation)
             y = total(y, self.parts)
+            if c.bias:
+                each = p["down_bias"].astype(jnp.float32)[chosen]
+                y = y + (weight[..., None] * each).sum(axis=1)
             if c.d_latent:
                 y = linear(y, p["latent_out"], valid_count=valid_count)
             y = y.reshape(u.shape)
@@ -202,6 +214,7 @@ def _unsupported(
     weight: jax.Array,
     into: Any,
     down: Any,
+    bias: jax.Array | None = None,
     *,
     gated: bool,
     activation: Activation,
@@ -219,13 +232,14 @@ def _by_kernels(
     weight: jax.Array,
     into: Any,
     down: Any,
+    bias: jax.Array | None = None,
     *,
     gated: bool,
     activation: Activation,
 ) -> jax.Array:
     """Computes `weighted_experts` by the compiled products of chosen experts."""
     pairs = chosen.reshape(-1)
-    h = expert_product(x, pairs, into)
+    h = _biased(expert_product(x, pairs, into), bias, pairs)
     y = expert_product(_activated(h, gated, activation), pairs, down)
     return (weight[..., None] * y.reshape(*chosen.shape, -1)).sum(axis=1)
 
@@ -234,7 +248,7 @@ def _by_kernels(
     _by_kernels,
     outputs=lambda x, *_, **__: floats(*x.shape),
     unsupported=_unsupported,
-    shared=("into", "down"),
+    shared=("into", "down", "bias"),
 )
 def weighted_experts(
     x: jax.Array,
@@ -242,6 +256,7 @@ def weighted_experts(
     weight: jax.Array,
     into: Any,
     down: Any,
+    bias: jax.Array | None = None,
     *,
     gated: bool,
     activation: Activation,
@@ -258,6 +273,7 @@ def weighted_experts(
         are unspecified.
       weight: [n, k] float32, their weights.
       into, down: the experts' projections, see `moe_params`.
+      bias: [E, rows], added to the results of `into`. If None, nothing is added.
       gated, activation: see `MLPConfig`.
 
     Returns:
@@ -265,7 +281,8 @@ def weighted_experts(
     """
     (n, k), E = chosen.shape, down.shape[0]
     if not isinstance(into, jax.Array) or not isinstance(down, jax.Array):
-        return _stored_experts(x, chosen, weight, into, down, gated, activation)
+        args = x, chosen, weight, into, down, bias
+        return _stored_experts(*args, gated, activation)
 
     def product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
         return jnp.einsum(
@@ -280,12 +297,24 @@ def weighted_experts(
         # XLA:CPU has no 16-bit gather and converts to float32. Without the barrier it
         # would convert all experts before the decoding loop and keep the copies.
         into, down, chosen = lax.optimization_barrier((into, down, chosen))
-        h = _activated(product("nd,nkfd->nkf", x, into[chosen]), gated, activation)
+        h = _biased(product("nd,nkfd->nkf", x, into[chosen]), bias, chosen)
+        h = _activated(h, gated, activation)
         y = product("nkf,nkdf->nkd", h, down[chosen])
         return (weight[..., None] * y).sum(axis=1)
-    h = _activated(product("nd,efd->nef", x, into), gated, activation)
+    h = _biased(product("nd,efd->nef", x, into), bias)
+    h = _activated(h, gated, activation)
     h = h * _table(chosen, weight, E)[..., None]
     return product("nef,edf->nd", h, down)
+
+
+def _biased(
+    h: jax.Array, bias: jax.Array | None, chosen: jax.Array | None = None
+) -> jax.Array:
+    """Adds the biases [E, f] of the chosen experts, or of all, to h [..., f]."""
+    if bias is None:
+        return h
+    added = bias if chosen is None else bias[chosen]
+    return h + added.astype(jnp.float32).reshape(-1, *h.shape[1:])
 
 
 def _activated(h: jax.Array, gated: bool, activation: Activation) -> jax.Array:
@@ -305,6 +334,7 @@ def _stored_experts(
     weight: jax.Array,
     into: Any,
     down: Any,
+    bias: jax.Array | None,
     gated: bool,
     activation: Activation,
 ) -> jax.Array:
@@ -314,12 +344,15 @@ def _stored_experts(
     if n * k < E:
         pairs = chosen.reshape(-1)
         h = stacks[0].chosen_product(x, pairs, native=False)
+        h = _biased(h, bias, pairs)
         h = _activated(h, gated, activation)
         y = stacks[1].chosen_product(h, pairs, native=False)
         return (weight[..., None] * y.reshape(n, k, -1)).sum(axis=1)
 
-    def of_expert(first: Any, second: Any) -> jax.Array:
-        h = _activated(first.product(x, None, native=False), gated, activation)
+    def of_expert(first: Any, second: Any, added: jax.Array | None) -> jax.Array:
+        h = first.product(x, None, native=False)
+        h = h if added is None else h + added.astype(jnp.float32)[None]
+        h = _activated(h, gated, activation)
         return second.product(h, None, native=False)
 
     def add(y: jax.Array, some: Any) -> tuple[jax.Array, None]:
@@ -329,7 +362,7 @@ def _stored_experts(
 
     most = max(1, MAX_ROWS_AT_ONCE // n)
     together = next(c for c in range(min(most, E), 0, -1) if E % c == 0)
-    parts = _table(chosen, weight, E).T, *stacks
+    parts = _table(chosen, weight, E).T, *stacks, bias
     parts = jax.tree.map(
         lambda z: z.reshape(E // together, together, *z.shape[1:]), parts
     )

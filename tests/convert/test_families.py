@@ -10,8 +10,11 @@ from transformers import (
     BailingHybridConfig,
     BambaConfig,
     FalconH1Config,
+    Gemma3TextConfig,
+    GptOssConfig,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
+    Lfm3Config,
     LlamaConfig,
     Mamba2Config,
     NemotronHConfig,
@@ -30,8 +33,11 @@ from stree_jax.convert.families import (
     bailing_hybrid,
     bamba,
     falcon_h1,
+    gemma3,
+    gpt_oss,
     granite,
     kimi_linear,
+    lfm3,
     llama,
     mamba2,
     nemotron_h,
@@ -124,6 +130,12 @@ COMES_BACK = {
     "llama": "norm_eps attention.rope.theta attention.num_kv_heads tie_embeddings",
     "qwen2": "norm_eps attention.num_kv_heads attention.rope.theta mlp.d_hidden",
     "qwen3": "attention.num_kv_heads attention.rope.theta tie_embeddings",
+    "gemma3": "tie_embeddings stop_tokens mlp.d_hidden "
+    "attention.rope.theta attention_near.window attention_near.rope.theta",
+    "lfm3": "tie_embeddings stop_tokens mlp.d_hidden short_conv.d_conv short_conv.bias "
+    "attention.rope.theta attention_near.window attention_near.rope.theta",
+    "gpt-oss": "tie_embeddings moe.d_hidden moe.top_k moe.num_experts "
+    "attention_near.window",
     "qwen3-next": "moe.num_experts moe.top_k mlp.d_hidden delta.key_heads",
     "qwen3-5": "tie_embeddings stop_tokens mlp.d_hidden delta.value_dim "
     "delta.key_dim delta.value_heads delta.d_conv attention.rope.theta "
@@ -224,6 +236,9 @@ CLASSES = {
     granite: GraniteMoeHybridConfig,
     bamba: BambaConfig,
     falcon_h1: FalconH1Config,
+    gemma3: Gemma3TextConfig,
+    gpt_oss: GptOssConfig,
+    lfm3: Lfm3Config,
     nemotron_h: NemotronHConfig,
     qwen3_next: Qwen3NextConfig,
     qwen3_5: Qwen3_5TextConfig,

@@ -75,6 +75,22 @@ def test_the_same_logits_as_transformers(made, name):
     np.testing.assert_allclose(np.asarray(ours)[0], theirs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_windows_that_llama_cpp_ignores_have_no_effect(made, tmp_path, name):
+    """llama.cpp 0.3.36 reads the whole text whatever these files say."""
+    directory, file, _ = made(name)
+
+    def extra(writer):
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_sliding_window(4)
+
+    more = write_gguf(directory, name, tmp_path / "m.gguf", extra=extra)
+    said = rf"m.gguf: {name}.attention.sliding_window: 4 has no effect, as in llama.cpp"
+    with pytest.warns(UserWarning, match=said):
+        found = stree_jax.load(more)
+    assert found.config == stree_jax.load(file).config
+
+
 # --- quantized weights ----------------------------------------------------------------
 
 
@@ -214,7 +230,7 @@ def test_convert_export_and_shards(made, tmp_path, capsys):
 
 # By message: the key that is changed, and its value. If None, the key is removed.
 REFUSED = {
-    "general.architecture: 'gemma3' is not supported; known: llama": ("arch", "gemma3"),
+    "general.architecture: 'gemma2' is not supported; known: llama": ("arch", "gemma2"),
     "llama.block_count: is missing": ("llama.block_count", None),
     "llama.block_count: want 1..1024, got 2000000000": (
         "llama.block_count",
@@ -223,9 +239,9 @@ REFUSED = {
     "llama.block_count: want an integer, got 'two'": ("llama.block_count", "two"),
     "tensor blk.2.attn_norm.weight .* is missing": ("llama.block_count", 3),
     "unexpected tensor blk.1.attn_k.bias": ("llama.block_count", 1),
-    "attention.sliding_window: 512 is not supported": (
-        "llama.attention.sliding_window",
-        512,
+    "final_logit_softcapping: 30.0 is not supported": (
+        "llama.final_logit_softcapping",
+        30.0,
     ),
     "rope.scaling.type: 'longrope' is not supported": (
         "llama.rope.scaling.type",

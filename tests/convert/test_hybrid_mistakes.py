@@ -4,17 +4,22 @@ Each function plants a mistake in a copy of transformers' model, whose right ver
 checkpoint holds. Its logits must then differ from the library's.
 """
 
-import copy
-
-import numpy as np
 import pytest
 import torch
 
-import stree_jax
-from tests.support.hf_checkpoints import VOCAB, lfm2, lfm2_moe, olmo_hybrid
+from tests.support.hf_checkpoints import lfm2, lfm2_moe, olmo_hybrid
+from tests.support.mistakes import (
+    SEEN,
+    TOLERANCE,
+    changed,
+    difference,
+    exchanged,
+    maker,
+    ones,
+    with_config,
+    zeros,
+)
 
-SEEN = 1e-2  # a mistake changes a logit by more than this: 100 times the tolerance
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40)
 MODELS = {
     "lfm2": lambda: lfm2(conv_bias=True),
     "lfm2-moe": lfm2_moe,
@@ -24,78 +29,13 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    known = {}
-
-    def make(name):
-        if name not in known:
-            directory = tmp_path_factory.mktemp("mistakes") / name
-            model = MODELS[name]()
-            model.save_pretrained(directory)
-            ours = stree_jax.score(stree_jax.load(directory), TOKENS[None])[0]
-            known[name] = model, np.asarray(ours)
-        return known[name]
-
-    return make
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(torch.tensor(TOKENS)[None]).logits[0].numpy()
-
-
-def of(model, ending):
-    """Returns the parameters and buffers with this ending of their name."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    found = [p for name, p in named if name.endswith(ending)]
-    assert found, ending
-    return found
-
-
-def changed(ending, change):
-    def plant(model):
-        with torch.no_grad():
-            for p in of(model, ending):
-                p.copy_(change(p.clone()))
-
-    return plant
+    return maker(MODELS, tmp_path_factory.mktemp("mistakes"))
 
 
 def thirds(*order):
     return lambda w: torch.cat([w.chunk(3)[i] for i in order])
 
 
-def exchanged(one, other):
-    """Exchanges two parameters of equal shape in every layer."""
-
-    def plant(model):
-        with torch.no_grad():
-            for a, b in zip(of(model, one), of(model, other), strict=True):
-                kept = a.clone()
-                a.copy_(b)
-                b.copy_(kept)
-
-    return plant
-
-
-def with_config(**fields):
-    def plant(model):
-        for name, value in fields.items():
-            for module in model.modules():
-                if hasattr(module, name):
-                    setattr(module, name, value)
-
-    return plant
-
-
-def ones(w):
-    return torch.ones_like(w)
-
-
-def zeros(w):
-    return torch.zeros_like(w)
-
-
-MIXER = "linear_attn."
 CONV = {
     "output gate before input gate": changed("in_proj.weight", thirds(1, 0, 2)),
     "input before gates": changed("in_proj.weight", thirds(2, 0, 1)),
@@ -159,13 +99,9 @@ CASES = [(name, mistake) for name, all_of in MISTAKES.items() for mistake in all
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_models_agree_without_a_mistake(made, name):
-    model, ours = made(name)
-    np.testing.assert_allclose(ours, logits(model), rtol=0, atol=1e-4)
+    assert difference(*made(name)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "mistake"), CASES)
 def test_a_mistake_is_seen(made, name, mistake):
-    model, ours = made(name)
-    wrong = copy.deepcopy(model)
-    MISTAKES[name][mistake](wrong)
-    assert np.abs(logits(wrong) - ours).max() > SEEN
+    assert difference(*made(name), MISTAKES[name][mistake]) > SEEN

@@ -26,8 +26,8 @@ from tests.support.checkpoints import (
     small_tokenizer,
     sources,
 )
-from tests.support.hf_checkpoints import VOCAB, randomize
 from tests.support.hf_minimax import minimax as minimax_model
+from tests.support.hf_random import VOCAB, randomize
 from tests.support.quantized_int4 import SPELLINGS
 from tests.support.qwen import silu
 

@@ -39,6 +39,7 @@ SHAPES = {
     "turned keys": Shape(2, 9, 2, 2, 33, 192, (7, 130)),
     "several tiles": Shape(1, 70, 1, 3, 16, 128, (100,)),
     "latent": Shape(1, 3, 1, 8, 576, 70, (66,)),
+    "wide parts": Shape(2, 5, 1, 7, 288, 1200, (1200, 1030)),
     "parts": Shape(2, 5, 1, 2, 4, 2500, (2500, 1030)),
 }
 
@@ -89,7 +90,7 @@ def test_large_scores_and_fully_masked_rows():
 
 
 @each_level
-@pytest.mark.parametrize("name", ["few queries", "turned keys", "parts"])
+@pytest.mark.parametrize("name", ["few queries", "turned keys", "parts", "wide parts"])
 def test_results_do_not_depend_on_batch_or_capacity(name, level, monkeypatch):
     """Bitwise equal alone and in a batch, and with a larger cache of any content."""
     use(monkeypatch, level)
@@ -164,7 +165,7 @@ def test_unsupported_arguments_raise_if_requested_and_use_xla_otherwise():
 
 
 @each_level
-@pytest.mark.parametrize("name", ["one query", "turned keys", "parts"])
+@pytest.mark.parametrize("name", ["one query", "turned keys", "parts", "wide parts"])
 def test_nan_is_not_hidden(name, level, monkeypatch):
     """With a query of NaN, and with a cache of NaN keys."""
     use(monkeypatch, level)

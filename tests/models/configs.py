@@ -83,6 +83,25 @@ CONFIGS = {
             moe=MoEConfig(6, 2, 8, router="sigmoid", normalize_eps=1e-3),
         ),
     ),
+    "windows": ModelConfig(
+        vocab_size=32,
+        num_tokens=32,
+        d_model=16,
+        layers=("both:near", "both:mlp", "short_conv", "mlp", "both:far", "moe"),
+        mixers=named(
+            near=AttentionConfig(
+                *(4, 2, 4),
+                rope=Rope(theta=20.0, dim=4),
+                window=3,
+                gated=True,
+                gate_by_head=True,
+            ),
+            far=AttentionConfig(4, 2, 4, rope=Rope(theta=9.0, dim=4, share=0.5)),
+            short_conv=ShortConvConfig(16, d_conv=4),
+            mlp=MLPConfig(d_hidden=12, activation="gelu_tanh"),
+            moe=MoEConfig(6, 2, 8, activation="clamped", bias=True),
+        ),
+    ),
     "norms after": ModelConfig(
         vocab_size=32,
         num_tokens=32,

@@ -80,14 +80,16 @@ def test_stored_experts_are_near_exact_ones(format, limit, tokens):
     chosen = np.stack([rng.permutation(E)[:2] for _ in x]).astype(np.int32)
     weight = rng.random((tokens, 2)).astype(np.float32)
     (into, first), (down, second) = (experts_in(format, seed) for seed in (1, 2))
+    bias = rng.standard_normal((E, WIDTH)).astype(np.float32)
     wanted = np.zeros((tokens, WIDTH))
     for i, j in np.ndindex(tokens, 2):
         e = chosen[i, j]
-        wanted[i] += weight[i, j] * (second[e] @ np.maximum(first[e] @ x[i], 0) ** 2)
+        h = np.maximum(first[e] @ x[i] + bias[e], 0) ** 2
+        wanted[i] += weight[i, j] * (second[e] @ h)
     options = {"gated": False, "activation": "relu2"}
     for compute in (weighted_experts, weighted_experts.definition):
         run = jax.jit(partial(compute, **options))
-        error = np.abs(run(x, chosen, weight, into, down) - wanted).max()
+        error = np.abs(run(x, chosen, weight, into, down, bias) - wanted).max()
         assert error < limit * np.abs(wanted).max()
 
 

@@ -1,17 +1,33 @@
 """Attention with a sliding window and with sinks: the definition in float64, the loop
-over blocks, and the CPU kernel."""
+over blocks, the CPU kernel, and the GPU kernel in the interpreter."""
+
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from stree_jax import cpu_kernels
-from stree_jax.pallas_kernels import tree_attention
+from stree_jax.pallas_kernels import tree_attention, triton_attention
 from stree_jax.pallas_kernels.attention import in_blocks
+from stree_jax.pallas_kernels.triton_attention import Blocks
+from tests.support.lowering import lowered
 
 B, Tq, T, Hq, Hk, hd, S = 2, 3, 5, 6, 2, 16, 400
 LENGTH = np.array([170, 391], np.int32)
 MASK = np.tril(np.ones((T, T), bool))[-Tq:][None].repeat(B, 0)
+
+HOW = {
+    "definition": partial(tree_attention, implementation="xla"),
+    "native": partial(tree_attention, implementation="native"),
+    "blocks": in_blocks,
+    "triton": partial(
+        triton_attention.tree_attention, blocks=Blocks(64, 16, 1), interpret=True
+    ),
+    "triton, splits": partial(
+        triton_attention.tree_attention, blocks=Blocks(32, 16, 4), interpret=True
+    ),
+}
 
 
 def inputs(dtype):
@@ -43,7 +59,7 @@ def exact(q, k, v, k_cache, v_cache, first, sink):
 
 @pytest.mark.parametrize("window", [1, 3, 40, 64, 130, 1000])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("how", ["definition", "blocks", "native"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_window_hides_the_rows_before_it(how, sinks, window):
     if how == "native" and not cpu_kernels.available():
         pytest.skip("no kernels")
@@ -53,11 +69,7 @@ def test_a_window_hides_the_rows_before_it(how, sinks, window):
     sink = np.linspace(-2, 3, Hq).astype(np.float32) if sinks else None
     args = *arrays, jnp.asarray(LENGTH), jnp.asarray(MASK), hd**-0.5
     last = jnp.asarray(first), None if sink is None else jnp.asarray(sink)
-    if how == "blocks":
-        got = in_blocks(*args, *last)
-    else:
-        named = "xla" if how == "definition" else "native"
-        got = tree_attention(*args, *last, implementation=named)
+    got = HOW[how](*args, *last)
     wanted = exact(*map(np.asarray, arrays), np.minimum(first, LENGTH[:, None]), sink)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6)
 
@@ -75,3 +87,32 @@ def test_a_query_has_the_same_result_alone(queries):
 
     some = slice(Tq - queries, Tq)
     np.testing.assert_allclose(run(some), run(slice(0, Tq))[:, some], atol=1e-6)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_gpu_kernel_does_not_read_rows_that_no_query_sees(splits):
+    """Blocks before the window may hold NaN; so may rows past the length."""
+    *nodes, k_cache, v_cache = inputs(jnp.float32)
+    first = np.array([[130] * Tq, [395, 390, 396]], np.int32)  # some past the length
+    place = np.arange(S)
+    outside = (place < 96) | (place >= LENGTH[:, None])
+    caches = [
+        jnp.where(outside[:, None, :, None], jnp.nan, z) for z in (k_cache, v_cache)
+    ]
+    args = jnp.asarray(LENGTH), jnp.asarray(MASK), hd**-0.5, jnp.asarray(first), None
+    run = partial(triton_attention.tree_attention, interpret=True)
+    got = run(*nodes, *caches, *args, blocks=Blocks(32, 16, splits))
+    arrays = *nodes, k_cache, v_cache
+    wanted = exact(*map(np.asarray, arrays), np.minimum(first, LENGTH[:, None]), None)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_program_has_the_kernel(dtype):
+    arrays = *inputs(dtype), jnp.asarray(LENGTH), jnp.asarray(MASK)
+    first, sink = jnp.zeros((B, Tq), jnp.int32), jnp.ones(Hq, jnp.float32)
+    for last in ((first, None), (None, sink), (first, sink)):
+        text = lowered(
+            lambda *z, last=last: tree_attention(*z, 0.25, *last), arrays, "cuda"
+        )
+        assert "__gpu$xla.gpu.triton" in text

@@ -19,6 +19,7 @@ from stree_jax.models.weights.int8 import quantize, rounded
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.panels import KINDS, product, triton
 from stree_jax.pallas_kernels import (
+    attention,
     mosaic_scan,
     triton_attention,
     triton_delta,
@@ -60,6 +61,8 @@ DELTAS = {
     "two rows": deltas.Shape(2, 33, 8, 4, 128, 128),
     "wide values": deltas.Shape(1, 64, 4, 4, 192, 96),
     "plain step": deltas.Shape(2, 1, 4, 2, 128, 128),
+    "by column": deltas.Shape(2, 16, 4, 4, 128, 128, True),
+    "by column, in groups": deltas.Shape(1, 64, 4, 4, 128, 128, True),
 }
 if INTERPRET:
     DELTAS = {"small": deltas.Shape(1, 16, 2, 1, 32, 32)}
@@ -184,6 +187,27 @@ def test_attention_computes_softmax(dtype, Hq, Hk, S):
     assert_near(got, attend_tree(*exact, length, mask, 0.125), TOLERANCE[dtype])
     for _ in range(REPEATS):
         np.testing.assert_array_equal(run(*args, length, mask, 0.125), got)
+
+
+@dtypes
+def test_attention_through_a_window(dtype):
+    """And with sinks: the definition."""
+    rng = np.random.default_rng(0)
+    T, Hq, Hk, S, hd = 16, 8, 2, 300 if INTERPRET else 3000, 64
+    q, k, v = (normal(rng, 2, T, heads, hd) for heads in (Hq, Hk, Hk))
+    caches = normal(rng, 2, Hk, S, hd), normal(rng, 2, Hk, S, hd)
+    args = [jnp.asarray(z, dtype) for z in (q, k, v, *caches)]
+    length, mask = (
+        np.array([S - 7, S // 3], np.int32),
+        masks_of(random_parents(rng, 2, T)),
+    )
+    first = np.stack([np.arange(T) * 3 + S // 2, np.full(T, S // 3 + 2)])
+    sink = jnp.linspace(-2.0, 3.0, Hq)
+    rest = length, mask, 0.125, jnp.asarray(first, jnp.int32), sink
+    run = jax.jit(partial(triton_attention.tree_attention, interpret=INTERPRET))
+    exact = [jnp.asarray(z, jnp.float32) for z in args]
+    wanted = attention.tree_attention(*exact, *rest)
+    assert_near(run(*args, *rest), wanted, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("m", "k"), [(50, 32), (132, 64)])

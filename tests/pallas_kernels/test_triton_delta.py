@@ -46,9 +46,15 @@ CASES = {
     "33 tokens": Shape(2, 33, 2, 2, 16, 16),
     "64 tokens": Shape(1, 64, 2, 1, 32, 32),
     "sizes no powers of two": Shape(1, 20, 3, 3, 48, 80),
+    "one token, by column": Shape(2, 1, 2, 1, 16, 16, True),
+    "7 tokens, by column": Shape(2, 7, 6, 2, 16, 32, True),
+    "33 tokens, by column": Shape(1, 33, 2, 2, 16, 48, True),
 }
 all_cases = pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+both_decays = pytest.mark.parametrize(
+    "by_column", [False, True], ids=["by head", "by column"]
+)
 
 interpreted_replay = partial(triton_delta.delta_replay_scan, interpret=True)
 interpreted_scan = partial(triton_delta.delta_scan, interpret=True)
@@ -92,7 +98,8 @@ def test_lowers_for_cuda(shape):
     for dtype in ("float32", "bfloat16"):
         inputs, _ = case(shape, dtype=dtype)
         text = lowered(triton_delta.delta_replay_scan, inputs, "cuda")
-        assert text.count(CALL) == 1
+        groups = -(-shape.T // 16) if shape.by_column and shape.T > 32 else 1
+        assert text.count(CALL) == groups
         h0, _, tree, mask = inputs
         assert CALL in lowered(triton_delta.delta_scan, (tree, h0, mask), "cuda")
         rows, u = np.arange(min(shape.T, 3), dtype=np.int32), np.float32(tree.v)
@@ -100,15 +107,29 @@ def test_lowers_for_cuda(shape):
         assert CALL in lowered(triton_delta.delta_scan, args, "cuda")
 
 
+@both_decays
 @pytest.mark.parametrize("tree", [chain, star, binary, random_tree])
-def test_trees_with_extreme_decays(tree):
+def test_trees_with_extreme_decays(tree, by_column):
     """Decays of 0 and -10000 on the same path."""
     rng = np.random.default_rng(5)
-    shape = Shape(2, 13, 4, 2, 16, 32)
+    shape = Shape(2, 13, 4, 2, 16, 32, by_column)
     kind = partial(tree, rng) if tree is random_tree else tree
     parents = np.stack([kind(shape.T)] * shape.batch)
     inputs = *replayed_inputs(rng, shape, extreme=True), masks_of(parents)
     near(jit_replay(*inputs), expected_of(inputs, parents))
+
+
+@pytest.mark.parametrize("strong", [-80.0, -5000.0])
+def test_keeps_accuracy_past_strong_decays_by_column(strong):
+    """A difference of plain sums does not, nor does a factor for either side."""
+    rng = np.random.default_rng(6)
+    inputs, h0 = delta_inputs(rng, Shape(1, 32, 2, 1, 16, 16, True))
+    a = -rng.uniform(0.01, 0.1, inputs.a.shape).astype(np.float32)
+    a[:, ::4] += np.float32(strong)
+    parents = chain(32)[None]
+    inputs = inputs._replace(a=a)
+    expected = delta_tree(inputs, h0, parents)[:2]
+    near(jit_scan(inputs, h0, masks_of(parents)), expected)
 
 
 def test_a_chain_of_equal_keys():
@@ -129,13 +150,14 @@ def test_any_partial_order():
     near(jit_scan(inputs, h0, mask), delta_order(inputs, h0, mask), 2 * TOLERANCE)
 
 
+@both_decays
 @dtypes
 @pytest.mark.parametrize("T", [9, 33])
-def test_level_by_level(dtype, T):
+def test_level_by_level(dtype, T, by_column):
     """The first group holds a chain; dropped rows have large values, and u has them
     where no token was queried."""
     rng = np.random.default_rng(T)
-    shape = Shape(2, T, 4, 2, 16, 16)
+    shape = Shape(2, T, 4, 2, 16, 16, by_column)
     parents = np.array([-1, 0, 1, 2, 2, 3, 4, 4, 0, *rng.integers(0, 9, T - 9)])
     parents = np.broadcast_to(parents, (shape.batch, T))
     mask = masks_of(parents)
@@ -162,9 +184,10 @@ def test_rows_that_are_all_tokens():
     near(jit_scan(tree, h0, mask, rows), jit_scan(tree, h0, mask), 1e-6)
 
 
-def test_the_length_of_the_path():
+@both_decays
+def test_the_length_of_the_path(by_column):
     """Length 0 returns h0 bit for bit; rows past the length have no effect."""
-    inputs, parents = case(Shape(3, 7, 2, 1, 16, 32), seed=4)
+    inputs, parents = case(Shape(3, 7, 2, 1, 16, 32, by_column), seed=4)
     h0, past = inputs[:2]
     path, length = past.path, past.length
     length[:] = 0, 3, path.shape[1]
@@ -179,9 +202,10 @@ def test_the_length_of_the_path():
     near(after, expected_of(inputs, parents))
 
 
-def test_padding_has_no_effect():
+@both_decays
+def test_padding_has_no_effect(by_column):
     """Its rows and columns of the mask are empty, and its values are large."""
-    (h0, past, tree, _), _ = case(Shape(2, 21, 2, 1, 16, 16), seed=6)
+    (h0, past, tree, _), _ = case(Shape(2, 21, 2, 1, 16, 16, by_column), seed=6)
     live, parents = 18, np.stack([binary(21)] * 2)
     mask = masks_of(parents)
     mask[:, live:], mask[:, :, live:] = False, False
@@ -194,9 +218,10 @@ def test_padding_has_no_effect():
         near([y[:, :live], u[:, :live]], [z[:, :live] for z in exact[:2]])
 
 
-def test_reads_ancestors_only():
+@both_decays
+def test_reads_ancestors_only(by_column):
     """Large values off a node's path do not change its results, bit for bit."""
-    (h0, past, tree, mask), _ = case(Shape(2, 21, 2, 2, 16, 16), seed=7)
+    (h0, past, tree, mask), _ = case(Shape(2, 21, 2, 2, 16, 16, by_column), seed=7)
     before = jit_replay(h0, past, tree, mask)
     node = 11
     for b in range(2):
@@ -316,9 +341,3 @@ def test_unsupported():
     assert reason(qk=jnp.int8) == "q is int8, neither float32 nor bfloat16"
     found = reason(u=jnp.float16)
     assert found == "the recorded u is float16, neither float32 nor bfloat16"
-
-
-def test_decays_by_column_are_unsupported():
-    inputs, _ = delta_inputs(np.random.default_rng(0), Shape(1, 4, 2, 1, 16, 16, True))
-    mask = spec(1, 4, 4, dtype=jnp.bool_)
-    assert unsupported(inputs, mask) == "decays by column have no kernel"

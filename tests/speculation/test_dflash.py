@@ -10,6 +10,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
+from stree_jax.agreement import greedy_distribution
 from stree_jax.models.dflash import (
     add_context,
     empty_context,
@@ -18,6 +19,14 @@ from stree_jax.models.dflash import (
     run_block,
 )
 from stree_jax.models.heads import head_of
+from stree_jax.speculation.accept import NAIVE
+from stree_jax.speculation.adaptive.best_first import best_first
+from stree_jax.speculation.adaptive.calibration import PRIOR, model_kind
+from stree_jax.speculation.adaptive.search import Query
+from stree_jax.speculation.drafter import Prompts, Update
+from stree_jax.speculation.drafters.dflash import ByPairs, DFlashSource
+from stree_jax.speculation.drafters.lookup import History
+from stree_jax.speculation.tree import chain
 from tests.speculation.auto import times
 from tests.support.dflash import KINDS, follower, random_dflash, with_bigrams
 from tests.support.drafting import random_prompts
@@ -207,3 +216,39 @@ def test_memories_follow_the_path(target):
     again, _ = pair_scores(drafter, hidden, both, following, after)
     assert jnp.abs(again - together).max() > 1e-3
     assert jax.tree.leaves(after)[0].shape == (1, 2, 8)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dspark-rnn", "dspark-gated", "dflash2"])
+def test_trees_are_the_best_of_all_paths(kind, target):
+    """The value of the best tree, level by level, equals that of all paths of
+    candidates one by one: a level of 8 nodes holds all of the 8 best."""
+    bound = DFlashSource(random_dflash(target, **KINDS[kind])).bind(target, chain(3))
+    rng, width = np.random.default_rng(2), target.config.d_model
+    taps = tuple(
+        jnp.asarray(rng.normal(size=(1, 9, width)), jnp.float32) for _ in "123"
+    )
+    prompts = Prompts(jnp.ones((1, 10), jnp.int32), jnp.asarray([10]), 64, 4)
+    update = Update(prompts.token_ids[:, 1:], jnp.asarray([9]), taps[0], taps)
+    state = bound.commit(bound.init(prompts, None), update)
+    history = History(prompts.token_ids, prompts.lengths)
+    dist = greedy_distribution(1, target.config.num_tokens)
+    query = Query(history, dist, NAIVE, 8, 3, 8, lambda *_: jnp.bool_(True))
+    _, search = bound.search(state, query)
+    asked = search.at_root, search.guesser, prompts.token_ids[:, -1], dist, NAIVE
+    prior = jnp.asarray(PRIOR)
+    grown = best_first(*asked, prior, search.start, search.go_on)
+    found = np.sort(np.asarray(grown.pool.value)[0])[::-1][:8]
+
+    one = ByPairs(bound.drafter, search.guesser.found, query._replace(width=16))
+    values = []
+
+    def walk(token, memory, depth, value):
+        scored, own = one.scored(token, memory, jnp.int32(depth))
+        kind = model_kind(jnp.exp(scored.best - scored.total))
+        for rank, share in enumerate(np.asarray(prior[kind])[0, 0]):
+            values.append(value * share)
+            if depth < 2 and value * share > found[-1] / 2:
+                walk(scored.guess[:, :, rank], own, depth + 1, value * share)
+
+    walk(prompts.token_ids[:, -1:], no_memory(bound.drafter, (1, 1)), 0, 1.0)
+    np.testing.assert_allclose(found, np.sort(values)[::-1][:8], rtol=1e-5)

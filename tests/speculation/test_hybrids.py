@@ -1,4 +1,4 @@
-"""Test models of LFM2, Olmo-Hybrid and MiniMax everywhere in the decoder: the output of
+"""Test models of LFM2, LFM3, Olmo-Hybrid and MiniMax in the decoder: the output of
 every drafter and tree equals plain decoding."""
 
 from functools import partial
@@ -18,8 +18,10 @@ AUTO = "auto:1,4,8"
 CONVS = ("short_conv", "mlp", "attention", "moe", "short_conv", "mlp")
 AFTER = ("delta", "mlp", "after:attention", "after:mlp", "both:delta", "mlp")
 LIGHTNING = (*("stream:lightning", "stream:moe") * 2, "stream:attention", "stream:moe")
+WINDOWS = ("short_conv", "mlp", "both:near", "both:mlp", "both:attention", "mlp")
 MODELS = {
     "lfm2": partial(tiny_hybrid, 1, CONVS),
+    "lfm3": partial(tiny_hybrid, 1, WINDOWS),
     "olmo": partial(tiny_hybrid, 1, AFTER, qk_norm_whole=True),
     "minimax": partial(tiny_hybrid, 1, LIGHTNING),
 }

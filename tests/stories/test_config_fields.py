@@ -25,6 +25,7 @@ from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import hf_config
 from stree_jax.models.config_json import from_json, to_json
 from tests.support.hf_checkpoints import HF_CASES, LLAMA3, VOCAB
+from tests.support.hf_windows import FAR, NEAR
 
 TOKENS = np.random.default_rng(7).integers(0, VOCAB, 37)
 LIMIT = 1e-4  # largest difference of logits
@@ -64,9 +65,14 @@ ROPES = {  # by the rope_type of transformers
             "'longrope' is not supported",
         )
     ],
+    "proportional": [
+        ({"rope_type": "proportional", "partial_rotary_factor": 0.5}, EQUAL),
+        ({"rope_type": "proportional", "factor": 2.0}, EQUAL),
+    ],
     "mrope": [({"rope_type": "mrope"}, "'mrope' is not supported")],
     "by layer": [({"full_attention": {"rope_theta": 5.0}}, "full_attention")],
 }
+HALF = {"rope_type": "proportional", "rope_theta": 9.0, "partial_rotary_factor": 0.4}
 PARTIAL = {"rope_theta": 700.0, "partial_rotary_factor": 0.5}
 ALL_LINEAR = ["linear_attention"] * 3 + ["full_attention"]
 # Layers of Kimi-Linear as released configs list them, and with mistakes.
@@ -229,6 +235,57 @@ CASES = {
     "mistral": [
         ({"rope_scaling": YARN}, EQUAL),
         ({"sliding_window": 4}, EQUAL),
+    ],
+    "gemma3": [
+        ({"sliding_window": 3}, EQUAL),
+        ({"sliding_window": 2**17}, EQUAL),
+        ({"query_pre_attn_scalar": 10}, EQUAL),
+        ({"layer_types": [NEAR, NEAR, FAR]}, EQUAL),
+        ({"layer_types": GONE, "sliding_window_pattern": 2}, NO_EFFECT),
+        ({"layer_types": None, "_sliding_window_pattern": 2}, EQUAL),
+        ({"rope_parameters": GONE}, EQUAL),
+        ({"rope_parameters": GONE, "rope_theta": 9.0}, EQUAL),
+        ({"rope_parameters": GONE, "rope_local_base_freq": 9.0}, EQUAL),
+        ({"rope_theta": 9.0, "rope_local_base_freq": 9.0}, NO_EFFECT),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, EQUAL),
+        ({"rope_parameters": {NEAR: {"rope_type": "default"}}}, EQUAL),
+        ({"rope_parameters": {FAR: YARN, NEAR: {"rope_theta": 50.0}}}, EQUAL),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional"),
+        ({"hidden_activation": "silu"}, "hidden_activation"),
+        ({"hidden_act": "silu"}, NO_EFFECT),
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "lfm3": [
+        ({"sliding_window": 3}, EQUAL),
+        ({"layer_types": [NEAR, "conv", NEAR]}, EQUAL),
+        ({"rope_parameters": None}, EQUAL),
+        ({"rope_parameters": {NEAR: {**YARN, "rope_theta": 50.0}, FAR: HALF}}, EQUAL),
+        ({"rope_theta": 9.0}, NO_EFFECT),
+        ({"use_attention_gate": False}, "gate_proj"),
+        ({"use_sandwich_norm": False}, "post_ffn_norm"),
+        ({"conv_bias": False}, "conv.bias"),
+        ({"attention_bias": True}, NO_EFFECT),  # a missing bias is zero
+        ({"norm_eps": 0.01}, EQUAL),
+        ({"block_auto_adjust_ff_dim": True}, NO_EFFECT),
+        ({"layer_types": ["conv"] * 2}, "layer_types"),
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "gpt-oss": [
+        ({"sliding_window": 3}, EQUAL),
+        ({"layer_types": GONE}, NO_EFFECT),
+        ({"layer_types": [FAR, FAR]}, EQUAL),
+        ({"rope_parameters": GONE}, EQUAL),
+        ({"rope_parameters": GONE, "rope_theta": 9.0, "rope_scaling": YARN}, EQUAL),
+        ({"swiglu_limit": 5.0}, "swiglu_limit"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        ({"num_experts_per_tok": 3}, EQUAL),
+        ({"attention_bias": False}, f"attention_bias: {BIAS}"),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
     ],
     "granite-3": [
         ({"logits_scaling": GONE}, EQUAL),

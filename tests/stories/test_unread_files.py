@@ -229,7 +229,6 @@ REFUSED_KEYS = {
     "llama.rope.scaling.yarn_log_multiplier": [0.1],
     "llama.rope.dimension_count": [6],
     "llama.attention.scale": [0.5],
-    "llama.attention.sliding_window": [512],
     "llama.attention.causal": [False],
     "llama.attention.value_length": [16],
     "llama.attn_logit_softcapping": [50.0],

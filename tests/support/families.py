@@ -134,6 +134,22 @@ FAMILIES = {
             moe=MoEConfig(8, 2, 16, router="sigmoid", normalize_eps=1e-6),
         ),
     ),
+    "lfm3": ModelConfig(  # with parts of Gemma 3 and gpt-oss
+        **SIZES,
+        layers=("short_conv", "mlp", "both:near", "both:moe", "both:far", "both:mlp"),
+        norm="rms_float32",
+        mixers=named(
+            short_conv=ShortConvConfig(32),
+            near=AttentionConfig(
+                8, 2, 4, rope=ROPE, window=5, gated=True, gate_by_head=True
+            ),
+            far=AttentionConfig(
+                8, 2, 4, rope=Rope(9.0, 4, share=0.5), scale=0.4, sinks=True
+            ),
+            moe=MoEConfig(8, 2, 16, activation="clamped", bias=True),
+            mlp=MLPConfig(48, activation="gelu_tanh"),
+        ),
+    ),
     "olmo-hybrid": ModelConfig(
         **SIZES,
         layers=("delta", "mlp", "after:attention", "after:mlp"),

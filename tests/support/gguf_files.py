@@ -37,6 +37,7 @@ from tests.support.hf_checkpoints import (
     qwen2,
     qwen3,
 )
+from tests.support.hf_windows import FAR, NEAR, gemma3
 from tests.support.vocabularies import byte_level, write_byte_level
 
 NO_LIMITS = {"time_step_limit": (0.0, float("inf"))}
@@ -48,6 +49,15 @@ EXPERTS = NEMOTRON | NEMOTRON_MOE | {"n_group": 1, "topk_group": 1}
 # Name of a case -> its architecture, and a function that makes the model.
 # llama.cpp norms q and k with the epsilon of all norms, and always renormalizes.
 KIMI = {"rms_norm_eps": 1e-6, "moe_renormalize": True, "linear_num_heads": 4}
+GEMMA3 = {
+    "num_hidden_layers": 7,
+    "layer_types": [*[NEAR] * 5, FAR, NEAR],
+    "query_pre_attn_scalar": 10,
+    "rope_parameters": {
+        NEAR: {"rope_type": "default", "rope_theta": 10000.0},
+        FAR: {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0},
+    },
+}
 GGUF_CASES = {
     "llama": ("llama", llama),
     "llama-tied": (
@@ -134,6 +144,8 @@ GGUF_CASES = {
     "lfm2-moe": ("lfm2moe", lambda: lfm2_moe(routed_scaling_factor=1.0)),
     "kimi-linear": ("kimi-linear", lambda: kimi_linear(**KIMI)),
     "kimi-linear-joined": ("kimi-linear", lambda: kimi_linear(**KIMI)),
+    # llama.cpp knows which layers have windows, and the base of their positions.
+    "gemma3": ("gemma3", lambda: gemma3(**GEMMA3)),
     **QWEN_CASES,
 }
 # The converter reorders q and k of these architectures, for a rotary embedding that
@@ -207,6 +219,11 @@ def describe(writer, arch, c):
     if arch.startswith("nemotron"):
         writer.add_layer_norm_eps(eps)
     rope = c.get("rope_parameters") or {}
+    if arch == "gemma3":
+        rope = rope["full_attention"]
+        writer.add_sliding_window(c["sliding_window"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
     if "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
     if heads and arch != "kimi-linear":
@@ -235,7 +252,7 @@ def describe(writer, arch, c):
         describe_lfm2(writer, c)
     if arch.startswith(("lfm2", "kimi")):
         return
-    if arch not in ("llama", "qwen2", "qwen3", "granite", "granitemoe"):
+    if arch not in ("llama", "qwen2", "qwen3", "gemma3", "granite", "granitemoe"):
         describe_mixer(writer, c)
 
 
@@ -400,6 +417,8 @@ def one(arch, c, name, w):
         w = paired(w, c["num_key_value_heads"])
     if name.endswith(("conv1d.weight", ".conv.conv.weight")):
         w = w.squeeze(1)
+    if name.endswith("norm.weight") and arch == "gemma3":
+        w = w + 1
     if name.endswith("A_log"):
         w = -np.exp(w)[:, None]
     if name.endswith((".mixer.D", ".mamba.D")):

@@ -53,33 +53,8 @@ from transformers import (
 )
 
 from tests.support.hf_minimax import minimax
-
-VOCAB = 61
-
-
-def randomize(model, seed=0):
-    """Gives every parameter values with which mistakes change the logits."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(p):
-        return torch.randn(p.shape, generator=generator, dtype=p.dtype)
-
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("A_log"):
-                p.copy_(torch.log(8 * normal(p).abs() + 0.5))
-            elif name.endswith(("dt_bias", ".D")):
-                p.copy_(normal(p))
-            elif p.ndim == 1 and "norm" in name:
-                p.copy_(1 + 0.3 * normal(p))
-            elif p.ndim == 1:
-                p.copy_(0.3 * normal(p))
-            else:
-                p.copy_(normal(p) * p.shape[-1] ** -0.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
-                buffer.copy_(0.5 * normal(buffer))
-    return model.eval()
+from tests.support.hf_random import NO_TOKENS, VOCAB, randomize, randomize_offset
+from tests.support.hf_windows import WINDOW_CASES
 
 
 def mamba2(**options):
@@ -189,22 +164,6 @@ def with_sections(options):
     """Returns options whose rotary embedding is that of a multimodal model."""
     options = QWEN_DELTA | options
     return options | {"rope_parameters": options["rope_parameters"] | SECTIONS}
-
-
-def randomize_offset(model):
-    """Randomizes a model whose norms, except those of Gated DeltaNet, store scale - 1.
-
-    The scales have few bits, so that adding 1 and subtracting it gives them back.
-    Decays are slow enough that the state matters after many tokens.
-    """
-    randomize(model)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("A_log"):
-                p.copy_(torch.log(p.exp() / 4))
-            elif p.ndim == 1 and "norm" in name and "linear_attn" not in name:
-                p.copy_(torch.round(256 * (p - 1)) / 256)
-    return model
 
 
 def qwen3_next(**options):
@@ -570,8 +529,6 @@ def bailing_hybrid(**options):
     return randomize(model)
 
 
-NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-
 HF_CASES = {
     "mamba2": mamba2,
     "mamba2-tied": lambda: mamba2(
@@ -676,6 +633,7 @@ HF_CASES = {
     ),
     # If embeddings are not tied, transformers 5.23 does not share the blocks either.
     "zamba2-untied": lambda: zamba(tie_word_embeddings=False),
+    **WINDOW_CASES,
     "nemotron-h": nemotron,
     "nemotron-h-moe": lambda: nemotron(**NEMOTRON_MOE),
     "nemotron-h-latent": lambda: nemotron(

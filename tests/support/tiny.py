@@ -81,7 +81,8 @@ def tiny_delta(seed, layers=("delta", "mlp", "delta", "moe", "attention", "mlp")
 
 def tiny_hybrid(seed, layers, **options):
     """Returns a model with layers of the newer hybrids: short convolutions (LFM2),
-    norms after attention and MLPs (Olmo-Hybrid), or lightning attention (MiniMax)."""
+    norms after attention and MLPs (Olmo-Hybrid), lightning attention (MiniMax), or
+    windows on some layers (LFM3)."""
     config = ModelConfig(
         vocab_size=VOCAB,
         num_tokens=REAL,
@@ -95,6 +96,9 @@ def tiny_hybrid(seed, layers, **options):
             delta=DeltaConfig(2, 4, 8, 12, beta_max=2.0),
             attention=AttentionConfig(
                 4, 2, 8, rope=Rope(1e4, 8), qk_norm_eps=1e-4, **options
+            ),
+            near=AttentionConfig(
+                4, 2, 8, rope=Rope(50.0, 8), window=9, gated=True, gate_by_head=True
             ),
             mlp=MLPConfig(48),
             moe=MoEConfig(6, 2, 16, router="sigmoid", normalize_eps=1e-6),

@@ -1,0 +1,68 @@
+"""Gemma 3 files of llama.cpp (`gemma3`): names and metadata keys.
+
+Norms hold 1 + w. The files do not say which layers have a window, nor the rotary
+embedding of those layers nor the softmax scale: llama.cpp knows them.
+
+Sources: llama.cpp's `conversion/gemma.py` and its `models/gemma3.cpp`.
+"""
+
+import math
+from dataclasses import replace
+
+from stree_jax.convert.families.huggingface import with_mlps
+from stree_jax.convert.families.windows import NEAR
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.gguf.keys import (
+    WINDOW,
+    attention_config,
+    layer_count,
+    mlp_config,
+    model_options,
+)
+from stree_jax.convert.gguf.names import HALVES, attention_rows
+from stree_jax.convert.gguf.rotary import rope
+from stree_jax.convert.rows import Part
+from stree_jax.models import ModelConfig, Rope
+from stree_jax.models.config import blocks, named
+
+PATTERN = "attention.sliding_window_pattern"  # every n-th layer has no window
+NEAR_THETA = "rope.freq_base_swa"  # base of the rotary embedding of layers with windows
+LAYERS_27B = 62  # only the model with so many layers has another softmax scale
+KEYS = (WINDOW,)  # keys of `keys.NEUTRAL` that are read
+NAMES = replace(
+    HALVES.with_parts(**{NEAR: Part("", attention_rows)}),
+    norm_after_mixer="post_attention_norm",
+    norm_after_mlp="post_ffw_norm",
+)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    model, c, count = (
+        model_options(fields),
+        attention_config(fields),
+        layer_count(fields),
+    )
+    whole = model["d_model"] // c.num_heads if count == LAYERS_27B else c.head_dim
+    c = replace(
+        c,
+        scale=whole**-0.5,
+        qk_norm_eps=model["norm_eps"],
+        qk_norm_float32=True,
+    )
+    window = fields.size(WINDOW, 0, low=0)
+    every = fields.size(PATTERN, 6) if window else 1
+    kinds = tuple(NEAR if (i + 1) % every else "attention" for i in range(count))
+    far = near = None
+    if "attention" in kinds:
+        far = replace(c, rope=rope(fields, c.head_dim))
+    if NEAR in kinds:
+        turned = Rope(fields.positive(NEAR_THETA, 10000.0), c.head_dim)
+        near = replace(c, rope=turned, window=window)
+    mlp = replace(mlp_config(fields), activation="gelu_tanh")
+    return ModelConfig(
+        **model,
+        norm="rms_float32",
+        embedding_multiplier=math.sqrt(model["d_model"]),
+        layers=blocks(f"both:{kind}" for kind in with_mlps(kinds)),
+        mixers=named(**{"attention": far, NEAR: near, "mlp": mlp}),
+    )
