@@ -326,7 +326,7 @@ def _mask_token(f: Fields, vocab: int) -> int:
     return mask
 
 
-# Parts beside the layers
+# Embedding, head, pair scores and convolutions
 
 
 def _vocabulary(f: Fields) -> int:

@@ -22,7 +22,7 @@ OUTPUTS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
 BOUNDARIES = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 # Fields that only configs of drafters have, and words in the names of their classes.
 FIELDS = {BLOCK, SPECULATORS, "speculators_model_type", "eagle_config"}
-FIELDS |= {*OUTPUTS[:2], *BOUNDARIES, "markov_rank", "draft_vocab_size"}
+FIELDS |= {OUTPUTS[0], *BOUNDARIES, "markov_rank", "draft_vocab_size"}
 CLASSES = ("Eagle", "EAGLE", "DFlash", "DSpark", "DraftModel", "Speculator")
 
 Shapes = Mapping[str, tuple[int, ...]]

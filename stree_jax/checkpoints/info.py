@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax import models
-from stree_jax.checkpoints.resolve import headers, local_or_hub
+from stree_jax.checkpoints.resolve import check_is_model, headers, local_or_hub
 from stree_jax.convert import CheckpointFiles, Opened, open_local
 from stree_jax.convert.hub import HubName
 from stree_jax.convert.store import check_config
@@ -20,7 +20,9 @@ from stree_jax.models.memory import state_bytes, weight_bytes
 def described(path: Path) -> Opened:
     """Opens a local directory or GGUF file to describe it, without loading it."""
     level()  # report a bad value of STREE_JAX_CPU_KERNELS now, as `load` does
-    opened = open_local(CheckpointFiles(path), mtp=None)
+    files = CheckpointFiles(path)
+    check_is_model(files)
+    opened = open_local(files, mtp=None)
     if opened.source is None:
         check_config(opened.files)
     return opened

@@ -10,7 +10,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from stree_jax import models
-from stree_jax.checkpoints.resolve import resolve
+from stree_jax.checkpoints.resolve import check_is_model, resolve
 from stree_jax.checks import check_not_forked, flag, shown, with_hints
 from stree_jax.convert import CheckpointFiles, checked, open_local
 from stree_jax.convert.store import read_params, weights_named
@@ -99,6 +99,7 @@ def load(
     if dtype is not None:
         weights_named(dtype)
     files, warn, cut = CheckpointFiles(resolve(path_or_hub_id)), warnings.warn, WHOLE
+    check_is_model(files)
     opened = open_local(files, dt_floor, warn, mtp)
     kept = opened.weight_format(dtype, warn)
     own_layers = mtp is not False

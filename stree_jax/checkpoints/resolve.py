@@ -9,6 +9,8 @@ from os import PathLike
 from pathlib import Path
 
 from stree_jax.checks import as_path
+from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.drafters import has_drafter_fields
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.gguf.header import is_gguf, only_gguf
 from stree_jax.convert.hub import HubName, Wanted, fetch, fetch_headers, hub_name
@@ -54,6 +56,16 @@ def headers(path_or_hub_id: str | Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="stree-jax-") as folder:
         yield fetch_headers(found, Path(folder))
+
+
+def check_is_model(files: CheckpointFiles) -> None:
+    """Raises CheckpointError if a directory is a published drafter by its config."""
+    if files.path.is_dir() and files.config_file.is_file():
+        if has_drafter_fields(files.json()):
+            raise CheckpointError(
+                f"{files.path}: a drafter, not a model; pass it as the drafter of the "
+                "model that it was trained for"
+            )
 
 
 def valid_path(name: str, path: str | PathLike[str]) -> Path:

@@ -20,6 +20,7 @@ from stree_jax.cli import main as cli
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
 from stree_jax.training.ngrams import count_grams, katz
 from tests.support.hub_server import served
+from tests.support.published_drafters import write_drafter
 from tests.support.table_models import (
     byte_level,
     follow,
@@ -378,6 +379,27 @@ def test_draft_models_heads_and_ngrams_are_downloaded(hub, models, capsys, tmp_p
         "n-grams.safetensors",
     ]
     assert hub.files("o/drafter") == sorted([*SMALL, "model.safetensors"])
+
+
+def test_published_drafters_are_downloaded(hub, models, capsys):
+    """For a description only their headers are."""
+    fields = json.loads((put(hub, models) / "config.json").read_text())
+    sizes = dict(d=fields["hidden_size"], vocab=fields["vocab_size"])
+    layers = fields["num_hidden_layers"]
+    boundaries = dict(target_layers=layers, boundaries=tuple({0, layers}))
+    write_drafter(hub.folder / "o/spark", "liquid", **sizes, **boundaries, hidden=4096)
+    (hub.folder / "o/spark/dspark.py").write_text("not read")
+    code, out, err = run(capsys, "info", "o/spark", "--json")
+    assert code == 0 and json.loads(out)["format"] == "DSpark", err
+    file = hub.folder / "o/spark/model.safetensors"
+    assert hub.bytes_of("model.safetensors") < file.stat().st_size
+    args = "--model", "o/llama", "--drafter", "o/spark", "--max-new-tokens", 4, "--json"
+    code, out, err = run(capsys, "generate", "!", "--tree", "chain:2", *args)
+    assert code == 0 and json.loads(out)["text"] == "ab", err
+    assert hub.files("o/spark") == ["config.json", "model.safetensors"]
+    (hub.folder / "o/spark/mask_embedding.pt").write_text("not read")
+    with pytest.raises(stree_jax.CheckpointError, match=r"mask_embedding.pt is a pick"):
+        stree_jax.load_drafter("o/spark")
 
 
 def test_convert_and_export_take_hub_ids(hub, models, capsys, tmp_path):

@@ -36,6 +36,7 @@ from tests.support import mtp, qwen
 from tests.support.gguf_files import write_predicting
 from tests.support.hf_checkpoints import granite, nemotron, qwen3_5, qwen3_5_moe
 from tests.support.native_checkpoints import write_native
+from tests.support.published_drafters import write_drafter
 from tests.support.table_models import byte_level, follow, write_gguf
 
 ROOT = Path(__file__).parent.parent.parent
@@ -114,6 +115,7 @@ def _models(root):
     for name in ("PATH", "SRC"):
         shutil.copytree(data / "target", root / name)
     shutil.copytree(data / "heads", root / "H")
+    _drafter(root / "LiquidAI" / "LFM2.5-1.2B-Instruct")
     for name in ("smollm2", "my-smollm2"):
         shutil.copytree(data / "target", root / name)
         (root / name / "chat_template.jinja").write_text(TEMPLATE)
@@ -150,6 +152,13 @@ def _models(root):
     return root
 
 
+def _drafter(target):
+    """Writes a target and, next to it, a random DSpark drafter of it."""
+    shutil.copytree(ROOT / "stree_jax" / "data" / "target", target)
+    sizes = dict(d=384, vocab=2048, target_layers=6, boundaries=(2, 3, 5))
+    write_drafter(target.with_name(f"{target.name}-DSpark"), "liquid", **sizes)
+
+
 def stand_ins(root, folder):
     """Puts everything that the pages name into a folder."""
     for entry in _models(root).iterdir():
@@ -165,6 +174,7 @@ def stand_ins(root, folder):
     (folder / "question.jsonl").write_text(json.dumps(turns) + "\n")
     question = {"question": "How many?", "answer": "Two.\n#### 2"}
     (folder / "test.jsonl").write_text(json.dumps(question) + "\n")
+    (folder / "answers.txt").write_text("def add(a, b):\n    return a + b\n" * 3)
     (folder / "prompts.jsonl").write_text(json.dumps(prompt) + "\n")
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").touch()

@@ -126,8 +126,8 @@ class DFlashSource(Source):
             return
         if not isinstance(tree, Tree):
             raise ValueError(
-                f"tree: a block drafter fills a fixed tree, such as 'chain:{self.drafts}"
-                "', or 'auto'; beams need a draft model"
+                "tree: a block drafter fills a fixed tree, such as "
+                f"'chain:{self.drafts}', or 'auto'; beams need a draft model"
             )
         if tree.depth > self.drafts:
             raise ValueError(

@@ -1,0 +1,89 @@
+"""Commands with published drafters of the bundled target, with random weights."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import stree_jax
+from stree_jax.cli import main as cli
+from tests.support.published_drafters import write_drafter
+
+SIZES = dict(d=384, vocab=2048, target_layers=6, boundaries=(2, 3, 5), draft_vocab=512)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("drafters")
+    for layout in ("liquid", "redhat-dspark", "speculators-eagle3"):
+        write_drafter(path / layout, layout, target="o/target", **SIZES)
+    return path
+
+
+def run(capsys, *args):
+    code = cli.main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def failure(capsys, *args):
+    """Returns the only line that a failing command writes."""
+    code, out, err = run(capsys, *args)
+    assert code and out == "" and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("layout", ["liquid", "redhat-dspark", "speculators-eagle3"])
+def test_info_and_plan(layout, folder, capsys):
+    code, out, _ = run(capsys, "info", folder / layout, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["boundaries"] == [2, 3, 5]
+    assert found["target"] == (None if layout == "liquid" else "o/target")
+    code, out, _ = run(capsys, "info", folder / layout)
+    assert code == 0 and "boundaries" in out and "memory" not in out
+    options = "--memory", "1GB", "--drafter", folder / layout, "--json"
+    code, out, _ = run(capsys, "plan", *options)
+    choices = json.loads(out)["choices"]
+    name = "eagle" if "eagle" in layout else "block drafter"
+    assert code == 0 and name in {choice["drafter"] for choice in choices}
+
+
+def test_text_is_that_of_plain_decoding(folder, capsys):
+    options = "--max-new-tokens", 6, "--json", "--memory", "1GB"
+    texts = [
+        json.loads(run(capsys, "generate", "def", "--drafter", name, *options)[1])
+        for name in ("none", folder / "liquid")
+    ]
+    assert texts[0]["text"] == texts[1]["text"]
+
+
+def test_wrong_input_is_one_line(folder, capsys, tmp_path):
+    generate = "generate", "def", "--max-new-tokens", 4, "--drafter"
+    ngrams = "--ngrams", tmp_path / "n.safetensors"
+    assert "no such" in failure(capsys, *generate, tmp_path / "absent")
+    drafter = folder / "liquid"
+    said = failure(capsys, "info", drafter, "--figure", tmp_path / "f")
+    assert "is a drafter, not a model" in said
+    assert failure(capsys, *generate, drafter, *ngrams).startswith("stree-jax: ")
+    assert "block has 4" in failure(capsys, *generate, drafter, "--tree", "chain:5")
+    other = tmp_path / "other"
+    write_drafter(other, "liquid", **SIZES | {"target_layers": 8})
+    assert "target of 8 layers" in failure(capsys, *generate, other)
+    said = failure(capsys, "generate", "def", "--model", drafter)
+    assert "a drafter, not a model; pass it as the drafter" in said
+
+
+def test_copies_of_the_target_are_left_out(tmp_path):
+    target = stree_jax.load("demo")
+    table = np.asarray(target.params["embedding"], np.float64)
+    write_drafter(tmp_path / "d", "deepspec", embed=table, head=table, **SIZES)
+    config = stree_jax.load_drafter(tmp_path / "d", target=target).config
+    assert not config.own_embedding and config.head_rows == 0
+    assert stree_jax.load_drafter(tmp_path / "d").config.own_embedding
+    file = tmp_path / "d" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["embed_tokens.weight"][7] += 1
+    save_file(tensors, file)
+    config = stree_jax.load_drafter(tmp_path / "d", target=target).config
+    assert config.own_embedding and config.head_rows == 0
