@@ -4,6 +4,7 @@ from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
     KDAConfig,
+    Mamba1Config,
     MambaConfig,
     MLAConfig,
     MLPConfig,
@@ -79,6 +80,20 @@ CONFIGS = {
             ),
             mlp=MLPConfig(d_hidden=12),
             moe=MoEConfig(6, 2, 8, router="sigmoid", normalize_eps=1e-3),
+        ),
+    ),
+    "selective scans": ModelConfig(
+        vocab_size=32,
+        num_tokens=32,
+        d_model=16,
+        layers=("bare", "plain", "mlp", "scaled", "moe", "attention", "mlp"),
+        mixers=named(
+            bare=Mamba1Config(24, 3, d_state=6, d_conv=3, conv_bias=False),
+            plain=Mamba1Config(16, 2, norm="plain", proj_in_bias=True),
+            scaled=Mamba1Config(20, 4, 5, norm="scaled", proj_out_bias=True),
+            attention=AttentionConfig(4, 2, 4),
+            mlp=MLPConfig(d_hidden=12),
+            moe=MoEConfig(6, 2, 8, normalize=False),
         ),
     ),
     "norms after": ModelConfig(
