@@ -141,9 +141,11 @@ def export(config: ModelConfig) -> dict[str, Any]:
     }
     if mixer is not None:
         norm = mixer.norm == "scaled" and mixer.norm_eps == config.norm_eps
-        require(FORMAT, {"norms of dt, B and C": norm})
-        values |= write_fields(FORMAT, MIXER, mixer, ("norm", "norm_eps"))
-        values["mamba_expand"] = mamba.expand(FORMAT, mixer, config)
+        whole = mixer.d_inner % config.d_model == 0
+        require(FORMAT, {"norms of dt, B and C": norm, "d_inner": whole})
+        elsewhere = ("norm", "norm_eps", "d_inner")
+        values |= write_fields(FORMAT, MIXER, mixer, elsewhere)
+        values["mamba_expand"] = mixer.d_inner // config.d_model
     if c is not None:
         hf.check_width(FORMAT, config, c)
         values |= write_fields(FORMAT, (HEADS, KV_HEADS), c)

@@ -9,12 +9,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
-from stree_jax.convert.families.table import (
-    Field,
-    read_fields,
-    require,
-    write_fields,
-)
+from stree_jax.convert.families.table import Field, read_fields, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, Part, Path, Row, conv_rows, module_rows
 from stree_jax.models import Mamba1Config, ModelConfig
@@ -136,14 +131,9 @@ def export_with(
         **hf.write_model(format, MODEL, config),
         "num_hidden_layers": len(config.layers),
         **write_fields(format, table, mixer, elsewhere),
-        "expand": expand(format, mixer, config),
+        # intermediate_size takes precedence, see `expanded`.
+        "expand": max(mixer.d_inner // config.d_model, 1),
     }
-
-
-def expand(format: str, c: Mamba1Config, config: ModelConfig) -> int:
-    """Returns the multiple of the model's width that the mixer has."""
-    require(format, {"d_inner": c.d_inner % config.d_model == 0})
-    return c.d_inner // config.d_model
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
