@@ -139,5 +139,5 @@ def export_with(
 def export(config: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": ["MambaForCausalLM"],
-        **export_with(FORMAT, MIXER, config, "norm_eps"),
+        **export_with(FORMAT, MIXER, config),
     }

@@ -11,10 +11,18 @@ import pytest
 import torch
 
 import stree_jax
-from tests.support.hf_checkpoints import VOCAB, lfm2, lfm2_moe, olmo_hybrid
+from tests.support.hf_checkpoints import lfm2, lfm2_moe, olmo_hybrid
+from tests.support.mistakes import (
+    SEEN,
+    TOKENS,
+    changed,
+    exchanged,
+    logits,
+    ones,
+    with_config,
+    zeros,
+)
 
-SEEN = 1e-2  # a mistake changes a logit by more than this: 100 times the tolerance
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40)
 MODELS = {
     "lfm2": lambda: lfm2(conv_bias=True),
     "lfm2-moe": lfm2_moe,
@@ -38,61 +46,8 @@ def made(tmp_path_factory):
     return make
 
 
-def logits(model):
-    with torch.no_grad():
-        return model(torch.tensor(TOKENS)[None]).logits[0].numpy()
-
-
-def of(model, ending):
-    """Returns the parameters and buffers with this ending of their name."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    found = [p for name, p in named if name.endswith(ending)]
-    assert found, ending
-    return found
-
-
-def changed(ending, change):
-    def plant(model):
-        with torch.no_grad():
-            for p in of(model, ending):
-                p.copy_(change(p.clone()))
-
-    return plant
-
-
 def thirds(*order):
     return lambda w: torch.cat([w.chunk(3)[i] for i in order])
-
-
-def exchanged(one, other):
-    """Exchanges two parameters of equal shape in every layer."""
-
-    def plant(model):
-        with torch.no_grad():
-            for a, b in zip(of(model, one), of(model, other), strict=True):
-                kept = a.clone()
-                a.copy_(b)
-                b.copy_(kept)
-
-    return plant
-
-
-def with_config(**fields):
-    def plant(model):
-        for name, value in fields.items():
-            for module in model.modules():
-                if hasattr(module, name):
-                    setattr(module, name, value)
-
-    return plant
-
-
-def ones(w):
-    return torch.ones_like(w)
-
-
-def zeros(w):
-    return torch.zeros_like(w)
 
 
 MIXER = "linear_attn."

@@ -1,4 +1,4 @@
-"""Test models of LFM2 and Olmo-Hybrid everywhere in the decoder: the output of every
+"""Test models of LFM2, Olmo-Hybrid and Jamba everywhere in the decoder: the output of every
 drafter and tree equals plain decoding."""
 
 from functools import partial
@@ -11,7 +11,7 @@ import stree_jax
 from stree_jax import Sampling
 from tests.speculation.auto import times
 from tests.support.drafting import drafters_of, random_prompts
-from tests.support.tiny import tiny_hybrid
+from tests.support.tiny import tiny_hybrid, tiny_mamba1
 
 NEW, LENGTHS = 24, [1, 5, 70, 33]
 AUTO = "auto:1,4,8"
@@ -20,6 +20,7 @@ AFTER = ("delta", "mlp", "after:attention", "after:mlp", "both:delta", "mlp")
 MODELS = {
     "lfm2": partial(tiny_hybrid, 1, CONVS),
     "olmo": partial(tiny_hybrid, 1, AFTER, qk_norm_whole=True),
+    "mamba1": partial(tiny_mamba1, 1),
 }
 CASES = [
     ("model", "A"),
