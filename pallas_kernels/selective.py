@@ -30,6 +30,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.cpu_kernels import (
+    cpu_kernel,
+    floats,
+    path_unsupported,
+    selective_unsupported,
+)
+
 MAX_UNROLLED = 8  # tokens of a path that is replayed without a loop
 
 
@@ -68,12 +75,12 @@ def parents_of(mask: jax.Array) -> jax.Array:
       mask: [B, T, T] bool, see `Nodes.mask`; ancestors come before descendants.
 
     Returns:
-      [B, T] int32; -1 for a child of the committed text, and for padding.
+      [B, T] int32; -1 for a child of the committed text, and -2 for padding.
     """
-    T = mask.shape[1]
-    row = jnp.arange(T, dtype=jnp.int32)
+    row = jnp.arange(mask.shape[1], dtype=jnp.int32)
     strict = mask & (row[None, :, None] > row[None, None, :])
-    return jnp.where(strict, row[None, None, :], -1).max(axis=2)
+    parents = jnp.where(strict, row[None, None, :], -1).max(axis=2)
+    return jnp.where(jnp.diagonal(mask, axis1=1, axis2=2), parents, -2)
 
 
 def _next(
@@ -119,7 +126,7 @@ def selective_scan(
 
     def node(states: jax.Array, token: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         t, parent, x, dt, B, C = token
-        above = jax.vmap(lambda s, p: s[p])(states, parent + 1)
+        above = jax.vmap(lambda s, p: s[p])(states, jnp.maximum(parent, -1) + 1)
         h = _next(above, x, dt, B, A)
         states = lax.dynamic_update_index_in_dim(states, h, t + 1, axis=1)
         return states, _read(h, x, C, D)
@@ -151,6 +158,12 @@ def selective_steps(inputs: SelectiveInputs, h0: jax.Array) -> jax.Array:
     return jnp.moveaxis(y, 0, 1)
 
 
+@cpu_kernel(
+    "stree_selective_replay",
+    outputs=lambda h0, *_: floats(*h0.shape),
+    unsupported=path_unsupported,
+    aliases={"h0": None},
+)
 def selective_replay(
     h0: jax.Array, past: SelectiveReplayed, A: jax.Array
 ) -> jax.Array:
@@ -181,28 +194,50 @@ def selective_replay(
     return lax.scan(step, h0, tuple(map(taken, past[:3])), unroll=unroll)[0]
 
 
+def _outputs(
+    h0: jax.Array, past: Any, inputs: Any, *_: Any, replays: bool, **options: Any
+) -> tuple[Any, Any]:
+    batch, N, D = h0.shape
+    kept = (batch, N, D) if replays else (batch, 0)
+    return floats(batch, inputs.C.shape[1], D), floats(*kept)
+
+
+@cpu_kernel(
+    "stree_selective",
+    outputs=_outputs,
+    unsupported=selective_unsupported,
+    shared=("inputs.D", "rows"),
+    aliases={"h0": 1},
+    attributes=lambda chain, replays: {"chain": chain},
+)
 def selective_replay_scan(
     h0: jax.Array,
-    past: SelectiveReplayed | None,
+    past: SelectiveReplayed,
     inputs: SelectiveInputs,
     parents: jax.Array,
     rows: jax.Array | None,
     *,
     chain: bool,
+    replays: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `selective_replay` of the last step's path, then the scan of this step's
     tree. In this order a kernel reads and writes the state once.
 
     Args:
       h0: [B, N, D] float32, state before the last step's path.
-      past: the last step's tree and the accepted path in it. If None, there is no path.
+      past: the last step's tree and the accepted path in it.
       inputs, parents, rows: this step's tree, as in `selective_scan`.
-      chain: True if the parent of each token is the one before it.
+      chain: True if all tokens are queried, and the parent of each is the one before
+        it.
+      replays: False if there is no path to replay, whatever `past` has.
 
     Returns:
-      y [B, Tq, D] and the replayed state [B, N, D], both float32.
+      y [B, Tq, D] float32, and the replayed state [B, N, D] float32; an empty array
+      [B, 0] if `replays` is False.
     """
-    h = h0 if past is None else selective_replay(h0, past, inputs.A)
-    if chain and rows is None:
-        return selective_steps(inputs, h), h
-    return selective_scan(inputs, h, parents, rows), h
+    h = selective_replay(h0, past, inputs.A) if replays else h0
+    if chain:
+        y = selective_steps(inputs, h)
+    else:
+        y = selective_scan(inputs, h, parents, rows)
+    return y, h if replays else jnp.zeros((h0.shape[0], 0), jnp.float32)

@@ -252,13 +252,19 @@ def scan_nodes(
       the pending path.
     """
     nodes, pending = pass_.nodes, pass_.pending
-    chain = nodes.scan != "tree"
-    parents = parents_of(nodes.mask)
     if pending is None:
-        y, _ = selective_replay_scan(h0, None, inputs, parents, pass_.rows, chain=chain)
-        return y, h0
-    args = h0, replayed(pending), inputs, parents, pass_.rows
-    return selective_replay_scan(*args, chain=chain)
+        # The kernel always takes a path.
+        none = jnp.zeros((h0.shape[0], 1), jnp.int32)
+        rest = (z[:, :1] for z in (inputs.x, inputs.dt, inputs.B))
+        past = SelectiveReplayed(*rest, none, none[:, 0])
+    else:
+        past = replayed(pending)
+    y, h = selective_replay_scan(
+        *(h0, past, inputs, parents_of(nodes.mask), pass_.rows),
+        chain=nodes.scan != "tree" and pass_.rows is None,
+        replays=pending is not None,
+    )
+    return y, h0 if pending is None else h
 
 
 class Mamba1(Mixer[Mamba1Config]):
