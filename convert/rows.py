@@ -80,8 +80,8 @@ class Row:
         pairs of sources, each concatenated along axis 0; "swap" the halves of axis 0;
         "conv": concatenate along axis 0, and drop the middle axis of [C, 1, K];
         "shape": flatten; "decay": flatten, and take log(-source); "log": take
-        log(-source); "offset": add 1, in float32; "heads": concatenate the rows of all heads of [H, C, N], transposed,
-        and of [H, P, C].
+        log(-source); "offset": add 1, in float32; "heads": concatenate the rows of all
+        heads of [H, C, N], transposed, and of [H, P, C].
       sizes: for "concat", "halves" and a "conv" of several sources, the size of each
         source along the axis; for "shape" and "decay", the source's shape; for "heads",
         (H, N, P).

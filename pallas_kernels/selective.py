@@ -164,9 +164,7 @@ def selective_steps(inputs: SelectiveInputs, h0: jax.Array) -> jax.Array:
     unsupported=path_unsupported,
     aliases={"h0": None},
 )
-def selective_replay(
-    h0: jax.Array, past: SelectiveReplayed, A: jax.Array
-) -> jax.Array:
+def selective_replay(h0: jax.Array, past: SelectiveReplayed, A: jax.Array) -> jax.Array:
     """Computes the state after an accepted path from the records of its tokens.
 
     Args:
@@ -188,7 +186,8 @@ def selective_replay(
         return jnp.moveaxis(jnp.where(valid[..., None], rows, 0.0), 1, 0)
 
     def step(h: jax.Array, token: tuple[Any, ...]) -> tuple[jax.Array, None]:
-        return _next(h, *token, A), None
+        x, dt, B = token
+        return _next(h, x, dt, B, A), None
 
     unroll = M if M <= MAX_UNROLLED else 1
     return lax.scan(step, h0, tuple(map(taken, past[:3])), unroll=unroll)[0]

@@ -190,8 +190,8 @@ class Mamba1Module(nn.Module):
         with jax.named_scope("conv"):
             conv0, pending = state.conv, pass_.pending
             if pending is not None:
-                last = pending.record.inputs
-                conv0 = commit_window(conv0, last, pending.path, pending.length)
+                past = pending.record.inputs
+                conv0 = commit_window(conv0, past, pending.path, pending.length)
             new = rounded_to(new, conv0.dtype)
             inputs = pass_.merged(None if record is None else record.inputs, new)
             window = pass_.of_queries(pass_.nodes.taps(c.d_conv))
@@ -255,8 +255,8 @@ def scan_nodes(
     if pending is None:
         # The kernel always takes a path.
         none = jnp.zeros((h0.shape[0], 1), jnp.int32)
-        rest = (z[:, :1] for z in (inputs.x, inputs.dt, inputs.B))
-        past = SelectiveReplayed(*rest, none, none[:, 0])
+        x, dt, B = (z[:, :1] for z in (inputs.x, inputs.dt, inputs.B))
+        past = SelectiveReplayed(x, dt, B, none, none[:, 0])
     else:
         past = replayed(pending)
     y, h = selective_replay_scan(

@@ -1,5 +1,5 @@
-"""Test models of LFM2, Olmo-Hybrid and Jamba everywhere in the decoder: the output of every
-drafter and tree equals plain decoding."""
+"""Test models of LFM2, Olmo-Hybrid and Jamba everywhere in the decoder: the output of
+every drafter and tree equals plain decoding."""
 
 from functools import partial
 

@@ -49,6 +49,7 @@ EXPERTS = NEMOTRON | NEMOTRON_MOE | {"n_group": 1, "topk_group": 1}
 # Name of a case -> its architecture, and a function that makes the model.
 # llama.cpp norms q and k with the epsilon of all norms, and always renormalizes.
 KIMI = {"rms_norm_eps": 1e-6, "moe_renormalize": True, "linear_num_heads": 4}
+TWICE = {"intermediate_size": 48}  # llama.cpp wants twice the model's width
 GGUF_CASES = {
     "llama": ("llama", llama),
     "llama-tied": (
@@ -133,14 +134,14 @@ GGUF_CASES = {
     ),
     "lfm2": ("lfm2", lambda: lfm2(conv_bias=False, tie_word_embeddings=True)),
     "lfm2-moe": ("lfm2moe", lambda: lfm2_moe(routed_scaling_factor=1.0)),
-    "mamba1": ("mamba", lambda: mamba(use_bias=False)),
+    "mamba1": ("mamba", lambda: mamba(use_bias=False, **TWICE)),
     "falcon-mamba": (
         "mamba",
         lambda: falcon_mamba(
-            use_bias=False, mixer_rms_eps=1e-3, tie_word_embeddings=True
+            use_bias=False, mixer_rms_eps=1e-3, tie_word_embeddings=True, **TWICE
         ),
     ),
-    "jamba": ("jamba", lambda: jamba(mamba_proj_bias=False)),
+    "jamba": ("jamba", lambda: jamba(mamba_proj_bias=False, mamba_expand=2)),
     "kimi-linear": ("kimi-linear", lambda: kimi_linear(**KIMI)),
     "kimi-linear-joined": ("kimi-linear", lambda: kimi_linear(**KIMI)),
     **QWEN_CASES,
@@ -225,7 +226,14 @@ def describe(writer, arch, c):
         writer.add_rope_dimension_count(size)
     if arch == "kimi-linear":
         describe_kimi(writer, c, layers)
-    elif arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe", "jamba"):
+    elif arch in (
+        "granitehybrid",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "lfm2",
+        "lfm2moe",
+        "jamba",
+    ):
         attention = [k in ("attention", "full_attention") for k in layers]
         writer.add_head_count_kv([kv * there for there in attention])
     elif kv:

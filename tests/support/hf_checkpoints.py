@@ -55,6 +55,7 @@ from transformers import (
 from tests.support.randomized import NO_TOKENS, VOCAB, randomize, slower
 from tests.support.selective import SELECTIVE_CASES
 
+
 def mamba2(**options):
     defaults = {
         "hidden_size": 24,
