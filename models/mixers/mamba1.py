@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from stree_jax import cpu_kernels
 from stree_jax.models.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
 from stree_jax.models.mixers.mamba2 import init_dt_bias
 from stree_jax.models.nodes import Pass
@@ -305,11 +306,13 @@ class Mamba1(Mixer[Mamba1Config]):
         return FLOAT * batch * nodes * (3 * c.d_inner + c.d_state)
 
     def work_bytes(self, c: Mamba1Config, batch: int, nodes: int, dtype: Any) -> int:
-        rows = padded_rows(batch * nodes)
-        state = batch * c.d_state * c.d_inner
-        # x, z, the output of the convolution, dt and y; the states of all nodes.
-        states = 2 * state if nodes == 1 else (nodes + 3) * state
-        return FLOAT * (rows * 6 * c.d_inner + states)
+        # x, z, the output of the convolution, dt, y and the gated output.
+        rows = padded_rows(batch * nodes) * 6 * c.d_inner
+        states = batch * c.d_state * c.d_inner
+        if cpu_kernels.level() is None:
+            # XLA copies the states of all nodes, which the loop over nodes updates.
+            states *= 2 if nodes == 1 else 5 * nodes // 2 + 4
+        return FLOAT * (rows + states)
 
 
 MAMBA1 = Mamba1()
