@@ -311,7 +311,7 @@ class Mamba1(Mixer[Mamba1Config]):
         states = batch * c.d_state * c.d_inner
         if cpu_kernels.level() is None:
             # XLA copies the states of all nodes, which the loop over nodes updates.
-            states *= 2 if nodes == 1 else 5 * nodes // 2 + 4
+            states *= 2 if nodes == 1 else 3 * nodes + 4
         return FLOAT * (rows + states)
 
 
