@@ -265,7 +265,7 @@ class Checkpoint:
         """
         flat, odd, shapes = {}, list[str](), param_shapes(self.config)
         tensors, rows = self.source.tensors, self.rows
-        by_shard = sorted(rows, key=lambda row: tensors[row.sources[0]].file)
+        by_shard = sorted(rows, key=lambda r: [tensors[n].file for n in r.sources[:1]])
         sizes = [sum(map(self.source.nbytes, row.sources)) for row in by_shard]
         hidden = None if progress else True  # None means on terminals only
 

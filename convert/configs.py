@@ -176,12 +176,13 @@ def export_format(config: ModelConfig) -> str:
     with both. lfm2 and lfm2_moe: short convolutions and attention, alternating with
     MLPs, and with experts. olmo_hybrid: Gated DeltaNet, and attention with norms after
     it, alternating with MLPs. kimi_linear and bailing_hybrid: Kimi Delta Attention and
-    latent attention, without and with a rotary embedding. All others alternate mixers
-    and gated MLPs: qwen3: only attention, with norms of q and k, without multipliers.
-    qwen2: only attention, with biases only of q, k and v, without multipliers. llama:
-    only attention otherwise, without multipliers. bamba: biases in the MLP, or rotary
-    embeddings of a part of each head. granitemoe: attention, and experts without a
-    shared MLP. granitemoehybrid: all others.
+    latent attention, without and with a rotary embedding. minimax: lightning attention
+    and attention, alternating with experts, with norms of the residual stream. All
+    others alternate mixers and gated MLPs: qwen3: only attention, with norms of q and
+    k, without multipliers. qwen2: only attention, with biases only of q, k and v,
+    without multipliers. llama: only attention otherwise, without multipliers. bamba:
+    biases in the MLP, or rotary embeddings of a part of each head. granitemoe:
+    attention, and experts without a shared MLP. granitemoehybrid: all others.
 
     Raises:
       CheckpointError: no class has these layers.
@@ -201,6 +202,8 @@ def export_format(config: ModelConfig) -> str:
         return "falcon_h1"
     if "delta" in mixers and second <= {"mlp", "moe"}:
         return _delta_format(layers)
+    if any("lightning" in x.mixers or x.norms == "stream" for x in config.layers):
+        return _lightning_format(config)
     if any(block.norms != "before" for block in config.layers):
         return _after_format(config)
     if mixers <= {"kda", "mla"} and second <= {"mlp", "moe"}:
@@ -260,6 +263,16 @@ def _after_format(config: ModelConfig) -> str:
     if not fits:
         raise _no_class(config.kinds)
     return "olmo_hybrid"
+
+
+def _lightning_format(config: ModelConfig) -> str:
+    """Returns the class of models with lightning attention."""
+    pairs = zip(config.kinds[::2], config.kinds[1::2], strict=False)
+    mixers = {"stream:lightning", "stream:attention"}
+    fits = all(mixer in mixers and mlp == "stream:moe" for mixer, mlp in pairs)
+    if not fits or len(config.layers) % 2:
+        raise _no_class(config.kinds)
+    return "minimax"
 
 
 def _kda_format(config: ModelConfig) -> str:

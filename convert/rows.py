@@ -31,6 +31,7 @@ How = Literal[
     "log",
     "offset",
     "heads",
+    "computed",
 ]
 ENDINGS = (("weight", ""), ("bias", "_bias"))  # endings of tensors, and of parameters
 
@@ -81,7 +82,8 @@ class Row:
         "conv": concatenate along axis 0, and drop the middle axis of [C, 1, K];
         "shape": flatten; "decay": flatten, and take log(-source); "log": take
         log(-source); "offset": add 1, in float32; "heads": concatenate the rows of all
-        heads of [H, C, N], transposed, and of [H, P, C].
+        heads of [H, C, N], transposed, and of [H, P, C]; "computed": no sources, the
+        parameter is `numbers`.
       sizes: for "concat", "halves" and a "conv" of several sources, the size of each
         source along the axis; for "shape" and "decay", the source's shape; for "heads",
         (H, N, P).
@@ -91,6 +93,8 @@ class Row:
       groups: orders of the converted sources along `group_axis`, which together cover
         it. If empty, all of it is in our order.
       group_axis: see `groups`.
+      numbers: for "computed", the parameter, which follows from the config. An export
+        leaves it out, and raises CheckpointError if the parameter is another.
     """
 
     path: Path
@@ -100,6 +104,7 @@ class Row:
     heads: tuple[int, ...] = ()
     groups: tuple[Groups, ...] = ()
     group_axis: int = 0
+    numbers: tuple[float, ...] = ()
 
 
 def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -116,6 +121,8 @@ def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         case "heads":
             H, N, P = row.sizes
             return [(H, shape[1], N), (H, P, shape[1])]
+        case "computed":
+            return []
         case "stack":
             return [shape[1:]] * shape[0]
         case "experts":
@@ -146,6 +153,16 @@ def _log(name: str, a: np.ndarray) -> np.ndarray:
     if not (a < 0).all():
         raise CheckpointError(f"{name}: want negative numbers, got {a.max()}")
     return np.log(-a)
+
+
+def _check_computed(row: Row, param: np.ndarray) -> None:
+    """Raises CheckpointError unless a parameter has the numbers of its row."""
+    if not np.allclose(param, row.numbers, rtol=1e-5, atol=0):
+        name = "/".join(row.path)
+        raise CheckpointError(
+            f"{name}: its numbers are not those that the format computes from the "
+            "config; `save` writes any model in our own format"
+        )
 
 
 def order_of(groups: tuple[Groups, ...]) -> np.ndarray:
@@ -182,6 +199,8 @@ def _converted(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
         case "heads":
             both = tensors[0].swapaxes(1, 2), tensors[1]
             return np.concatenate([w.reshape(-1, w.shape[2]) for w in both])
+        case "computed":
+            return np.array(row.numbers, np.float32)
         case "swap":
             return _swap(tensors[0])
         case "conv":
@@ -213,7 +232,8 @@ def can_be_cut(row: Row) -> bool:
     """True if a slice of the parameter consists of slices of the sources, in the same
     order."""
     ordered = any(row.heads) or row.groups
-    return row.how not in ("halves", "shape", "decay", "heads") and not ordered
+    whole = ("halves", "shape", "decay", "heads", "computed")
+    return row.how not in whole and not ordered
 
 
 def pieces(
@@ -296,6 +316,9 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
             k, v = np.split(param, [H * N])
             k, v = (w.reshape(H, -1, w.shape[1]) for w in (k, v))
             parts = [k.swapaxes(1, 2), v]
+        case "computed":
+            _check_computed(row, param)
+            parts = []
         case "swap":
             parts = [_swap(param)]
         case "conv":
@@ -392,6 +415,10 @@ class Names:
       norm_how: conversion of the scales of block norms; see `Row`.
       shared_rows: yields the rows of shared transformer blocks.
       mtp_rows: yields the rows of the MTP layers.
+      computed: yields the rows of a layer's parameters that follow from the config,
+        from the config, our path of the layer, its number in the file, and its block.
+      ignored: endings of the names of tensors that are not read, because they follow
+        from the config.
       spelling: returns the names that a file uses, from the names of its tensors, for
         formats with several spellings. These names are those of an export.
       left_out: prefix of the names of tensors that are not read, such as those of a
@@ -414,6 +441,8 @@ class Names:
     norm_how: How = "copy"
     shared_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     mtp_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
+    computed: Callable[[ModelConfig, Path, int, Block], Iterator[Row]] | None = None
+    ignored: tuple[str, ...] = ()
     spelling: Callable[["Names", Collection[str]], "Names"] | None = None
     left_out: str = ""
     numbers_every_layer: bool = False
@@ -448,6 +477,8 @@ def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
         number += names.numbers_every_layer or bool(token_mixers(config, block))
         prefix = names.layer.format(i=number)
         yield from layer_rows(names, config, (f"layers_{j}",), prefix, block)
+        if names.computed is not None:
+            yield from names.computed(config, (f"layers_{j}",), number, block)
 
 
 def numbered_layers(names: Names, config: ModelConfig) -> int:

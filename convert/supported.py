@@ -96,6 +96,14 @@ FAMILIES = (
         THEIRS,
         YES,
     ),
+    Family(
+        "minimax",
+        "MiniMax-01 and MiniMax-M1: lightning attention and attention, with experts",
+        THEIRS,
+        "yes, if whole heads rotate",
+    ),
+    Family("minimax_text_01", "MiniMax-Text-01 as published", OURS, "as minimax"),
+    Family("minimax_m1", "MiniMax-M1 as published", OURS, "as minimax"),
     Family("mamba_config.json", "MambaInLlama, Mamba-2 flavour", OURS, NO),
 )
 

@@ -87,6 +87,7 @@ def check_tensors(
         mtp.append(names.layer.format(i=numbered_layers(names, config)))
     for name in sorted(present.keys() - expected.keys() - copies):
         unused = name.endswith("rotary_emb.inv_freq")
+        unused |= names is not None and name.endswith(names.ignored)
         unused |= name.startswith(tuple(mtp)) and not config.mtp
         # An unshared block may still have the adapters of layers that do not use it.
         adapter = config.shared is not None and "_adapter_list." in name
@@ -246,7 +247,8 @@ def _read_piece(source: Source, piece: Piece, kept: Any) -> np.ndarray:
     tensors = [tensor.astype(kept, copy=False) for tensor in read]
     try:
         # Memory-mapped pages are copied, because the file may change or be removed.
-        return join(row, tensors).astype(kept, copy=source.is_mapped(row.sources[0]))
+        mapped = any(map(source.is_mapped, row.sources))
+        return join(row, tensors).astype(kept, copy=mapped)
     except CheckpointError as error:
         file = source.tensors[row.sources[0]].file
         raise CheckpointError(f"{file}: {error}") from error

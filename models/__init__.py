@@ -8,6 +8,7 @@ conv taps; C conv channels; Hq/Hk query/KV heads; hd attention head size; E expe
 
 from stree_jax.models.config import Block as Block
 from stree_jax.models.config import ModelConfig as ModelConfig
+from stree_jax.models.config import ResidualScales as ResidualScales
 from stree_jax.models.config import SharedConfig as SharedConfig
 from stree_jax.models.config import blocks as blocks
 from stree_jax.models.config import named as named
@@ -16,6 +17,7 @@ from stree_jax.models.mixer import written_over as written_over
 from stree_jax.models.mixers.attention import AttentionConfig as AttentionConfig
 from stree_jax.models.mixers.delta import DeltaConfig as DeltaConfig
 from stree_jax.models.mixers.kda import KDAConfig as KDAConfig
+from stree_jax.models.mixers.lightning import LightningConfig as LightningConfig
 from stree_jax.models.mixers.mamba1 import Mamba1Config as Mamba1Config
 from stree_jax.models.mixers.mamba2 import MambaConfig as MambaConfig
 from stree_jax.models.mixers.mla import MLAConfig as MLAConfig

@@ -31,7 +31,7 @@ def named(**mixers: Any) -> dict[str, Any]:
     return {name: mixer for name, mixer in mixers.items() if mixer is not None}
 
 
-Norms = Literal["before", "after", "both"]
+Norms = Literal["before", "after", "both", "stream"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ class Block:
     Attributes:
       mixers: names of the mixers whose outputs are added; all read the same norm.
       norms: where the layer has a norm: "before" its mixers; "after" them, as in
-        h + norm(mixers(h)), written as "after:attention"; or "both", written as
-        "both:attention".
+        h + norm(mixers(h)), written as "after:attention"; "both", written as
+        "both:attention"; or "stream" for a norm of the residual stream itself, as in
+        norm(h) + mixers(norm(h)), written as "stream:attention" (MiniMax).
       shared: True if the layer's input also includes the output of one of the model's
         shared transformer blocks, which reads the residual stream and the embedding
         (Zamba2).
@@ -93,6 +94,19 @@ class SharedConfig:
 
 
 @dataclass(frozen=True)
+class ResidualScales:
+    """Factors of the two terms of a residual layer, stream * h + added * mixers(h).
+
+    Attributes:
+      stream: factor of the residual stream.
+      added: factor of the sum of the mixers' outputs.
+    """
+
+    stream: float = 1.0
+    added: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture of a language model.
 
@@ -112,6 +126,8 @@ class ModelConfig:
       tie_embeddings: True if the head's weight is the embedding.
       embedding_multiplier, residual_multiplier, logits_divisor: constant scales
         (Granite, Falcon-H1).
+      residual_scales: further factors of the layers, by the name of a layer's first
+        mixer (MiniMax). Factors of other layers are 1.
       stop_tokens: end-of-text ids.
       mtp: layers that predict the token after the next one (multi-token prediction).
         They only draft; plain decoding does not run them.
@@ -133,6 +149,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    residual_scales: Mapping[str, ResidualScales] = FrozenDict()
     stop_tokens: tuple[int, ...] = ()
     mtp: tuple[Block, ...] = ()
 
@@ -140,10 +157,14 @@ class ModelConfig:
         object.__setattr__(self, "layers", blocks(self.layers))
         object.__setattr__(self, "mtp", blocks(self.mtp))
         object.__setattr__(self, "mixers", FrozenDict(self.mixers))
+        scales: Mapping[str, ResidualScales] = FrozenDict(self.residual_scales)
+        object.__setattr__(self, "residual_scales", scales)
         if any(block.shared for block in self.mtp):
             raise ValueError("mtp: layers with a shared block are not supported")
         for mixer in self.mixers.values():
             mixer_of(mixer)
+        for name in scales:
+            self._check_name("residual_scales", name)
         for block in dict.fromkeys(self.layers + self.mtp):
             self._check(block)
 
@@ -154,11 +175,14 @@ class ModelConfig:
             raise ValueError(f"layers: {str(block)!r}: want the norm before the mixers")
         names = self.mixer_names(block)
         for name in names:
-            if name not in self.mixers:
-                known = ", ".join(self.mixers) or "none"
-                raise ValueError(f"layers: unknown mixer {name!r}; known: {known}")
+            self._check_name("layers", name)
         if not names or len(set(names)) < len(names):
             raise ValueError(f"layers: {names}: want at least one mixer, none repeated")
+
+    def _check_name(self, field: str, name: str) -> None:
+        if name not in self.mixers:
+            known = ", ".join(self.mixers) or "none"
+            raise ValueError(f"{field}: unknown mixer {name!r}; known: {known}")
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(dataclasses.asdict(value))
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
@@ -120,7 +120,9 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if hint is Block and isinstance(value, str):
         return Block.parse(value)
     if origin is Mapping and isinstance(value, dict) and len(value) <= MAX_ITEMS:
-        return {k: _mixer(v, f"{name}.{k}") for k, v in value.items()}
+        if args[1] is Any:
+            return {k: _mixer(v, f"{name}.{k}") for k, v in value.items()}
+        return {k: _typed(args[1], v, f"{name}.{k}") for k, v in value.items()}
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         hints = get_type_hints(hint)
         if unknown := value.keys() - hints.keys():

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.config import Block, ModelConfig, required
+from stree_jax.models.config import Block, ModelConfig, ResidualScales, required
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.nodes import Nodes, Pass
 from stree_jax.models.norm import Norm
@@ -49,7 +49,7 @@ from stree_jax.models.state import (
 )
 from stree_jax.models.tracing import traced_once
 from stree_jax.models.weights.formats import as_weight, format_of, storage_named
-from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.linear import linear, scaled
 from stree_jax.models.weights.weight import Format
 
 
@@ -113,7 +113,7 @@ def base_model(model: Model) -> Model:
 
 
 # Some drafters read the target's residual stream after certain layers.
-Taps = tuple[int, ...]  # indices of these layers, from 0
+Taps = tuple[int, ...]  # indices of these layers, from 0; -1 for the embedding
 Tapped = tuple[jax.Array, ...]  # [B, T, d] float32 for each layer in a `Taps`
 
 LayerInput = tuple[jax.Array, Pass[Any], LayerState, LayerRecord | None]
@@ -167,6 +167,7 @@ class ResidualLayer(nn.Module):
         norm = Norm(c.norm, c.norm_eps, self.dtype, name="norm")
         after = self.block.norms == "after"
         u = mixers_in if after else norm(mixers_in, pass_.valid_count)
+        stream = u if self.block.norms == "stream" else h
         outs = []
         for name in self.block.mixers:
             config, n = c.mixers[name], self.cut.of(name)
@@ -181,7 +182,9 @@ class ResidualLayer(nn.Module):
         elif self.block.norms == "both":
             last = Norm(c.norm, c.norm_eps, self.dtype, name=NORM_AFTER)
             added = last(added, pass_.valid_count)
-        return h + c.residual_multiplier * added, records, states
+        scales = c.residual_scales.get(self.block.mixers[0], ResidualScales())
+        added = scaled(c.residual_multiplier * added, scales.added)
+        return scaled(stream, scales.stream) + added, records, states
 
 
 def _mixer_args(
@@ -255,7 +258,7 @@ def run_layers(
       state as from `forward_tapped`.
     """
     length = state.length if pending is None else state.length + pending.length
-    out_records, out_states, streams, embedding = [], [], {}, h
+    out_records, out_states, streams, embedding = [], [], {-1: h}, h
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         last = None if pending is None else pending.layer(i)
         record = None if records is None else records[i]
@@ -463,8 +466,8 @@ def forward_tapped(
       valid_count: [B] int32. With `rows`, the queried nodes [:valid_count] are valid
         and the rest is padding. If None, all are valid. Without `rows`,
         `nodes.valid_count` is used instead.
-      taps: indices of layers, from 0, whose residual stream is returned. An MTP model
-        returns none.
+      taps: indices of layers, from 0, whose residual stream is returned; -1 for the
+        embedding. An MTP model returns none.
 
     Returns:
       Hidden states [B, Tq, d] float32, the input of `logits_of`; for each tap i the

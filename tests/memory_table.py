@@ -17,6 +17,7 @@ from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
     KDAConfig,
+    LightningConfig,
     Mamba1Config,
     MambaConfig,
     MLAConfig,
@@ -38,6 +39,7 @@ LAYERS = {
     "mamba2": ("mamba",) * 8,
     "hybrid": ("mamba", "mlp", "mamba", "mlp", "attention", "mlp") * 2,
     "attention": ("attention", "mlp") * 4,
+    "lightning": ("stream:lightning", "stream:mlp") * 4,
     "kda": ("kda", "mlp", "kda", "mlp", "mla", "mlp") * 2,
     "jamba": ("mamba1", "mlp", "mamba1", "mlp", "attention", "mlp") * 2,
     "delta": ("delta", "mlp", "delta", "mlp", "delta", "mlp", "attention", "mlp") * 2,
@@ -95,6 +97,10 @@ CASES = [
     Case("kda", "chain:4", "lookup", 1, "bfloat16"),
     Case("kda", "E", "model", 8, "float32"),
     Case("kda", "binary:6", "model", 2, "bfloat16"),
+    Case("lightning", "chain:0", "none", 1, "float32"),
+    Case("lightning", "chain:4", "lookup", 1, "bfloat16"),
+    Case("lightning", "E", "model", 8, "float32"),
+    Case("lightning", "binary:6", "model", 2, "bfloat16"),
     Case("jamba", "chain:0", "none", 1, "float32"),
     Case("jamba", "chain:4", "lookup", 1, "bfloat16"),
     Case("jamba", "E", "model", 8, "float32"),
@@ -120,6 +126,7 @@ def model_of(case: Case, layers: tuple, width: int) -> Model:
 
 def _mamba(width: int) -> dict[str, Any]:
     return dict(
+        lightning=LightningConfig(2 * width // 64, 64),
         mamba=MambaConfig(num_heads=2 * width // 64, head_dim=64, d_state=64),
         attention=AttentionConfig(width // 32, width // 64, 32, rope=Rope(1e4, 32)),
     )

@@ -20,6 +20,7 @@ from stree_jax.convert.families import (
     mamba,
     mamba2,
     mambainllama,
+    minimax,
     mistral,
     native,
     nemotron_h,
@@ -43,6 +44,8 @@ _WRITTEN_AS_OTHERS = {
     "granitemoeshared": granitemoe,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
+    "minimax_text_01": minimax,
+    "minimax_m1": minimax,
 }
 _WRITTEN = {
     "mamba": mamba,
@@ -66,6 +69,7 @@ _WRITTEN = {
     "lfm2_moe": lfm2_moe,
     "kimi_linear": kimi_linear,
     "bailing_hybrid": bailing_hybrid,
+    "minimax": minimax,
 }
 # All families by our name of the format, which is the `model_type` if there is one.
 _ALL = _ONLY_READ | _WRITTEN_AS_OTHERS | _WRITTEN

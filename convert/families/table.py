@@ -13,6 +13,7 @@ Read = Callable[[ConfigFields, str, Any], Any]
 _LABELS = {AttentionConfig: "attention ", MLPConfig: "MLP "}
 _WORDS = {
     (ModelConfig, "mtp"): "MTP layers",
+    (ModelConfig, "residual_scales"): "residual scales",
     (MambaConfig, "norm"): "norm order",
     (AttentionConfig, "qk_norm_eps"): "attention norms of q and k",
     (AttentionConfig, "gated"): "attention output gate",

@@ -37,7 +37,7 @@ from stree_jax.models.mixer import (
     padded_rows,
     written_over,
 )
-from stree_jax.models.nodes import Pass, Scan
+from stree_jax.models.nodes import Nodes, Pass, Scan
 from stree_jax.models.norm import ScaledNorm, gated_norm
 from stree_jax.models.params import ONES, ZEROS, Param, Table, conv_init, declare
 from stree_jax.models.sharding.shards import Run
@@ -460,7 +460,9 @@ def equations(
     with jax.named_scope("scan"):
         record = pass_.merged(record, MambaRecord(x, dt, a, B, xBC))
         r, D = record, weights.D
-        y, ssm = scan_nodes(ScanInputs(r.x, r.dt, r.a, r.B, C, D), state.ssm, pass_)
+        past = None if pending is None else replayed(pending)
+        scanned = ScanInputs(r.x, r.dt, r.a, r.B, C, D)
+        y, ssm = scan_nodes(scanned, state.ssm, pass_.nodes, pass_.rows, past)
 
     with jax.named_scope("norm"):
         scale = None if c.norm is None else weights.norm
@@ -505,30 +507,34 @@ def split_heads(
 
 
 def scan_nodes(
-    inputs: ScanInputs, h0: jax.Array, pass_: Pass[MambaRecord]
+    inputs: ScanInputs,
+    h0: jax.Array,
+    nodes: Nodes,
+    rows: jax.Array | None,
+    past: Replayed | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Scans the tree's nodes, after replaying the pending path.
 
     Args:
       inputs: scan inputs of all T nodes; C of the queried ones.
       h0: [B, H, P, N] float32, state before the pending path.
-      pass_: the forward pass.
+      nodes, rows: the topology, and the queried nodes; see `Pass`.
+      past: the pending path. If None, there is no path to replay.
 
     Returns:
       y [B, Tq, H, P] float32 of the queried nodes, and the state [B, H, P, N] float32
       after the pending path.
     """
-    nodes, pending = pass_.nodes, pass_.pending
-    if pending is not None and nodes.scan == "tree":
-        return replay_tree_scan(h0, replayed(pending), inputs, nodes.mask)
-    if pending is not None:  # a chain during prefill: replay the previous chunk
-        h0 = replay(h0, replayed(pending))
+    if past is not None and nodes.scan == "tree":
+        return replay_tree_scan(h0, past, inputs, nodes.mask)
+    if past is not None:  # a chain during prefill: replay the previous chunk
+        h0 = replay(h0, past)
     if nodes.scan == "step":
         return step_scan(inputs, h0), h0
     long = inputs.C.shape[1] > CHUNK
     if nodes.scan == "chunk" or (nodes.scan == "chain" and long):
         return chunk_scan(inputs, h0, CHUNK), h0
-    return tree_scan(inputs, h0, nodes.mask, pass_.rows), h0
+    return tree_scan(inputs, h0, nodes.mask, rows), h0
 
 
 class Mamba2(Mixer[MambaConfig]):

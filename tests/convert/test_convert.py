@@ -143,7 +143,7 @@ def test_bin_without_torch_is_one_line(source, monkeypatch):
 # config.json
 
 
-NEWER = ("lfm2", "lfm2_moe", "olmo_hybrid")  # have always had `layer_types`
+NEWER = ("lfm2", "lfm2_moe", "minimax", "olmo_hybrid")  # have always had `layer_types`
 
 
 def old_spelling(values):

@@ -151,6 +151,8 @@ COMES_BACK = {
     "kda.d_conv moe.groups moe.normalize moe.scale moe.d_hidden mlp.d_hidden",
     "bailing-hybrid": "mla.rank mla.rope.theta kda.decay_bound kda.d_conv moe.scale "
     "moe.top_groups moe.top_k",
+    "minimax": "norm_eps tie_embeddings moe.num_experts moe.top_k moe.d_hidden "
+    "attention.num_kv_heads attention.rope.theta attention.window",
     "zamba2": "shared.blocks shared.adapter_rank shared.attention_adapter mlp.d_hidden "
     "attention.rope.theta",
 }

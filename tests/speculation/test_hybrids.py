@@ -1,4 +1,4 @@
-"""Test models of LFM2, Olmo-Hybrid and Jamba everywhere in the decoder: the output of
+"""Test models of LFM2, Olmo-Hybrid, MiniMax and Jamba everywhere: the output of
 every drafter and tree equals plain decoding."""
 
 from functools import partial
@@ -17,9 +17,11 @@ NEW, LENGTHS = 24, [1, 5, 70, 33]
 AUTO = "auto:1,4,8"
 CONVS = ("short_conv", "mlp", "attention", "moe", "short_conv", "mlp")
 AFTER = ("delta", "mlp", "after:attention", "after:mlp", "both:delta", "mlp")
+LIGHTNING = (*("stream:lightning", "stream:moe") * 2, "stream:attention", "stream:moe")
 MODELS = {
     "lfm2": partial(tiny_hybrid, 1, CONVS),
     "olmo": partial(tiny_hybrid, 1, AFTER, qk_norm_whole=True),
+    "minimax": partial(tiny_hybrid, 1, LIGHTNING),
     "mamba1": partial(tiny_mamba1, 1),
 }
 CASES = [

@@ -52,6 +52,7 @@ from transformers import (
     Zamba2ForCausalLM,
 )
 
+from tests.support.hf_minimax import minimax
 from tests.support.randomized import NO_TOKENS, VOCAB, randomize, slower
 from tests.support.selective import SELECTIVE_CASES
 
@@ -614,6 +615,16 @@ HF_CASES = {
     "bailing-hybrid": bailing_hybrid,
     "bailing-hybrid-unbounded": lambda: bailing_hybrid(
         kda_safe_gate=False, norm_topk_prob=True, mlp_layer_types=["sparse"] * 4
+    ),
+    "minimax": lambda: randomize(minimax(VOCAB)),
+    "minimax-window": lambda: randomize(
+        minimax(
+            *(VOCAB,),
+            sliding_window=7,
+            num_attention_heads=3,  # slopes of a number that is no power of 2
+            num_key_value_heads=3,
+            tie_word_embeddings=True,
+        )
     ),
     "zamba2": zamba,
     "zamba2-plain": lambda: zamba(

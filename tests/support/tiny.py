@@ -8,12 +8,14 @@ from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
     KDAConfig,
+    LightningConfig,
     Mamba1Config,
     MambaConfig,
     MLAConfig,
     MLPConfig,
     ModelConfig,
     MoEConfig,
+    ResidualScales,
     Rope,
     ShortConvConfig,
     init_params,
@@ -79,15 +81,17 @@ def tiny_delta(seed, layers=("delta", "mlp", "delta", "moe", "attention", "mlp")
 
 
 def tiny_hybrid(seed, layers, **options):
-    """Returns a model with layers of the newer hybrids: short convolutions (LFM2), or
-    norms after attention and MLPs (Olmo-Hybrid)."""
+    """Returns a model with layers of the newer hybrids: short convolutions (LFM2),
+    norms after attention and MLPs (Olmo-Hybrid), or lightning attention (MiniMax)."""
     config = ModelConfig(
         vocab_size=VOCAB,
         num_tokens=REAL,
         d_model=32,
         layers=layers,
         stop_tokens=(STOP,),
+        residual_scales={"lightning": ResidualScales(1.4, 0.8)},
         mixers=named(
+            lightning=LightningConfig(4, 8),
             short_conv=ShortConvConfig(32, bias=True),
             delta=DeltaConfig(2, 4, 8, 12, beta_max=2.0),
             attention=AttentionConfig(

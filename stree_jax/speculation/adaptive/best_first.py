@@ -89,6 +89,20 @@ def catch_up(
     return lax.while_loop(behind, read, (hidden, state, jnp.int32(0)))
 
 
+class Scored(NamedTuple):
+    """The best children of nodes of one depth.
+
+    Attributes:
+      best, guess: [B, Q, W] float32 and int32. The best scores after each node, and
+        their tokens.
+      total: [B, Q, 1] float32. The log-sum-exp of all scores.
+    """
+
+    best: jax.Array
+    guess: jax.Array
+    total: jax.Array
+
+
 @struct.dataclass
 class Grown:
     """The state of a search: the levels of candidates so far.
@@ -152,7 +166,7 @@ class Frontier:
 
 
 def best_first(
-    at_root: jax.Array,
+    at_root: jax.Array | Scored,
     guesser: "Guesser",
     root: jax.Array,
     dist: Distribution,
@@ -165,8 +179,8 @@ def best_first(
     """Returns candidates below the roots, level by level.
 
     Args:
-      at_root: [B, 1, >= V] float32. Logits after the root.
-      guesser: computes the logits after other nodes.
+      at_root: [B, 1, >= V] float32. Logits after the root, or its best children.
+      guesser: computes the same for other nodes.
       root: [B] int32. Tokens of the roots.
       dist: the distribution of the tokens below the root.
       rule: the acceptance rule.
@@ -179,8 +193,10 @@ def best_first(
     batch, W = start.frontier.value.shape
     depth = start.pool.tokens.shape[1] // W
 
-    def add(grown: Grown, logits: jax.Array, first: bool = False) -> Grown:
+    def add(grown: Grown, logits: jax.Array | Scored, first: bool = False) -> Grown:
         """Adds the next level, children of the frontier, from logits [B, W or 1, V]."""
+        if isinstance(logits, Scored):
+            return with_level(grown, *logits, probability, first=first)
         pool, d, above = grown.pool, grown.levels, grown.frontier
         Q = logits.shape[1]
         text = jnp.where(above.mask, pool.tokens[:, None], root[:, None, None])
@@ -394,9 +410,10 @@ def _only_root(batch: int, width: int, *, depth: int, taps: int, ahead: int) -> 
     )
 
 
-Guesser = Callable[[Grown], tuple[jax.Array, Grown]]
+Guesser = Callable[[Grown], tuple[jax.Array | Scored, Grown]]
 """A function that returns the logits after the frontier's nodes, [B, W, >= V], or [B,
-1, >= V] if they are the same for all nodes; and `Grown` with updated records."""
+1, >= V] if they are the same for all nodes, or their best children; and `Grown` with
+updated records."""
 
 
 def by_model(model: Model, state: State, hands_down: bool = False) -> Guesser:

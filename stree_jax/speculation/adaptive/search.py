@@ -16,6 +16,7 @@ from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.best_first import (
     Grown,
     Guesser,
+    Scored,
     Worth,
     nothing_grown,
     of_rows,
@@ -50,15 +51,15 @@ class Search(NamedTuple):
     `best_first` runs it.
 
     Attributes:
-      at_root: [B, 1, >= V] float32. Logits after the root.
-      guesser: computes the logits after the nodes of a level.
+      at_root: [B, 1, >= V] float32. Logits after the root, or its best children.
+      guesser: computes the same after the nodes of a level.
       start: result of `nothing_grown`, with the guesser's `records`.
       go_on: (grown) -> [] bool, whether another level is worth its time.
       passes: [] int32. Number of forward passes that it took to compute `at_root`.
       passes_by_level: True if every level after the first takes a forward pass.
     """
 
-    at_root: jax.Array
+    at_root: jax.Array | Scored
     guesser: Guesser
     start: Grown
     go_on: Callable[[Grown], jax.Array]

@@ -1,0 +1,42 @@
+"""Maps the layers that makers of models count to the residual layers of a config.
+
+Published drafters name places in the target's residual stream as boundaries: boundary b
+is the stream after b of the maker's layers. For most families one such layer is two of
+ours, a token mixer and an MLP.
+"""
+
+from stree_jax.models.config import ModelConfig
+from stree_jax.models.state import token_mixers
+
+EMBEDDING = -1  # the tap of boundary 0
+
+
+def layers_per_boundary(config: ModelConfig) -> int:
+    """Returns the number of residual layers in a layer of the maker's count.
+
+    It is 2 if token mixers and MLPs take turns from the first layer to the last, else 1
+    (Nemotron-H, where layers of both kinds follow each other in any order).
+    """
+    mixes = [bool(token_mixers(config, block)) for block in config.layers]
+    in_turns = len(mixes) % 2 == 0 and mixes == [True, False] * (len(mixes) // 2)
+    return 2 if in_turns else 1
+
+
+def boundary_count(config: ModelConfig) -> int:
+    """Returns the number of the maker's layers, which is the last boundary."""
+    return len(config.layers) // layers_per_boundary(config)
+
+
+def tap_of(config: ModelConfig, boundary: int) -> int:
+    """Returns the tap, as in `Drafter.taps`, of a boundary.
+
+    Raises:
+      ValueError: the model has no such boundary.
+    """
+    most = boundary_count(config)
+    if not 0 <= boundary <= most:
+        raise ValueError(
+            f"taps: the drafter reads the target after layer {boundary}, but the "
+            f"target has {most} layers; use the model that it was trained on"
+        )
+    return boundary * layers_per_boundary(config) - 1

@@ -1,0 +1,553 @@
+"""Block drafters: DFlash, DFlash2 and DSpark (arXiv 2602.06036, 2607.05147).
+
+A small transformer predicts all tokens of a block in one pass. Let z_t be the residual
+stream of the target after m of its layers, at text token t, joined to one vector:
+
+    c_t = norm(fc z_t)                                    the context row of token t
+    X^0 = embedding of [root, mask, .., mask]             the block's slots
+    X  <- X + out attention(queries of X, keys and values of [c; X])
+    X  <- X + mlp(X)
+    H   = norm(X),  U = head(H)                           logits of each slot
+
+Context rows are made once per committed token, and all layers read the same ones; only
+their keys and values are stored. The slots leave nothing behind.
+
+U knows nothing of the tokens between the root and a slot. DSpark and DFlash2 therefore
+add a score of pairs: S(a, b) = U(b) + pair(a, b) for a token b after a token a.
+
+Letters: B rows, n slots in use, m taps, V tokens, D rows of the draft head, r rank of
+the pair scores, K candidates per slot, Q nodes, S rows of the KV cache, d width.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from stree_jax.models.config import ModelConfig
+from stree_jax.models.mixers.attention import (
+    AttentionConfig,
+    append_both,
+    attention_params,
+    cut_heads,
+    normed_heads,
+)
+from stree_jax.models.mixers.mlp import MLPConfig, activate_gated, mlp_params
+from stree_jax.models.model import Model, Tapped, logits_of
+from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
+from stree_jax.models.params import (
+    ONES,
+    ZEROS,
+    Param,
+    Params,
+    Path,
+    Table,
+    nest,
+    parameter_count,
+    stored,
+)
+from stree_jax.models.rope import angles, rotated
+from stree_jax.models.state import State, init_state
+from stree_jax.models.weights.formats import as_weight, format_named
+from stree_jax.models.weights.linear import as_row, linear
+from stree_jax.models.weights.weight import Format
+from stree_jax.pallas_kernels import rounded_to, tree_attention
+
+MAX_SLOTS, MAX_TAPS = 64, 64
+Pairs = Literal["", "vanilla", "gated", "rnn", "selector"]
+
+
+@dataclass(frozen=True)
+class DFlashLayer:
+    """What the slots see in one layer.
+
+    Attributes:
+      window: tokens of the text that a slot sees, itself included; 0 for all.
+      causal: True if a slot sees no later slots.
+    """
+
+    window: int = 0
+    causal: bool = False
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """Architecture of a block drafter.
+
+    Attributes:
+      d_model, vocab_size: d, and V of the target's embedding.
+      target_width: width of the target's residual stream.
+      boundaries: the places in the target that it reads, ascending; see `boundaries`.
+      layers: its layers.
+      attention: heads, rotary embedding, norms and sinks of every layer.
+      d_mlp: width of the MLPs.
+      slots: length of the block, the root's slot included.
+      from_root: True if the root's slot predicts the first token, so that there are as
+        many drafts as slots. If False, slot k predicts the token at its own place.
+      mask_token: token of the slots after the root's.
+      norm_eps: epsilon of the norms.
+      pairs: how pairs of tokens are scored: not at all (""), by DSpark's Markov head
+        ("vanilla", "gated", "rnn"), or by DFlash2's "selector".
+      rank: r.
+      confidence: True if a head estimates how likely each draft is accepted; it reads
+        the slot's hidden state and, with `confidence_pairs`, the previous token.
+      confidence_pairs: see `confidence`.
+      conv_taps, conv_group: taps of the convolutions over slots around each sublayer,
+        and channels that share a coefficient (DFlash2). No convolutions if 0.
+      interleaved: True if its files rotate pairs of neighbouring channels (GPT-J). Its
+        weights here are in the order of half-split pairs.
+      own_embedding: True if it has an embedding of its own.
+      head_rows: D if it has a head of its own, else 0.
+      target: name of the target that its files state, or "".
+    """
+
+    d_model: int
+    vocab_size: int
+    target_width: int
+    boundaries: tuple[int, ...]
+    layers: tuple[DFlashLayer, ...]
+    attention: AttentionConfig
+    d_mlp: int
+    slots: int
+    mask_token: int
+    from_root: bool = False
+    norm_eps: float = 1e-6
+    pairs: Pairs = ""
+    rank: int = 0
+    confidence: bool = False
+    confidence_pairs: bool = False
+    conv_taps: int = 0
+    conv_group: int = 16
+    interleaved: bool = False
+    own_embedding: bool = False
+    head_rows: int = 0
+    target: str = ""
+
+    def __post_init__(self) -> None:
+        if not 2 - self.from_root <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"slots: want 2..{MAX_SLOTS}, got {self.slots}")
+        if not 1 <= len(self.boundaries) <= MAX_TAPS:
+            raise ValueError(f"boundaries: want 1..{MAX_TAPS} places")
+        if list(self.boundaries) != sorted(set(self.boundaries)):
+            raise ValueError(f"boundaries: want ascending, got {self.boundaries}")
+        if not 0 <= self.mask_token < self.vocab_size:
+            raise ValueError(f"mask_token: {self.mask_token} is not a token")
+
+    @property
+    def drafts(self) -> int:
+        """Number of tokens that one pass drafts."""
+        return self.slots - (not self.from_root)
+
+    @property
+    def kind(self) -> str:
+        """The published name of the kind."""
+        if self.pairs == "selector":
+            return "DFlash2"
+        return "DSpark" if self.pairs else "DFlash"
+
+    @cached_property
+    def caches(self) -> ModelConfig:
+        """A config whose state has the keys and values of the context rows."""
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            num_tokens=self.vocab_size,
+            d_model=self.d_model,
+            layers=("attention",) * len(self.layers),  # type: ignore[arg-type]
+            mixers={"attention": self.attention},
+        )
+
+    def slots_for(self, drafts: int) -> int:
+        """Returns the slots that are run for a tree of `drafts` levels. A block whose
+        slots see later ones always runs whole, as it was trained."""
+        if not all(layer.causal for layer in self.layers):
+            return self.slots
+        return min(drafts + (not self.from_root), self.slots)
+
+
+@struct.dataclass
+class DFlash:
+    """A block drafter ready to run: a pytree whose only leaves are its arrays.
+
+    Attributes:
+      params: nested dictionary of arrays.
+      config: the architecture.
+      ids: [D] int32, ascending. The tokens of the rows of its own head; None if row i
+        is token i.
+    """
+
+    params: Params
+    config: DFlashConfig = struct.field(pytree_node=False)
+    ids: jax.Array | None = None
+
+    @property
+    def weight_format(self) -> Format:
+        """The format that the weights are stored in."""
+        return as_weight(self.params["fc"]).format
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"{c.kind}({len(c.layers)} layers, {c.drafts} drafts, "
+            f"{parameter_count(self.params):,} parameters)"
+        )
+
+
+def dflash_table(c: DFlashConfig) -> dict[Path, Param]:
+    """Returns the shape and initialiser of every parameter, by path."""
+    d, r = c.d_model, c.rank
+    norm = Param((d,), ONES)
+    tables: dict[str, Table] = {
+        "": {
+            "fc": Param((d, len(c.boundaries) * c.target_width), quantizable=True),
+            "context_norm": norm,
+            "norm": norm,
+        }
+    }
+    if c.own_embedding:
+        tables[""]["embedding"] = Param((c.vocab_size, d), quantizable=True)
+    if c.head_rows:
+        tables[""]["head"] = Param((c.head_rows, d), quantizable=True)
+    for i in range(len(c.layers)):
+        tables[f"layers_{i}"] = {"norm": norm, "mlp_norm": norm, **_layer_params(c)}
+        if c.conv_taps:
+            for name in ("attention_conv", "mlp_conv"):
+                tables[f"layers_{i}"] |= {
+                    f"{name}_base": Param((2, c.conv_taps, d), ZEROS, float32=True),
+                    f"{name}_projection": Param(
+                        (2 * c.conv_taps * d // c.conv_group, d), quantizable=True
+                    ),
+                }
+    rows = c.head_rows or c.vocab_size
+    if c.pairs:
+        tables["pairs"] = {
+            "previous": Param((c.vocab_size, r), quantizable=True),
+            "following": Param((rows, r), quantizable=True),
+        }
+    if c.pairs == "gated":
+        tables["pairs"] |= {"gate": Param((r, d + r)), "gate_bias": Param((r,), ZEROS)}
+    if c.pairs == "rnn":
+        joint = {
+            "joint": Param((3 * r, 2 * r + d)),
+            "joint_bias": Param((3 * r,), ZEROS),
+        }
+        tables["pairs"] |= joint
+    if c.pairs == "selector":
+        tables["pairs"]["projection"] = Param((r, d))
+    if c.confidence:
+        width = d + r * c.confidence_pairs
+        tables["confidence"] = {
+            "weight": Param((1, width), float32=True),
+            "bias": Param((1,), ZEROS, float32=True),
+        }
+    return {
+        (part, name) if part else (name,): param
+        for part, table in tables.items()
+        for name, param in table.items()
+    }
+
+
+def _layer_params(c: DFlashConfig) -> Table:
+    """Returns a layer's matrices. Queries are apart from keys and values, which are
+    made for context rows, too."""
+    table = dict(attention_params(c.attention, c.d_model))
+    queries = c.attention.num_heads * c.attention.head_dim
+    del table["qkv"]
+    table["q"] = Param((queries, c.d_model), quantizable=True)
+    table["kv"] = Param((c.attention.d_qkv - queries, c.d_model), quantizable=True)
+    return table | mlp_params(MLPConfig(c.d_mlp), c.d_model)
+
+
+def init_dflash(config: DFlashConfig, key: jax.Array, dtype: Any) -> Params:
+    """Initialises the parameters of a new block drafter.
+
+    Args:
+      config: the architecture.
+      key: random key.
+      dtype: dtype or weight format, or its name, such as "int8".
+    """
+    format, table = format_named(dtype), dflash_table(config)
+    keys = jax.random.split(key, len(table))
+    return nest(
+        {
+            path: stored(p, p.init(one, p.shape, jnp.float32), format)
+            for one, (path, p) in zip(keys, table.items(), strict=True)
+        }
+    )
+
+
+def half_split_order(head_dim: int, rotated: int) -> np.ndarray:
+    """Returns the order [head_dim] in which a head's channels of neighbouring pairs
+    become those of half-split pairs. Channels from `rotated` on stay."""
+    pairs = np.arange(rotated).reshape(-1, 2)
+    return np.concatenate([*pairs.T, np.arange(rotated, head_dim)])
+
+
+def with_channels(drafter: DFlash, order: np.ndarray) -> DFlash:
+    """Returns the drafter with the channels of its query and key heads in another order
+    [head_dim]. Its weights must be plain arrays."""
+    a, params = drafter.config.attention, dict(drafter.params)
+    keys = a.num_kv_heads * a.head_dim
+
+    def reordered(rows: jax.Array) -> jax.Array:
+        return rows.reshape(-1, a.head_dim, rows.shape[-1])[:, order].reshape(
+            rows.shape
+        )
+
+    for i in range(len(drafter.config.layers)):
+        own = dict(params[f"layers_{i}"])
+        kv = own["kv"]
+        own["q"] = reordered(own["q"])
+        own["kv"] = jnp.concatenate([reordered(kv[:keys]), kv[keys:]])
+        for name in {"q_norm", "k_norm"} & own.keys():
+            own[name] = own[name][order]
+        params[f"layers_{i}"] = own
+    return replace(drafter, params=params)
+
+
+def with_other_pairing(drafter: DFlash) -> DFlash:
+    """Returns the drafter as if its files paired rotated channels the other way."""
+    c = drafter.config
+    assert c.attention.rope is not None
+    order = half_split_order(c.attention.head_dim, c.attention.rope.dim)
+    order = np.argsort(order) if c.interleaved else order
+    other = replace(c, interleaved=not c.interleaved)
+    return with_channels(replace(drafter, config=other), order)
+
+
+def empty_context(drafter: DFlash, batch: int, capacity: int, dtype: Any) -> State:
+    """Returns the state without context rows, with space for `capacity` of them."""
+    return init_state(drafter.config.caches, batch, capacity, dtype)
+
+
+def add_context(
+    drafter: DFlash, state: State, tapped: Tapped, count: jax.Array
+) -> State:
+    """Appends the context rows of tokens that the target has read.
+
+    Args:
+      drafter: the drafter.
+      state: the keys and values of the rows so far.
+      tapped: for each boundary, the residual stream [B, T, dt] of the tokens.
+      count: [B] int32, number of valid tokens of the T.
+    """
+    c, p = drafter.config, drafter.params
+    norm, attention = ScaledNorm(c.norm_eps), c.attention
+    rows = linear(jnp.concatenate(tapped, axis=-1), p["fc"], valid_count=count)
+    rows = scaled_rms_norm(rows, p["context_norm"], norm, count)
+    place = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+    rows = jnp.where((place < count[:, None])[..., None], rows, 0.0)  # finite padding
+    turns = angles(state.length[:, None] + place, attention.rope)
+    path = jnp.broadcast_to(place, rows.shape[:2])
+    layers = []
+    for i, layer in enumerate(state.layers):
+        own, caches = p[f"layers_{i}"], layer["attention"]
+        kv = linear(rows, own["kv"], valid_count=count)
+        k, v = jnp.split(kv.reshape(*kv.shape[:2], -1, attention.head_dim), 2, axis=2)
+        if attention.qk_norm_eps is not None:
+            k = scaled_rms_norm(k, own["k_norm"], ScaledNorm(attention.qk_norm_eps))
+        new = rotated(k, *turns), v
+        dtype = _cache_dtype(caches.k)
+        new = rounded_to(new[0], dtype), rounded_to(new[1], dtype)
+        k, v = append_both((caches.k, caches.v), new, path, state.length)
+        layers.append({"attention": replace(caches, k=k, v=v)})
+    return State(tuple(layers), state.length + count)
+
+
+def _cache_dtype(cache: jax.Array) -> Any:
+    """Returns the dtype of the values in a KV cache, which may be stored as bits."""
+    return jnp.bfloat16 if cache.dtype == jnp.uint16 else cache.dtype
+
+
+def run_block(
+    drafter: DFlash, output: Model, state: State, root: jax.Array, slots: int
+) -> jax.Array:
+    """Runs a block of slots below the roots.
+
+    Args:
+      drafter: the drafter.
+      output: the target's embedding and head.
+      state: the context rows.
+      root: [B] int32.
+      slots: n, number of slots to run.
+
+    Returns:
+      H [B, drafts, d] float32, the hidden states that predict drafts 1, 2, ...
+    """
+    c, p = drafter.config, drafter.params
+    tokens = jnp.full((root.shape[0], slots), c.mask_token, jnp.int32)
+    x = _embedded(drafter, output, tokens.at[:, 0].set(root))
+    norm = ScaledNorm(c.norm_eps)
+    place = state.length[:, None] + jnp.arange(slots, dtype=jnp.int32)[None]
+    turns = angles(place, c.attention.rope)
+    for i, (layer, caches) in enumerate(zip(c.layers, state.layers, strict=True)):
+        own = p[f"layers_{i}"]
+        u = scaled_rms_norm(x, own["norm"], norm)
+        u, after = _conv_in(c, own, "attention_conv", u)
+        y = _attention(c, layer, own, u, place, turns, caches["attention"])
+        x = x + _conv_out(c, own, "attention_conv", y, after)
+        u = scaled_rms_norm(x, own["mlp_norm"], norm)
+        u, after = _conv_in(c, own, "mlp_conv", u)
+        y = linear(activate_gated(linear(u, own["gate_up"]), "silu"), own["down"])
+        x = x + _conv_out(c, own, "mlp_conv", y, after)
+    return scaled_rms_norm(x, p["norm"], norm)[:, not c.from_root :]
+
+
+def _embedded(drafter: DFlash, output: Model, tokens: jax.Array) -> jax.Array:
+    """Looks up the embeddings [B, n, d] float32, without the target's scale."""
+    if drafter.config.own_embedding:
+        return as_weight(drafter.params["embedding"]).rows(tokens)
+    embedding = output.module.apply({"params": output.params}, tokens, method="embed")
+    return embedding / output.config.embedding_multiplier
+
+
+def _attention(
+    c: DFlashConfig,
+    layer: DFlashLayer,
+    p: Params,
+    u: jax.Array,
+    place: jax.Array,
+    turns: tuple[jax.Array, jax.Array],
+    caches: Any,
+) -> jax.Array:
+    """Computes a layer's attention from the slots to context rows and slots."""
+    a, (batch, n) = c.attention, u.shape[:2]
+    qkv = jnp.concatenate([linear(u, p["q"]), linear(u, p["kv"])], axis=-1)
+    if a.qk_norm_eps is not None:
+        qkv = normed_heads(qkv, p["q_norm"], p["k_norm"], a)
+    dtype = _cache_dtype(caches.k)
+    q, k, v = cut_heads(qkv, *turns, None, config=a, dtype=dtype)
+    slot = np.arange(n)
+    seen = slot[:, None] >= slot[None] if layer.causal else np.ones((n, n), bool)
+    first = jnp.maximum(place - (layer.window - 1), 0) if layer.window else None
+    y = tree_attention(
+        *(q, k, v, caches.k.view(dtype), caches.v.view(dtype)),
+        place[:, 0],
+        jnp.broadcast_to(jnp.asarray(seen)[None], (batch, n, n)),
+        a.head_dim**-0.5 if a.scale is None else a.scale,
+        first,
+        p.get("sinks"),
+    )
+    return linear(y.reshape(batch, n, -1), p["out"], p.get("out_bias"))
+
+
+def _conv_in(
+    c: DFlashConfig, p: Params, name: str, x: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Convolves the input x [B, n, d] of a sublayer over slots. Returns it with the
+    coefficients [B, n, taps, d / group] for the sublayer's output; without
+    convolutions, x and None."""
+    if not c.conv_taps:
+        return x, None
+    shape = *x.shape[:2], 2, c.conv_taps, c.d_model // c.conv_group
+    into, after = jnp.moveaxis(linear(x, p[f"{name}_projection"]).reshape(shape), 2, 0)
+    return _convolved(c, x, p[f"{name}_base"][0], into), after
+
+
+def _conv_out(
+    c: DFlashConfig, p: Params, name: str, y: jax.Array, after: jax.Array | None
+) -> jax.Array:
+    """Convolves the output y [B, n, d] of a sublayer over slots, if `after` is not
+    None."""
+    return y if after is None else _convolved(c, y, p[f"{name}_base"][1], after)
+
+
+def _convolved(
+    c: DFlashConfig, x: jax.Array, base: jax.Array, coefficients: jax.Array
+) -> jax.Array:
+    """Returns the sum over taps s of (base[s] + coefficients[:, :, s]) times x, s slots
+    earlier; 0 before the first slot."""
+    n, y = x.shape[1], jnp.zeros_like(x)
+    for s in range(c.conv_taps):
+        earlier = jnp.pad(x, ((0, 0), (s, 0), (0, 0)))[:, :n]
+        own = jnp.repeat(coefficients[:, :, s], c.conv_group, axis=-1)
+        y = y + (as_row(base[s], 3) + own) * earlier
+    return y
+
+
+def draft_logits(drafter: DFlash, output: Model, hidden: jax.Array) -> jax.Array:
+    """Returns the logits U [B, M, V] float32 of the drafts, -inf for tokens that the
+    drafter's own head does not have."""
+    if not drafter.config.head_rows:
+        return logits_of(output, hidden)
+    logits = linear(hidden, drafter.params["head"])
+    if drafter.ids is None:
+        return logits
+    full = jnp.full((*hidden.shape[:2], drafter.config.vocab_size), -jnp.inf)
+    return full.at[:, :, drafter.ids].set(logits, unique_indices=True)
+
+
+def no_memory(drafter: DFlash, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the memory [..., r] of roots for `pair_scores`; r = 0 unless the Markov
+    head is recurrent."""
+    rank = drafter.config.rank if drafter.config.pairs == "rnn" else 0
+    return jnp.zeros((*shape, rank), jnp.float32)
+
+
+def pair_scores(
+    drafter: DFlash,
+    hidden: jax.Array,
+    previous: jax.Array,
+    following: jax.Array,
+    memory: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Scores candidates of one draft after several previous tokens.
+
+    Args:
+      drafter: the drafter.
+      hidden: [B, d] float32, the hidden state that predicts the draft.
+      previous: [B, Q] int32, the tokens before it.
+      following: [B, K] int32, the candidates.
+      memory: [B, Q, r], from the previous draft; see `no_memory`.
+
+    Returns:
+      pair [B, Q, K] float32, to be added to U; and the memory after the draft.
+    """
+    c = drafter.config
+    if not c.pairs:
+        return jnp.zeros((*previous.shape, following.shape[1]), jnp.float32), memory
+    p = drafter.params["pairs"]
+    rows = following
+    if drafter.ids is not None:
+        rows = jnp.searchsorted(drafter.ids, following).astype(jnp.int32)
+        rows = jnp.minimum(rows, c.head_rows - 1)
+    after = as_weight(p["following"]).rows(rows)  # [B, K, r]
+    e = as_weight(p["previous"]).rows(previous)  # [B, Q, r]
+    h = jnp.broadcast_to(hidden[:, None], (*e.shape[:2], hidden.shape[-1]))
+    if c.pairs == "gated":
+        both = jnp.concatenate([h, e], axis=-1)
+        e = jax.nn.sigmoid(linear(both, p["gate"], p["gate_bias"])) * e
+    elif c.pairs == "selector":
+        e = e * linear(h, p["projection"])
+    elif c.pairs == "rnn":
+        joint = jnp.concatenate([memory, e, h], axis=-1)
+        joint = linear(joint, p["joint"], p["joint_bias"])
+        keep, new, out = jnp.split(joint, 3, axis=-1)
+        keep = jax.nn.sigmoid(keep)
+        memory, e = keep * memory + (1 - keep) * jnp.tanh(new), jnp.tanh(out)
+    return jnp.einsum("bqr,bkr->bqk", e, after, precision="highest"), memory
+
+
+def confidence(
+    drafter: DFlash, hidden: jax.Array, previous: jax.Array
+) -> jax.Array | None:
+    """Estimates how likely a draft is accepted if the previous token is [B, Q] float32.
+
+    Args:
+      drafter, hidden, previous: as in `pair_scores`.
+
+    Returns:
+      None if the drafter has no confidence head.
+    """
+    c = drafter.config
+    if not c.confidence:
+        return None
+    p = drafter.params["confidence"]
+    x = jnp.broadcast_to(hidden[:, None], (*previous.shape, hidden.shape[-1]))
+    if c.confidence_pairs:
+        e = as_weight(drafter.params["pairs"]["previous"]).rows(previous)
+        x = jnp.concatenate([x, e], axis=-1)
+    return jax.nn.sigmoid(linear(x, p["weight"], p["bias"])[..., 0])

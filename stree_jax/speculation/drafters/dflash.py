@@ -1,0 +1,443 @@
+"""Drafts with block drafters: DFlash, DFlash2 and DSpark, see `models.dflash`.
+
+One pass gives K candidates for every level, and the scores of pairs say how likely each
+is after each candidate of the level above. So a tree of any shape costs one pass: its
+levels are computed from the candidates alone.
+
+Letters: B rows, T nodes, M depth of the tree, K candidates per level, Q nodes of a
+level, W nodes of a level with tree "auto", V tokens, d width of the drafter.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from stree_jax.models import (
+    Model,
+    ModelConfig,
+    State,
+    Taps,
+    grow,
+    param_dtype,
+    without_mtp,
+)
+from stree_jax.models.boundaries import boundary_count, tap_of
+from stree_jax.models.dflash import (
+    DFlash,
+    DFlashConfig,
+    add_context,
+    confidence,
+    draft_logits,
+    empty_context,
+    init_dflash,
+    no_memory,
+    pair_scores,
+    run_block,
+    with_other_pairing,
+)
+from stree_jax.models.heads import head_of
+from stree_jax.models.keys import key_of
+from stree_jax.models.memory import size_of, weights_read
+from stree_jax.sampling.best import best_scores
+from stree_jax.sampling.distribution import Distribution
+from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.adaptive.best_first import (
+    Grown,
+    Scored,
+    nothing_grown,
+    of_rows,
+)
+from stree_jax.speculation.adaptive.search import Query, Search, Searcher, any_level
+from stree_jax.speculation.draft import Draft, only_root
+from stree_jax.speculation.drafter import (
+    DrafterBase,
+    DraftState,
+    Prompts,
+    Reads,
+    Update,
+)
+from stree_jax.speculation.drafters.model import draw_level, empty_draft
+from stree_jax.speculation.layout import tree_levels
+from stree_jax.speculation.source import Source, Work
+from stree_jax.speculation.tree import Auto, Topology, Tree
+
+CANDIDATES = 16  # K; DFlash2's selector was trained with 16
+# Assumed, not measured: if the best candidate is wrong, how often another one is right.
+RESCUED = 0.6
+
+
+@struct.dataclass
+class DFlashSource(Source):
+    """A block drafter of the target."""
+
+    value: DFlash
+    name = "block drafter"
+    prefers_auto = True
+    by_level = False
+    top1 = 0.7
+
+    @classmethod
+    def abstract(cls, config: DFlashConfig, dtype: Any) -> Source:
+        """Returns a source of `jax.ShapeDtypeStruct`."""
+        make = partial(init_dflash, config, dtype=dtype)
+        ids: Any = None
+        if 0 < config.head_rows < config.vocab_size:
+            ids = jax.ShapeDtypeStruct((config.head_rows,), jnp.int32)
+        return cls(DFlash(jax.eval_shape(make, key_of(0)), config, ids))
+
+    @property
+    def count(self) -> int:
+        return self.value.config.drafts
+
+    def narrower(self) -> Iterator[Source]:
+        yield self
+
+    def check(self, target: Model) -> None:
+        own, c = self.value.config, target.config
+        if own.target_width != c.d_model:
+            raise ValueError(
+                f"drafter: reads states {own.target_width} wide, but the target's are "
+                f"{c.d_model} wide; use {own.target or 'the model of its training'}"
+            )
+        borrows = not own.own_embedding or not own.head_rows
+        if borrows and own.d_model != c.d_model:
+            raise ValueError(
+                f"drafter: is {own.d_model} wide and has no embedding or head, but the "
+                f"target's are {c.d_model} wide"
+            )
+        if own.vocab_size < c.num_tokens:
+            raise ValueError(
+                f"drafter: has {own.vocab_size} tokens, but the target has "
+                f"{c.num_tokens}; use {own.target or 'the model of its training'}"
+            )
+        for boundary in own.boundaries:
+            tap_of(c, boundary)
+
+    def check_tree(self, tree: Topology) -> None:
+        if isinstance(tree, Auto):
+            return
+        if not isinstance(tree, Tree):
+            raise ValueError(
+                f"tree: a block drafter fills a fixed tree, such as 'chain:{self.count}"
+                "', or 'auto'; beams need a draft model"
+            )
+        if tree.depth > self.count:
+            raise ValueError(
+                f"tree: {tree.depth} levels, but the drafter's block has {self.count}"
+            )
+        if tree.children > CANDIDATES:
+            raise ValueError(
+                f"tree: {tree.children} children per node; a block drafter has "
+                f"{CANDIDATES} candidates"
+            )
+
+    def check_past(self, target: Model, past: DraftState, batch: int) -> None:
+        if not isinstance(past, ContextState):
+            return
+        dtype = param_dtype(target.params)
+        own = jax.eval_shape(lambda: empty_context(self.value, batch, 1, dtype))
+        sizes = [
+            [x.shape[:2] + x.shape[3:] for x in jax.tree.leaves(s)]
+            for s in (own, past.context)
+        ]
+        if sizes[0] != sizes[1]:
+            raise ValueError("past: of another block drafter")
+
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        taps = tuple(tap_of(target.config, b) for b in self.value.config.boundaries)
+        return DFlashDrafter(self.value, head_of(without_mtp(target)), taps)
+
+    @property
+    def search_size(self) -> tuple[int, int]:
+        # Levels take no further passes, so they can be wide.
+        return 8, self.count
+
+    def work(self, target: Model) -> Work:
+        return Work(read_once=block_read(self.value, head_of(without_mtp(target))))
+
+
+def block_read(drafter: DFlash, output: Model) -> int:
+    """Returns the bytes that one pass reads: all matrices except embeddings and the
+    tables of pairs, of which it reads single rows."""
+    rows = "embedding", "pairs"
+    read = size_of({k: x for k, x in drafter.params.items() if k not in rows})
+    return read if drafter.config.head_rows else read + weights_read(output)
+
+
+@struct.dataclass
+class ContextState:
+    """The state of a `DFlashDrafter`.
+
+    If the text continues a finished one, the context rows of that one's last step are
+    missing, because finished rows have no updates. This affects drafts only.
+
+    Attributes:
+      context: keys and values of the context rows.
+      passes: [B] int32. Passes since the prompts were read.
+    """
+
+    context: State
+    passes: jax.Array
+
+
+@struct.dataclass
+class Candidates:
+    """What one pass of a block drafter gives.
+
+    Attributes:
+      hidden: [B, M, d] float32. The hidden states that predict the drafts.
+      tokens: [B, M, K] int32. Candidates for each level, best first.
+      logits: [B, M, K] float32. Their logits U.
+      scores: [B, M, K] float32. The logits as `Distribution.best` processes them.
+      rest: [B, M] float32. The log-sum-exp of the scores of all other tokens.
+    """
+
+    hidden: jax.Array
+    tokens: jax.Array
+    logits: jax.Array
+    scores: jax.Array
+    rest: jax.Array
+
+
+@struct.dataclass
+class DFlashDrafter(Searcher):
+    """A drafter with a block drafter of the target.
+
+    Attributes:
+      drafter: the block drafter.
+      output: the target's embedding and head, see `models.heads.head_of`.
+      taps: the target's layers that it reads.
+    """
+
+    drafter: DFlash
+    output: Model
+    taps: Taps = struct.field(pytree_node=False)
+
+    def init(self, prompts: Prompts, past: DraftState | None) -> ContextState:
+        zeros, capacity = jnp.zeros_like(prompts.lengths), prompts.capacity
+        if isinstance(past, ContextState):
+            return ContextState(grow(past.context, capacity), zeros)
+        dtype = param_dtype(self.output.params)
+        context = empty_context(self.drafter, zeros.shape[0], capacity, dtype)
+        return ContextState(context, zeros)
+
+    def commit(self, state: ContextState, update: Update) -> ContextState:
+        rows = add_context(self.drafter, state.context, update.taps, update.length)
+        return replace(state, context=rows)
+
+    def propose(
+        self,
+        state: ContextState,
+        root: jax.Array,
+        tree: Topology,
+        dist: Distribution,
+        rule: Rule,
+    ) -> tuple[Draft, ContextState]:
+        if tree.size == 1:
+            return only_root(root), state
+        assert isinstance(tree, Tree)  # checked by `DFlashSource.check_tree`
+        found = self.candidates(state, root, tree.depth, dist, rule)
+        draft = fill_from(self.drafter, found, root, tree, dist, rule)
+        return draft, replace(state, passes=state.passes + 1)
+
+    def candidates(
+        self,
+        state: ContextState,
+        root: jax.Array,
+        depth: int,
+        dist: Distribution,
+        rule: Rule,
+    ) -> Candidates:
+        """Runs the block below the roots [B] and returns the candidates of `depth`
+        levels."""
+        drafter, slots = self.drafter, self.drafter.config.slots_for(depth)
+        hidden = run_block(drafter, self.output, state.context, root, slots)[:, :depth]
+        logits = draft_logits(drafter, self.output, hidden)[..., : dist.num_tokens]
+        depths = jnp.arange(depth, dtype=jnp.int32)
+        scores = dist.scores(logits, depths[None], normalised=False)
+        if dist.sampling is not None and rule.drafting == "coupled":
+            scores = scores + jnp.stack(list(map(dist.noise, depths)), axis=1)
+        best, tokens, total = best_scores(
+            scores, count=min(CANDIDATES, dist.num_tokens)
+        )
+        among = jax.nn.logsumexp(best, axis=-1)
+        share = jnp.minimum(among - total[..., 0], -1e-6)  # in logs
+        rest = total[..., 0] + jnp.log(-jnp.expm1(share))
+        logits = jnp.take_along_axis(logits, tokens, axis=-1)
+        return Candidates(hidden, tokens, logits, best, rest)
+
+    def search(self, state: ContextState, query: Query) -> tuple[ContextState, Search]:
+        batch, W = query.text.length.shape[0], query.width
+        text = query.text
+        root = jnp.take_along_axis(text.tokens, text.length[:, None] - 1, axis=1)[:, 0]
+        args = root, query.depth, query.dist, query.rule
+        found = self.candidates(state, *args)
+        guess = ByPairs(self.drafter, found, query)
+        start = nothing_grown(None, batch, W, query.depth)
+        memory = no_memory(self.drafter, (batch, 1 + W * query.depth))
+        at_root, first = guess.scored(root[:, None], memory[:, :1], jnp.int32(0))
+        start = replace(start, records=memory.at[:, :1].set(first))
+        step = any_level(query), jnp.int32(1), False
+        return state, Search(at_root, guess, start, *step)
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return ()  # `output` is a model, but does not run forward passes
+
+    @property
+    def of_target(self) -> Any:
+        return self.output
+
+    def logit_rows(self, tree: Topology) -> int:
+        return 2 * min(tree.depth, self.drafter.config.drafts)
+
+    def reads(self, state: ContextState, menu: Sequence[Topology]) -> list[Reads]:
+        each = block_read(self.drafter, self.output)
+        return [Reads("block drafter", state.passes, each, state=state.context)]
+
+    def search_reads(
+        self, state: ContextState, passes: Any, guessing: Any, size: tuple[int, int]
+    ) -> list[Reads]:
+        each = block_read(self.drafter, self.output)
+        return [Reads("block drafter", passes, each, state=state.context)]
+
+    def key(self) -> str:
+        return f"{self.drafter.config} {self.drafter.weight_format}"
+
+
+def fill_from(
+    drafter: DFlash,
+    found: Candidates,
+    root: jax.Array,
+    tree: Tree,
+    dist: Distribution,
+    rule: Rule,
+) -> Draft:
+    """Fills a static tree with candidates.
+
+    Only candidates are drafted: tokens that are drawn, and their probabilities q, are
+    of the distribution over the candidates of a level.
+
+    Args:
+      drafter: the block drafter.
+      found: the candidates, for at least the depth of the tree.
+      root: [B] int32. Tokens of the roots.
+      tree: the tree.
+      dist: the distribution of the tokens below the root.
+      rule: the acceptance rule.
+    """
+    levels, parents = tree_levels(tree), jnp.asarray(tree.parents, jnp.int32)
+    batch = jnp.arange(root.shape[0], dtype=jnp.int32)[:, None, None]
+
+    def level(
+        carry: tuple[Draft, jax.Array], depth: jax.Array
+    ) -> tuple[tuple[Draft, jax.Array], None]:
+        draft, memory = carry
+        above = levels.inner[depth]
+        at = jnp.minimum(above, tree.size - 1)
+        hidden, tokens, logits = (
+            lax.dynamic_index_in_dim(x, depth, axis=1, keepdims=False)
+            for x in (found.hidden, found.tokens, found.logits)
+        )
+        before = memory[:, jnp.maximum(parents[at], 0)]
+        before = jnp.where(depth > 0, before, 0.0)
+        pairs, own = pair_scores(drafter, hidden, draft.tokens[:, at], tokens, before)
+        memory = memory.at[:, above].set(own, mode="drop")
+        full = jnp.full((*pairs.shape[:2], dist.num_tokens), -jnp.inf)
+        node = jnp.arange(pairs.shape[1], dtype=jnp.int32)[None, :, None]
+        full = full.at[batch, node, tokens[:, None]].set(logits[:, None] + pairs)
+        return (draw_level(draft, full, depth, tree, levels, dist, rule), memory), None
+
+    memory = no_memory(drafter, (root.shape[0], tree.size))
+    carry = empty_draft(root, tree, dist, rule), memory
+    return lax.scan(level, carry, jnp.arange(tree.depth, dtype=jnp.int32))[0][0]
+
+
+class ByPairs:
+    """A guesser that scores the candidates of the next level after each node.
+
+    `Grown.records` are the memories [B, 1 + C, r] of the root and the nodes, see
+    `models.dflash.no_memory`.
+    """
+
+    def __init__(self, drafter: DFlash, found: Candidates, query: Query) -> None:
+        self.drafter, self.found, self.query = drafter, found, query
+
+    def __call__(self, grown: Grown) -> tuple[Scored, Grown]:
+        rows = grown.frontier.rows
+        memory = of_rows(grown.records, grown.pool.parents[:, rows])
+        tokens = grown.pool.tokens[:, rows]
+        scored, own = self.scored(tokens, memory, grown.levels)
+        records = grown.records.at[:, 1 + rows].set(own)
+        passes = grown.passes + 1
+        return scored, replace(grown, records=records, passes=passes)
+
+    def scored(
+        self, previous: jax.Array, memory: jax.Array, depth: jax.Array
+    ) -> tuple[Scored, jax.Array]:
+        """Returns the best W candidates after each of the tokens [B, Q] at a depth, and
+        the tokens' memories.
+
+        The tokens that are no candidates keep the mass that they have without pairs.
+        """
+        found, dist, width = self.found, self.query.dist, self.query.width
+        hidden, tokens, scores, rest = (
+            lax.dynamic_index_in_dim(x, depth, axis=1, keepdims=False)
+            for x in (found.hidden, found.tokens, found.scores, found.rest)
+        )
+        pairs, memory = pair_scores(self.drafter, hidden, previous, tokens, memory)
+        if dist.sampling is not None:
+            temperature = dist.sampling.temperature
+            pairs = pairs / jnp.where(temperature == 0, 1.0, temperature)[:, None, None]
+        scores = scores[:, None] + pairs
+        among = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        total = jnp.logaddexp(among, rest[:, None, None])
+        best, place = lax.top_k(scores, width)
+        every = jnp.broadcast_to(tokens[:, None], scores.shape)
+        guess = jnp.take_along_axis(every, place, axis=-1)
+        sure = confidence(self.drafter, hidden, previous)
+        if sure is None or self.query.rule.drafting == "coupled":
+            return Scored(best, guess, total), memory
+        return Scored(*_with_confidence(best, guess, sure)), memory
+
+
+def _with_confidence(
+    best: jax.Array, guess: jax.Array, sure: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Replaces scores by log-probabilities: `sure` [B, Q] for the best child, and the
+    others share what is left in proportion to their scores.
+
+    Args:
+      best, guess: [B, Q, W], scores in descending order, and their tokens.
+      sure: the confidence.
+    """
+    sure = jnp.clip(sure, 1e-6, 1 - 1e-6)[..., None]
+    others = jax.nn.log_softmax(best[..., 1:], axis=-1) + jnp.log(RESCUED * (1 - sure))
+    value = jnp.concatenate([jnp.log(sure), others], axis=-1)
+    return value, guess, jnp.zeros_like(sure)
+
+
+def readings(drafter: DFlash, target: ModelConfig) -> dict[str, DFlash]:
+    """Returns the drafter as the usual mistakes would read it: the target's layers one
+    earlier or later, the first draft one slot earlier or later, and the other pairing
+    of rotated channels."""
+    c, found = drafter.config, {}
+    for name, step in (("one layer earlier", -1), ("one layer later", 1)):
+        moved = tuple(b + step for b in c.boundaries)
+        if 0 <= moved[0] and moved[-1] <= boundary_count(target):
+            found[name] = replace(drafter, config=replace(c, boundaries=moved))
+    if c.slots > 1:
+        other = replace(c, from_root=not c.from_root)
+        name = "with drafts from the root's slot"
+        if c.from_root:
+            name = "without a draft from the root's slot"
+        found[name] = replace(drafter, config=other)
+    if c.attention.rope is not None and drafter.weight_format.plain:
+        found["with the other rotary pairing"] = with_other_pairing(drafter)
+    return found
