@@ -291,8 +291,8 @@ def _slots(f: Fields) -> int:
     slots = f.size(*SLOTS)
     if slots is None:
         f.warned(
-            f"block_size is missing; blocks of {UNSTATED_SLOTS} slots are run, which "
-            "may be fewer than the drafter was trained with"
+            f"block_size is missing; blocks of {UNSTATED_SLOTS} slots are run. If the "
+            "drafter was trained with others, add the field"
         )
     return slots or UNSTATED_SLOTS
 
