@@ -1,4 +1,4 @@
-"""Prints predicted bytes beside the compiler's, for 36 configurations.
+"""Prints predicted bytes beside the compiler's, for 42 configurations.
 
     python -m tests.memory_table [--only WORD]
 
@@ -25,13 +25,16 @@ from stree_jax.models import (
     ModelConfig,
     Rope,
 )
-from stree_jax.models.config import named
+from stree_jax.models.config import blocks, named
+from stree_jax.models.eagle import FIRST, EagleConfig
 from stree_jax.sizing.memory import (
     BufferSizes,
     abstract_model,
     compiled_bytes,
     memory_of,
 )
+from stree_jax.speculation.drafters.eagle import EagleSource
+from stree_jax.speculation.source import Source
 
 LIMIT = 0.03
 LAYERS = {
@@ -89,6 +92,12 @@ CASES = [
     Case("delta", "E", "mtp", 1, "bfloat16"),
     Case("delta", "E", "mtp", 8, "float32"),
     Case("delta", "E", "lookup", 8, "bfloat16", vocab=32000),
+    Case("hybrid", "chain:4", "eagle", 1, "float32", vocab=32000),
+    Case("attention", "E", "eagle", 1, "bfloat16"),
+    Case("attention", "E", "eagle", 8, "float32"),
+    Case("hybrid", "binary:6", "eagle", 8, "bfloat16", vocab=32000),
+    Case("attention", "E", "parallel eagle", 1, "float32"),
+    Case("attention", "A", "parallel eagle", 8, "bfloat16", vocab=32000),
     Case("delta", "binary:6", "mtp", 1, "bfloat16"),
     Case("delta", "binary:6", "mtp", 8, "float32"),
     Case("kda", "chain:0", "none", 1, "float32"),
@@ -147,12 +156,34 @@ def _kda(width: int) -> dict[str, Any]:
     )
 
 
+def eagle_of(case: Case) -> Source:
+    """Returns an EAGLE-3 or P-EAGLE drafter with a quarter of the vocabulary."""
+    heads, d = case.width // 32, case.width
+    one = AttentionConfig(heads, heads // 2, 32, rope=Rope(1e4, 32), d_out=d)
+    parallel = case.drafter != "eagle"
+    config = EagleConfig(
+        vocab_size=case.vocab,
+        num_tokens=case.vocab,
+        d_model=d,
+        layers=blocks((FIRST, "mlp")),
+        mixers={FIRST: one, "mlp": MLPConfig(2 * d)},
+        head_rows=case.vocab // 4,
+        target_width=d,
+        boundaries=(1, 2, 3),
+        own_embedding=parallel,
+        mask_token=0 if parallel else None,
+    )
+    return EagleSource.abstract(config, np.dtype(case.dtype))
+
+
 def arguments(case: Case) -> tuple:
     """Returns the arguments of `memory_of` and `compiled_bytes`."""
     named = {"none": None, "lookup": "lookup", "mtp": "mtp"}
-    drafter = named.get(case.drafter)
+    drafter: Any = named.get(case.drafter)
     if case.drafter == "model":
         drafter = model_of(case, ("mamba", "mamba"), case.width // 2)
+    if "eagle" in case.drafter:
+        drafter = eagle_of(case)
     room = BufferSizes(case.batch, case.capacity, max_new_tokens=128)
     return model_of(case, LAYERS[case.kind], case.width), drafter, case.tree, room
 
