@@ -18,6 +18,7 @@ from stree_jax.models import (
     DeltaConfig,
     KDAConfig,
     LightningConfig,
+    Mamba1Config,
     MambaConfig,
     MLAConfig,
     MLPConfig,
@@ -43,6 +44,7 @@ LAYERS = {
     "attention": ("attention", "mlp") * 4,
     "lightning": ("stream:lightning", "stream:mlp") * 4,
     "kda": ("kda", "mlp", "kda", "mlp", "mla", "mlp") * 2,
+    "jamba": ("mamba1", "mlp", "mamba1", "mlp", "attention", "mlp") * 2,
     "delta": ("delta", "mlp", "delta", "mlp", "delta", "mlp", "attention", "mlp") * 2,
 }
 
@@ -108,11 +110,15 @@ CASES = [
     Case("lightning", "chain:4", "lookup", 1, "bfloat16"),
     Case("lightning", "E", "model", 8, "float32"),
     Case("lightning", "binary:6", "model", 2, "bfloat16"),
+    Case("jamba", "chain:0", "none", 1, "float32"),
+    Case("jamba", "chain:4", "lookup", 1, "bfloat16"),
+    Case("jamba", "E", "model", 8, "float32"),
+    Case("jamba", "binary:6", "model", 2, "bfloat16"),
 ]
 
 
 def model_of(case: Case, layers: tuple, width: int) -> Model:
-    kind = {"delta": _delta}.get(case.kind, _mamba)
+    kind = {"delta": _delta, "jamba": _jamba}.get(case.kind, _mamba)
     if "kda" in layers:
         kind = _kda
     config = ModelConfig(
@@ -133,6 +139,12 @@ def _mamba(width: int) -> dict[str, Any]:
         mamba=MambaConfig(num_heads=2 * width // 64, head_dim=64, d_state=64),
         attention=AttentionConfig(width // 32, width // 64, 32, rope=Rope(1e4, 32)),
     )
+
+
+def _jamba(width: int) -> dict[str, Any]:
+    """Returns mixers as in Jamba, and Mamba2 for draft models."""
+    mamba1 = Mamba1Config(2 * width, width // 16, norm="scaled")
+    return dict(mamba1=mamba1, **_mamba(width))
 
 
 def _delta(width: int) -> dict[str, Any]:
