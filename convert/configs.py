@@ -27,12 +27,10 @@ from stree_jax.models import AttentionConfig, ModelConfig, param_shapes
 
 GENERATION = "generation_config.json"
 Warn = Callable[[str], object]
-MAMBA1 = "is Mamba-1; want Mamba2"
 SPARSE = "has sparse attention with an indexer, which is not supported"
 VISION = "is a vision encoder without a language model"
 # Types of models that are easily mistaken for supported ones, and what they are.
 UNSUPPORTED = {
-    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), MAMBA1),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"),
         "has hyper-connections and sparse attention, which are not supported",
@@ -171,22 +169,24 @@ def _notes(files: CheckpointFiles, fields: ConfigFields, format: str) -> Iterato
 def export_format(config: ModelConfig) -> str:
     """Returns the `model_type` of the Hugging Face class that has these layers.
 
-    mamba2: only Mamba2 layers. zamba2: layers with a shared block, with or without
-    plain Mamba2 layers. falcon_h1: layers with Mamba2 and attention in parallel,
-    alternating with gated MLPs. nemotron_h: mixers, and MLPs or experts without gates,
-    in any order. qwen3_5_text and qwen3_5_moe_text: Gated DeltaNet and attention,
-    alternating with MLPs or with experts; qwen3_next: with both. lfm2 and lfm2_moe:
-    short convolutions and attention, alternating with MLPs, and with experts.
-    olmo_hybrid: Gated DeltaNet, and attention with norms after it, alternating with
-    MLPs. gemma3_text: attention and MLPs with norms before and after them; lfm3: also
-    short convolutions. kimi_linear and bailing_hybrid: Kimi Delta Attention and latent
-    attention, without and with a rotary embedding. minimax: lightning attention and
-    attention, alternating with experts, with norms of the residual stream. All others
-    alternate mixers and gated MLPs: qwen3: only attention, with norms of q and k,
-    without multipliers. qwen2: only attention, with biases only of q, k and v, without
-    multipliers. llama: only attention otherwise, without multipliers. bamba: biases in
-    the MLP, or rotary embeddings of a part of each head. granitemoe: attention, and
-    experts without a shared MLP. granitemoehybrid: all others.
+    mamba and falcon_mamba: only Mamba-1 layers, without and with norms of dt, B and C;
+    jamba: alternating with MLPs or experts. mamba2: only Mamba2 layers. zamba2: layers
+    with a shared block, with or without plain Mamba2 layers. falcon_h1: layers with
+    Mamba2 and attention in parallel, alternating with gated MLPs. nemotron_h: mixers,
+    and MLPs or experts without gates, in any order. qwen3_5_text and qwen3_5_moe_text:
+    Gated DeltaNet and attention, alternating with MLPs or with experts; qwen3_next:
+    with both. lfm2 and lfm2_moe: short convolutions and attention, alternating with
+    MLPs, and with experts. olmo_hybrid: Gated DeltaNet, and attention with norms after
+    it, alternating with MLPs. gemma3_text: attention and MLPs with norms before and
+    after them; lfm3: also short convolutions. kimi_linear and bailing_hybrid: Kimi
+    Delta Attention and latent attention, without and with a rotary embedding. minimax:
+    lightning attention and attention, alternating with experts, with norms of the
+    residual stream. All others alternate mixers and gated MLPs: qwen3: only attention,
+    with norms of q and k, without multipliers. qwen2: only attention, with biases only
+    of q, k and v, without multipliers. llama: only attention otherwise, without
+    multipliers. bamba: biases in the MLP, or rotary embeddings of a part of each head.
+    granitemoe: attention, and experts without a shared MLP. granitemoehybrid: all
+    others.
 
     Raises:
       CheckpointError: no class has these layers.
@@ -198,6 +198,8 @@ def export_format(config: ModelConfig) -> str:
     mlp, moe, c = (config.mixers.get(name) for name in ("mlp", "moe", "attention"))
     if kinds == {"mamba"}:
         return "mamba2"
+    if "mamba1" in mixers:
+        return _mamba1_format(layers, config.mixers["mamba1"].norm)
     if kinds <= {"mamba", "mamba+shared"}:
         return "zamba2"
     if turns and mixers == {"mamba+attention"} and mlp is not None:
@@ -232,6 +234,17 @@ def export_format(config: ModelConfig) -> str:
     if moe is not None and moe.shared is None and "mamba" not in mixers:
         return "granitemoe"
     return "granitemoehybrid"
+
+
+def _mamba1_format(layers: tuple[str, ...], norm: str | None) -> str:
+    """Returns the class of models with Mamba-1 layers, whose norms are `norm`."""
+    if set(layers) == {"mamba1"} and norm != "scaled":
+        return "mamba" if norm is None else "falcon_mamba"
+    mixers, second = set(layers[::2]), set(layers[1::2])
+    fits = mixers <= {"mamba1", "attention"} and second <= {"mlp", "moe"}
+    if len(layers) % 2 or not fits:
+        raise _no_class(layers)
+    return "jamba"
 
 
 def _delta_format(layers: tuple[str, ...]) -> str:

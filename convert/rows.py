@@ -28,6 +28,7 @@ How = Literal[
     "halves",
     "shape",
     "decay",
+    "log",
     "offset",
     "heads",
     "computed",
@@ -80,10 +81,10 @@ class Row:
         "halves": concatenate along axis 1; "stack" along a new axis 0; "experts": stack
         pairs of sources, each concatenated along axis 0; "swap" the halves of axis 0;
         "conv": concatenate along axis 0, and drop the middle axis of [C, 1, K];
-        "shape": flatten; "decay": flatten, and take log(-source); "offset": add 1, in
-        float32; "heads": concatenate the rows of all heads of [H, C, N], transposed,
-        and of [H, P, C]; "transposed": exchange axes 1 and 2; "computed": no sources,
-        the parameter is `numbers`.
+        "shape": flatten; "decay": flatten, and take log(-source); "log": take
+        log(-source); "offset": add 1, in float32; "heads": concatenate the rows of all
+        heads of [H, C, N], transposed, and of [H, P, C]; "transposed": exchange axes 1
+        and 2; "computed": no sources, the parameter is `numbers`.
       sizes: for "concat", "halves" and a "conv" of several sources, the size of each
         source along the axis; for "shape" and "decay", the source's shape; for "heads",
         (H, N, P).
@@ -196,6 +197,8 @@ def _converted(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
             return tensors[0].reshape(-1)
         case "decay":
             return _log(row.sources[0], tensors[0].reshape(-1))
+        case "log":
+            return _log(row.sources[0], tensors[0])
         case "heads":
             both = tensors[0].swapaxes(1, 2), tensors[1]
             return np.concatenate([w.reshape(-1, w.shape[2]) for w in both])
@@ -311,6 +314,8 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
             parts = [param.reshape(row.sizes)]
         case "decay":
             parts = [-np.exp(param).reshape(row.sizes)]
+        case "log":
+            parts = [-np.exp(param)]
         case "heads":
             H, N, _ = row.sizes
             k, v = np.split(param, [H * N])

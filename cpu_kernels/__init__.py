@@ -32,3 +32,7 @@ from stree_jax.cpu_kernels.product import MAX_PADDED_ROWS as MAX_PADDED_ROWS
 from stree_jax.cpu_kernels.product import MAX_ROWS as MAX_ROWS
 from stree_jax.cpu_kernels.product import int8_unsupported as int8_unsupported
 from stree_jax.cpu_kernels.product import product_unsupported as product_unsupported
+from stree_jax.cpu_kernels.selective import path_unsupported as path_unsupported
+from stree_jax.cpu_kernels.selective import (
+    selective_unsupported as selective_unsupported,
+)

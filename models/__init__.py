@@ -18,6 +18,7 @@ from stree_jax.models.mixers.attention import AttentionConfig as AttentionConfig
 from stree_jax.models.mixers.delta import DeltaConfig as DeltaConfig
 from stree_jax.models.mixers.kda import KDAConfig as KDAConfig
 from stree_jax.models.mixers.lightning import LightningConfig as LightningConfig
+from stree_jax.models.mixers.mamba1 import Mamba1Config as Mamba1Config
 from stree_jax.models.mixers.mamba2 import MambaConfig as MambaConfig
 from stree_jax.models.mixers.mla import MLAConfig as MLAConfig
 from stree_jax.models.mixers.mlp import MLPConfig as MLPConfig

@@ -100,7 +100,8 @@ def extend(
     """
     batch, T = tokens.shape
     nodes = chain_nodes(batch, T, model.config.conv_taps, length=length)
-    hidden, records, _ = forward_hidden(model, state, tokens, nodes, previous=previous)
+    options = dict(previous=previous)
+    hidden, records, state = forward_hidden(model, state, tokens, nodes, **options)
     path = nodes.depth  # row j of a chain is its j-th token
     return hidden, commit(state, records, path, length)
 

@@ -27,3 +27,10 @@ from stree_jax.pallas_kernels.rounding import rounded_to as rounded_to
 from stree_jax.pallas_kernels.scan import Replayed as Replayed
 from stree_jax.pallas_kernels.scan import ScanInputs as ScanInputs
 from stree_jax.pallas_kernels.scan import step_scan as step_scan
+from stree_jax.pallas_kernels.selective import SelectiveInputs as SelectiveInputs
+from stree_jax.pallas_kernels.selective import SelectiveReplayed as SelectiveReplayed
+from stree_jax.pallas_kernels.selective import parents_of as parents_of
+from stree_jax.pallas_kernels.selective import selective_replay as selective_replay
+from stree_jax.pallas_kernels.selective import (
+    selective_replay_scan as selective_replay_scan,
+)

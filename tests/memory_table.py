@@ -1,4 +1,4 @@
-"""Prints predicted bytes beside the compiler's, for 43 configurations.
+"""Prints predicted bytes beside the compiler's, for 49 configurations.
 
     python -m tests.memory_table [--only WORD]
 
@@ -18,6 +18,7 @@ from stree_jax.models import (
     DeltaConfig,
     KDAConfig,
     LightningConfig,
+    Mamba1Config,
     MambaConfig,
     MLAConfig,
     MLPConfig,
@@ -26,16 +27,19 @@ from stree_jax.models import (
     Rope,
 )
 from stree_jax.models.boundaries import boundary_count
-from stree_jax.models.config import named
+from stree_jax.models.config import blocks, named
 from stree_jax.models.dflash import DFlashConfig, DFlashLayer
+from stree_jax.models.eagle import FIRST, EagleConfig
 from stree_jax.sizing.memory import (
     BufferSizes,
     abstract_model,
     compiled_bytes,
     memory_of,
 )
+from stree_jax.speculation.drafters.eagle import EagleSource
 from stree_jax.speculation.drafters.mtp import TrimmedMTPConfig
 from stree_jax.speculation.drafters.table import abstract_source
+from stree_jax.speculation.source import Source
 
 LIMIT = 0.03
 LAYERS = {
@@ -44,6 +48,7 @@ LAYERS = {
     "attention": ("attention", "mlp") * 4,
     "lightning": ("stream:lightning", "stream:mlp") * 4,
     "kda": ("kda", "mlp", "kda", "mlp", "mla", "mlp") * 2,
+    "jamba": ("mamba1", "mlp", "mamba1", "mlp", "attention", "mlp") * 2,
     "delta": ("delta", "mlp", "delta", "mlp", "delta", "mlp", "attention", "mlp") * 2,
 }
 
@@ -93,6 +98,12 @@ CASES = [
     Case("delta", "E", "mtp", 1, "bfloat16"),
     Case("delta", "E", "mtp", 8, "float32"),
     Case("delta", "E", "lookup", 8, "bfloat16", vocab=32000),
+    Case("hybrid", "chain:4", "eagle", 1, "float32", vocab=32000),
+    Case("attention", "E", "eagle", 1, "bfloat16"),
+    Case("attention", "E", "eagle", 8, "float32"),
+    Case("hybrid", "binary:6", "eagle", 8, "bfloat16", vocab=32000),
+    Case("attention", "E", "parallel eagle", 1, "float32"),
+    Case("attention", "A", "parallel eagle", 8, "bfloat16", vocab=32000),
     Case("delta", "binary:6", "mtp", 1, "bfloat16"),
     Case("delta", "binary:6", "mtp", 8, "float32"),
     Case("hybrid", "chain:4", "block", 1, "float32"),
@@ -110,11 +121,15 @@ CASES = [
     Case("lightning", "chain:4", "lookup", 1, "bfloat16"),
     Case("lightning", "E", "model", 8, "float32"),
     Case("lightning", "binary:6", "model", 2, "bfloat16"),
+    Case("jamba", "chain:0", "none", 1, "float32"),
+    Case("jamba", "chain:4", "lookup", 1, "bfloat16"),
+    Case("jamba", "E", "model", 8, "float32"),
+    Case("jamba", "binary:6", "model", 2, "bfloat16"),
 ]
 
 
 def model_of(case: Case, layers: tuple, width: int) -> Model:
-    kind = {"delta": _delta}.get(case.kind, _mamba)
+    kind = {"delta": _delta, "jamba": _jamba}.get(case.kind, _mamba)
     if "kda" in layers:
         kind = _kda
     config = ModelConfig(
@@ -135,6 +150,12 @@ def _mamba(width: int) -> dict[str, Any]:
         mamba=MambaConfig(num_heads=2 * width // 64, head_dim=64, d_state=64),
         attention=AttentionConfig(width // 32, width // 64, 32, rope=Rope(1e4, 32)),
     )
+
+
+def _jamba(width: int) -> dict[str, Any]:
+    """Returns mixers as in Jamba, and Mamba2 for draft models."""
+    mamba1 = Mamba1Config(2 * width, width // 16, norm="scaled")
+    return dict(mamba1=mamba1, **_mamba(width))
 
 
 def _delta(width: int) -> dict[str, Any]:
@@ -158,13 +179,35 @@ def _kda(width: int) -> dict[str, Any]:
     )
 
 
+def eagle_of(case: Case) -> Source:
+    """Returns an EAGLE-3 or P-EAGLE drafter with a quarter of the vocabulary."""
+    heads, d = case.width // 32, case.width
+    one = AttentionConfig(heads, heads // 2, 32, rope=Rope(1e4, 32), d_out=d)
+    parallel = case.drafter != "eagle"
+    config = EagleConfig(
+        vocab_size=case.vocab,
+        num_tokens=case.vocab,
+        d_model=d,
+        layers=blocks((FIRST, "mlp")),
+        mixers={FIRST: one, "mlp": MLPConfig(2 * d)},
+        head_rows=case.vocab // 4,
+        target_width=d,
+        boundaries=(1, 2, 3),
+        own_embedding=parallel,
+        mask_token=0 if parallel else None,
+    )
+    return EagleSource.abstract(config, np.dtype(case.dtype))
+
+
 def arguments(case: Case) -> tuple:
     """Returns the arguments of `memory_of` and `compiled_bytes`."""
     named = {"none": None, "lookup": "lookup", "mtp": "mtp"}
-    drafter = named.get(case.drafter)
+    drafter: Any = named.get(case.drafter)
     target = model_of(case, LAYERS[case.kind], case.width)
     if case.drafter == "model":
         drafter = model_of(case, ("mamba", "mamba"), case.width // 2)
+    elif "eagle" in case.drafter:
+        drafter = eagle_of(case)
     elif "block" in case.drafter:
         drafter = abstract_source(block_config(target.config, case), case.dtype)
     elif case.drafter == "trimmed mtp":

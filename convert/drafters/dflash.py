@@ -291,8 +291,8 @@ def _slots(f: Fields) -> int:
     slots = f.size(*SLOTS)
     if slots is None:
         f.warned(
-            f"block_size is missing; blocks of {UNSTATED_SLOTS} slots are run, which "
-            "may be fewer than the drafter was trained with"
+            f"block_size is missing; blocks of {UNSTATED_SLOTS} slots are run. If the "
+            "drafter was trained with others, add the field"
         )
     return slots or UNSTATED_SLOTS
 
@@ -305,13 +305,13 @@ def _from_root(f: Fields) -> bool:
     if names.MARKOV["previous"] not in f.shapes:
         return False
     known = "DSpark" in f.architecture and f.value("projector_type") is None
+    assumed = not f.by_speculators
     if f.by_speculators or not known:
         f.warned(
-            "sample_from_anchor is missing; the first slot is taken to predict the "
-            f"first token: {not f.by_speculators}. If few draft tokens are accepted, "
-            "state the opposite"
+            f"sample_from_anchor is missing; it is taken as {str(assumed).lower()}. If "
+            "few draft tokens are accepted, add the field with the other value"
         )
-    return not f.by_speculators
+    return assumed
 
 
 def _mask_token(f: Fields, vocab: int) -> int:

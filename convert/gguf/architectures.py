@@ -10,7 +10,7 @@ from typing import Any
 from stree_jax.convert.families.huggingface import Layers, with_mlps
 from stree_jax.convert.families.table import read_fields
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.gguf import gemma, kimi, lfm2, qwen
+from stree_jax.convert.gguf import gemma, kimi, lfm2, mamba, qwen
 from stree_jax.convert.gguf.keys import (
     FEED_FORWARD,
     GATING,
@@ -216,6 +216,8 @@ ARCHITECTURES = {
     "qwen3next": _hybrid(qwen.names),
     "qwen35": _hybrid(qwen.tiled_names),
     "qwen35moe": _hybrid(qwen.tiled_names),
+    "mamba": Architecture(mamba.NAMES, mamba.parse, (mamba.NORMED,)),
+    "jamba": Architecture(mamba.NAMES, mamba.parse_jamba, ("expert_count",)),
     "mamba2": Architecture(HALVES, _mamba2),
     "granite": GRANITE,
     "granitemoe": GRANITE,

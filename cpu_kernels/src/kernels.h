@@ -83,6 +83,30 @@ struct ScanKernel {
   void (*head)(const Scan&, void* shared, void* own, int64_t head, int64_t next);
 };
 
+// The query of a node that is the ancestor of a queried node, and of a node that is not needed.
+constexpr int32_t UNREAD_NODE = -1, UNUSED_NODE = -2;
+
+// A selective scan of Mamba-1, see pallas_kernels/selective.py.
+struct Selective {
+  const void *past_x, *x;                // [B, capacity, D], [B, T, D]; float32 or bfloat16
+  const float *past_dt, *past_B;         // [B, capacity, D], [B, capacity, N]
+  const float *dt, *B, *C, *A, *skip;    // [B, T, D], [B, T, N], [B, Tq, N], [B, N, D], [D]
+  const float* h0;                       // [B, N, D]
+  const int32_t *path, *length;          // [B, M], [B]
+  const int32_t *parents, *query;        // [B, T], see `find_queries`
+  float *y, *h;                          // [B, Tq, D], [B, N, D]; h may be h0. If null: no replay
+  int64_t batch, capacity, M, T, Tq, N, D;
+  bool bf16;   // dtype of x
+  bool chain;  // the parent of each token is the one before it
+};
+
+// Any thread can take any block of `width` channels from `begin` on.
+struct SelectiveKernel {
+  int64_t (*own_bytes)(const Selective&);  // scratch per thread
+  void (*block)(const Selective&, void* own, int64_t b, int64_t begin);
+  int64_t width;
+};
+
 // What recurrent mixers share: a convolution along tree paths, a scan and a norm, between two
 // projections. The inputs of `scan`, except C, are arrays that the mixer writes. `inputs` are those
 // of the convolution.
@@ -167,6 +191,7 @@ struct Kernels {
   ScanKernel scan;
   MixerKernel<Mamba2> mixer;
   MixerKernel<Delta> delta;
+  SelectiveKernel selective;
   AttentionKernel attention, attention_bfloat16;
   // out [size] = silu(multiplier * gate) * up; `in` holds gate [size], then up [size].
   void (*gate)(const float* in, int64_t size, float multiplier, float* out);

@@ -17,6 +17,7 @@ TARGET inline void transpose_block(V (&x)[N]) {
 #include "conv_body.h"
 #include "mixer_body.h"
 #include "delta_body.h"
+#include "selective_body.h"
 #include "attention_body.h"
 #include "gate_body.h"
 #include "noise_body.h"
@@ -30,6 +31,7 @@ const Kernels& LEVEL() {
                                    scan_kernel<Float32>(),
                                    mixer_kernel<Float32>(),
                                    delta_kernel<Float32>(),
+                                   selective_kernel(),
                                    attention_kernel<Float32>(),
                                    attention_kernel<Bfloat16>(),
                                    gate_row,

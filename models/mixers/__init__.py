@@ -11,6 +11,7 @@ from stree_jax.models.mixers.attention import ATTENTION
 from stree_jax.models.mixers.delta import DELTA
 from stree_jax.models.mixers.kda import KDA_MIXER
 from stree_jax.models.mixers.lightning import LIGHTNING
+from stree_jax.models.mixers.mamba1 import MAMBA1
 from stree_jax.models.mixers.mamba2 import MAMBA2
 from stree_jax.models.mixers.mla import MLA_MIXER
 from stree_jax.models.mixers.mlp import MLP_MIXER
@@ -20,7 +21,7 @@ from stree_jax.models.mixers.short_conv import SHORT_CONV
 MIXERS: dict[str, Mixer[Any]] = {
     mixer.kind: mixer
     for mixer in (
-        *(MAMBA2, DELTA, KDA_MIXER, LIGHTNING, SHORT_CONV),
+        *(MAMBA1, MAMBA2, DELTA, KDA_MIXER, LIGHTNING, SHORT_CONV),
         *(ATTENTION, MLA_MIXER, MLP_MIXER, MOE),
     )
 }

@@ -42,10 +42,13 @@ class MoEConfig:
       shared: config of the shared MLP. If None, there is no shared MLP.
       shared_gate: True if the shared MLP's output is multiplied by the sigmoid of a
         number that each token computes (Qwen3-Next).
-      router: "softmax" over the k largest logits (Granite), or "sigmoid" of each logit,
-        with a correction bias that affects only which experts are chosen (Nemotron-H).
+      router: "softmax" over the k largest logits (Granite) or all logits (Jamba, see
+        `normalize`), or "sigmoid" of each logit, with a correction bias that affects
+        only which experts are chosen (Nemotron-H).
       groups, top_groups: experts are chosen from the best `top_groups` of `groups`.
-      normalize: True if a sigmoid router's weights are divided by their sum.
+      normalize: True if the weights of the chosen experts are divided by their sum. If
+        False, a softmax router's weights are those of the softmax over all experts
+        (Jamba).
       normalize_eps: number that is added to this sum.
       scale: factor of a sigmoid router's weights.
       d_latent: width of the experts' input and output, between two extra projections.
@@ -131,6 +134,9 @@ def route(
       The experts [n, k] int32 of each token, and their weights [n, k] float32.
     """
     if c.router == "softmax":
+        if not c.normalize:
+            weight, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), c.top_k)
+            return chosen, weight
         best, chosen = lax.top_k(logits, c.top_k)
         return chosen, jax.nn.softmax(best, axis=-1)
     score = jax.nn.sigmoid(logits)

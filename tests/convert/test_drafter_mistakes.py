@@ -267,3 +267,12 @@ def test_other_names_are_warned_of(stated, target, same, recwarn):
     lines = [str(warning.message) for warning in recwarn]
     assert len(lines) == (not same)
     assert same or f"was trained for {stated}, but the target is {target}" in lines[0]
+
+
+def test_a_tied_head_is_the_drafters_embedding(target, tmp_path):
+    """Without a statement that the head is the target's, as NVIDIA makes."""
+    write_of(target, tmp_path / "d", "nvidia-bf16")
+    assert not load_drafter(tmp_path / "d").config.head_rows
+    edited(tmp_path / "d", at("", tie_word_embeddings=True, has_lm_head=None))
+    params = load_drafter(tmp_path / "d").params
+    np.testing.assert_array_equal(params["head"], params["embedding"])

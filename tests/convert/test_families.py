@@ -10,13 +10,16 @@ from transformers import (
     BailingHybridConfig,
     BambaConfig,
     FalconH1Config,
+    FalconMambaConfig,
     Gemma3TextConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
+    JambaConfig,
     KimiLinearConfig,
     Lfm3Config,
     LlamaConfig,
     Mamba2Config,
+    MambaConfig,
     NemotronHConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -33,12 +36,15 @@ from stree_jax.convert.families import (
     bailing_hybrid,
     bamba,
     falcon_h1,
+    falcon_mamba,
     gemma3,
     gpt_oss,
     granite,
+    jamba,
     kimi_linear,
     lfm3,
     llama,
+    mamba,
     mamba2,
     nemotron_h,
     qwen3_5,
@@ -126,6 +132,10 @@ def exported(config, directory):
 
 
 COMES_BACK = {
+    "mamba1": "mamba1.d_state mamba1.d_conv mamba1.dt_rank mamba1.d_inner",
+    "falcon-mamba": "mamba1.norm_eps mamba1.dt_rank tie_embeddings stop_tokens",
+    "jamba": "mamba1.d_state mamba1.dt_rank mamba1.d_inner moe.num_experts moe.top_k "
+    "attention.num_kv_heads",
     "mamba2": "tie_embeddings stop_tokens mamba.d_state mamba.dt_limit",
     "llama": "norm_eps attention.rope.theta attention.num_kv_heads tie_embeddings",
     "qwen2": "norm_eps attention.num_kv_heads attention.rope.theta mlp.d_hidden",
@@ -231,6 +241,9 @@ def test_defaults_and_errors_come_from_the_table():
 
 
 CLASSES = {
+    mamba: MambaConfig,
+    falcon_mamba: FalconMambaConfig,
+    jamba: JambaConfig,
     mamba2: Mamba2Config,
     llama: LlamaConfig,
     granite: GraniteMoeHybridConfig,

@@ -29,8 +29,15 @@ from tests.support.vocabularies import byte_level, write_byte_level
 
 ARCHES = list(GGUF_CASES)
 # llama.cpp multiplies the multipliers of these models into the weights.
-FOLDED = [name for name in ARCHES if name.startswith("falcon")]
-LOGITS = [*FOLDED, "qwen2", "llama", "qwen35"]  # compared with transformers
+FOLDED = [name for name in ARCHES if name.startswith("falcon-h1")]
+LOGITS = [
+    *FOLDED,
+    "qwen2",
+    "llama",
+    "qwen35",
+    "falcon-mamba",
+    "jamba",
+]  # compared with transformers
 
 
 @pytest.fixture(scope="module")

@@ -130,10 +130,6 @@ REFUSALS = {
         config_with(attn_layer_idx=[1], attn_cfg={"num_heads": 4}),
         ["config.json", "attn_cfg.causal", "looks ahead"],
     ),
-    **{
-        kind: ("mamba2", config_with(model_type=kind), ["model_type", kind, "Mamba-1"])
-        for kind in ("mamba", "falcon_mamba", "jamba")
-    },
     "unknown": (
         "mamba2",
         config_with(model_type="gpt_neox"),

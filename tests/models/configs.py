@@ -5,6 +5,7 @@ from stree_jax.models import (
     DeltaConfig,
     KDAConfig,
     LightningConfig,
+    Mamba1Config,
     MambaConfig,
     MLAConfig,
     MLPConfig,
@@ -100,6 +101,20 @@ CONFIGS = {
             short_conv=ShortConvConfig(16, d_conv=4),
             mlp=MLPConfig(d_hidden=12, activation="gelu_tanh"),
             moe=MoEConfig(6, 2, 8, activation="clamped", bias=True),
+        ),
+    ),
+    "selective scans": ModelConfig(
+        vocab_size=32,
+        num_tokens=32,
+        d_model=16,
+        layers=("bare", "plain", "mlp", "scaled", "moe", "attention", "mlp"),
+        mixers=named(
+            bare=Mamba1Config(24, 3, d_state=6, d_conv=3, conv_bias=False),
+            plain=Mamba1Config(16, 2, norm="plain", proj_in_bias=True),
+            scaled=Mamba1Config(20, 4, 5, norm="scaled", proj_out_bias=True),
+            attention=AttentionConfig(4, 2, 4),
+            mlp=MLPConfig(d_hidden=12),
+            moe=MoEConfig(6, 2, 8, normalize=False),
         ),
     ),
     "norms after": ModelConfig(

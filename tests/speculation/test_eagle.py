@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import struct
 
 import stree_jax
 from stree_jax import models
@@ -17,17 +16,16 @@ from stree_jax.models.eagle import eagle_model
 from stree_jax.models.memory import size_of
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.memory import BufferSizes, memory_of
-from stree_jax.speculation import loop
 from stree_jax.speculation.adaptive.best_first import best_first
 from stree_jax.speculation.adaptive.calibration import PRIOR
 from stree_jax.speculation.adaptive.search import Query
-from stree_jax.speculation.drafter import DrafterBase
 from stree_jax.speculation.drafters import model as model_drafter
 from stree_jax.speculation.drafters.eagle import EagleDrafter
 from stree_jax.speculation.drafters.lookup import History
 from stree_jax.speculation.tree import resolve_tree
 from tests.speculation.auto import times
 from tests.support import eagle
+from tests.support.watched import count_wrong, drafted_trees
 
 NEW, LENGTHS = 20, [3, 1, 70]  # prompt lengths; the longest takes two chunks
 TREE = resolve_tree([-1, 0, 0, 1, 1, 2, 3])
@@ -63,60 +61,6 @@ def made(target, kind):
     tensors, config = eagle.tensors(target, **arguments), eagle.config(**fields)
     drafter = read_eagle(config, tensors, target.config)
     return drafter, eagle.Recomputed(tensors, config, target)
-
-
-@struct.dataclass
-class Watched(DrafterBase):
-    """A drafter that records the tokens of its last tree."""
-
-    inner: EagleDrafter
-    observes_prompts = True
-
-    @property
-    def taps(self):
-        return self.inner.taps
-
-    def init(self, prompts, past):
-        blank = jnp.zeros((prompts.lengths.shape[0], TREE.size), jnp.int32)
-        return self.inner.init(prompts, past), blank
-
-    def propose(self, state, root, tree, dist, rule):
-        draft, inner = self.inner.propose(state[0], root, tree, dist, rule)
-        return draft, (inner, draft.tokens)
-
-    def commit(self, state, update):
-        return self.inner.commit(state[0], update), state[1]
-
-
-def drafted(target, drafter, prompts, change=lambda drafter: drafter):
-    """Returns for each step and running row the text so far and the tree drafted below
-    it; and the lengths of accepted paths."""
-    begun, plan = begin(target, prompts, max_new_tokens=NEW, drafter=drafter, tree=TREE)
-    spec = replace(plan.spec, drafter=Watched(change(plan.spec.drafter)))
-    padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
-    for row, ids in zip(padded, prompts, strict=True):
-        row[: len(ids)] = ids
-    lengths = jnp.asarray([len(ids) for ids in prompts], jnp.int32)
-    d = loop.init_decoding(
-        spec, jnp.asarray(padded), lengths, begun.requests, max_new_tokens=NEW
-    )
-    # Traced again, with any planted mistake
-    advance, found = jax.jit(lambda *args: loop.advance(*args)), []
-    while (running := np.flatnonzero(np.asarray(d.finish) == 0)).size:
-        before = [
-            ids + np.asarray(d.tokens[b, : d.length[b]]).tolist()
-            for b, ids in enumerate(prompts)
-        ]
-        d = advance(spec, d, jnp.int32(1))
-        trees = np.asarray(d.drafting[1])
-        found += [(before[b], trees[b].tolist()) for b in running]
-    return found, np.asarray(d.gained)
-
-
-def count_wrong(found, recomputed):
-    """Counts the drafted trees that differ from the equations."""
-    seen = [(text, tree) for text, tree in found if len(text) > 1]
-    return sum(tree != recomputed.tree(text, TREE.parents) for text, tree in seen)
 
 
 # Each of these changes only the drafts.
@@ -235,15 +179,16 @@ def test_planted_mistakes_are_found(mistake, target, prompts, monkeypatch):
     kind, plant = PLANTED[mistake]
     drafter, recomputed = made(target, kind)
     change = partial(plant, patch=monkeypatch)
-    assert count_wrong(drafted(target, drafter, prompts, change)[0], recomputed) > 0
+    found, _ = drafted_trees(target, drafter, TREE, prompts, NEW, change)
+    assert count_wrong(found, recomputed, TREE) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_match_the_equations(target, prompts, kind):
     """Over whole texts, in which paths of several lengths were accepted."""
     drafter, recomputed = made(target, kind)
-    found, gained = drafted(target, drafter, prompts)
-    assert count_wrong(found, recomputed) == 0
+    found, gained = drafted_trees(target, drafter, TREE, prompts, NEW)
+    assert count_wrong(found, recomputed, TREE) == 0
     assert (gained[:, 1:3].sum(axis=0) > 0).all()
 
 

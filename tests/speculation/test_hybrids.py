@@ -1,4 +1,4 @@
-"""Test models of LFM2, LFM3, Olmo-Hybrid and MiniMax in the decoder: the output of
+"""Test models of newer hybrids everywhere in the decoder: the output of
 every drafter and tree equals plain decoding."""
 
 from functools import partial
@@ -11,7 +11,7 @@ import stree_jax
 from stree_jax import Sampling
 from tests.speculation.auto import times
 from tests.support.drafting import drafters_of, random_prompts
-from tests.support.tiny import tiny_hybrid
+from tests.support.tiny import tiny_hybrid, tiny_mamba1
 
 NEW, LENGTHS = 24, [1, 5, 70, 33]
 AUTO = "auto:1,4,8"
@@ -24,6 +24,7 @@ MODELS = {
     "lfm3": partial(tiny_hybrid, 1, WINDOWS),
     "olmo": partial(tiny_hybrid, 1, AFTER, qk_norm_whole=True),
     "minimax": partial(tiny_hybrid, 1, LIGHTNING),
+    "mamba1": partial(tiny_mamba1, 1),
 }
 CASES = [
     ("model", "A"),

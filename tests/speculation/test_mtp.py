@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import struct
 
 import stree_jax
 from stree_jax import models
@@ -26,7 +25,6 @@ from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.adaptive.best_first import best_first
 from stree_jax.speculation.adaptive.calibration import PRIOR
 from stree_jax.speculation.adaptive.search import Query
-from stree_jax.speculation.drafter import DrafterBase
 from stree_jax.speculation.drafters import model as model_drafter
 from stree_jax.speculation.drafters.lookup import History
 from stree_jax.speculation.drafters.mtp import MTPDrafter, MTPState
@@ -34,6 +32,7 @@ from stree_jax.speculation.tree import resolve_tree
 from tests.speculation.auto import times
 from tests.support import mtp
 from tests.support.tiny import REAL, tiny
+from tests.support.watched import count_wrong, drafted_trees
 
 NEW, LENGTHS = 20, [3, 1, 70]  # prompt lengths; the longest takes two chunks
 TREE = resolve_tree([-1, 0, 0, 1, 1, 2, 3])
@@ -106,70 +105,15 @@ def test_states_and_logits_match_the_equations(target, recomputed):
         close(logits, recomputed.logits(along[-1]))
 
 
-@struct.dataclass
-class Watched(DrafterBase):
-    """A drafter that records the tokens of its last tree."""
-
-    inner: MTPDrafter
-    observes_prompts = True
-
-    def init(self, prompts, past):
-        blank = jnp.zeros((prompts.lengths.shape[0], TREE.size), jnp.int32)
-        return self.inner.init(prompts, past), blank
-
-    def propose(self, state, root, tree, dist, rule):
-        draft, inner = self.inner.propose(state[0], root, tree, dist, rule)
-        return draft, (inner, draft.tokens)
-
-    def commit(self, state, update):
-        return self.inner.commit(state[0], update), state[1]
-
-
-def drafted(target, prompts, change=lambda drafter: drafter):
-    """Returns for each step and running row the text so far and the tree drafted below
-    it."""
-    begun, plan = begin(target, [[3]], max_new_tokens=1, drafter="mtp", tree=TREE)
-    spec = replace(plan.spec, drafter=Watched(change(plan.spec.drafter)))
-    begun, _ = begin(target, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None)
-    padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
-    for row, ids in zip(padded, prompts, strict=True):
-        row[: len(ids)] = ids
-    d = loop.init_decoding(
-        spec,
-        jnp.asarray(padded),
-        jnp.asarray([len(ids) for ids in prompts], jnp.int32),
-        begun.requests,
-        max_new_tokens=NEW,
-    )
-    # Traced again, with any planted mistake
-    advance, found = jax.jit(lambda *args: loop.advance(*args)), []
-    while (running := np.flatnonzero(np.asarray(d.finish) == 0)).size:
-        before = [
-            ids + np.asarray(d.tokens[b, : d.length[b]]).tolist()
-            for b, ids in enumerate(prompts)
-        ]
-        d = advance(spec, d, jnp.int32(1))
-        trees = np.asarray(d.drafting[1])
-        found += [(before[b], trees[b].tolist()) for b in running]
-    return found, np.asarray(d.gained)
-
-
-def count_wrong(found, recomputed):
-    """Counts the drafted trees that differ from the equations."""
-    heard = [(text, tree) for text, tree in found if len(text) > 1]
-    said = [recomputed.tree(text, TREE.parents) for text, _ in heard]
-    return sum(tree != own for (_, tree), own in zip(heard, said, strict=True))
-
-
 @pytest.fixture(scope="module")
 def decoded(target, prompts):
-    return drafted(target, prompts)
+    return drafted_trees(target, "mtp", TREE, prompts, NEW)
 
 
 def test_drafts_match_the_equations(decoded, recomputed):
     """Over whole texts, in which paths of several lengths were accepted."""
     found, gained = decoded
-    assert count_wrong(found, recomputed) == 0
+    assert count_wrong(found, recomputed, TREE) == 0
     assert (gained[:, 1:4].sum(axis=0) > 0).all()
 
 
@@ -276,8 +220,8 @@ PLANTED = {
 def test_planted_mistakes_are_found(mistake, target, prompts, recomputed, monkeypatch):
     """Such a mistake changes only the drafts, and the test above would fail."""
     change = partial(PLANTED[mistake], patch=monkeypatch, target=target)
-    found, _ = drafted(target, prompts, change)
-    assert count_wrong(found, recomputed) > 0
+    found, _ = drafted_trees(target, "mtp", TREE, prompts, NEW, change)
+    assert count_wrong(found, recomputed, TREE) > 0
 
 
 @pytest.fixture(scope="module")

@@ -318,6 +318,41 @@ CASES = {
         ({"partial_rotary_factor": 1.0}, NO_EFFECT),
         ({"mlp_bias": GONE}, f"mlp_bias: {BIAS}"),
     ],
+    "mamba1": [
+        ({"use_bias": False}, f"use_bias: {BIAS}"),
+        ({"use_conv_bias": False}, f"use_conv_bias: {BIAS}"),
+        ({"expand": 5}, NO_EFFECT),  # intermediate_size takes precedence
+        ({"intermediate_size": GONE}, "tensor"),
+        ({"time_step_rank": "auto"}, "tensor"),
+        ({"time_step_min": 0.5, "time_step_floor": 0.5}, NO_EFFECT),
+        ({"residual_in_fp32": False}, NO_EFFECT),
+        ({"layer_norm_epsilon": 0.1}, EQUAL),
+        ({"layer_norm_epsilon": GONE}, EQUAL),
+        ({"mixer_rms_eps": 0.1}, NO_EFFECT),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+    "falcon-mamba": [
+        ({"mixer_rms_eps": 0.1}, EQUAL),
+        ({"mixer_rms_eps": GONE}, EQUAL),
+        ({"expand": 16}, NO_EFFECT),
+        ({"use_bias": None}, f"use_bias: {BIAS}"),
+    ],
+    "jamba": [
+        ({"attn_layer_offset": 2}, "tensor"),
+        ({"attn_layer_offset": 3}, "attn_layer_offset"),
+        ({"attn_layer_period": 4}, NO_EFFECT),  # of four layers
+        ({"expert_layer_offset": 1}, "tensor"),
+        ({"num_experts": GONE, "num_local_experts": 6}, NO_EFFECT),
+        ({"num_experts_per_tok": 3}, EQUAL),
+        ({"mamba_expand": 2}, "tensor"),
+        ({"mamba_dt_rank": "auto"}, "tensor"),
+        ({"mamba_proj_bias": False}, f"mamba_proj_bias: {BIAS}"),
+        ({"use_mamba_kernels": False}, NO_EFFECT),
+        ({"rms_norm_eps": 0.1}, EQUAL),
+        ({"rope_theta": 5.0}, NO_EFFECT),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
+    ],
     "mamba2": [
         ({"use_bias": False}, f"use_bias: {BIAS}"),
         ({"use_conv_bias": True}, NO_EFFECT),
@@ -491,7 +526,8 @@ def test_greedy_text_with_yarn(edited):
 
 KEPT = ("architectures", "model_type", "transformers_version", "dtype")
 # transformers divides loaded weights here; see the warning above.
-MISREAD = {("mamba2", "rescale_prenorm_residual")}
+PURE = ("mamba1", "falcon-mamba", "mamba2")
+MISREAD = {(name, "rescale_prenorm_residual") for name in PURE}
 # With the default of 1e-6, the output norms of Gated DeltaNet enlarge rounding errors:
 # in float32, transformers is up to 2e-4 off float64 (and this library 5e-5).
 ROUNDED = {(f"qwen3-{name}", "rms_norm_eps") for name in ("next", "5", "5-moe")}

@@ -10,6 +10,7 @@ from stree_jax.models import (
     DeltaConfig,
     KDAConfig,
     LightningConfig,
+    Mamba1Config,
     MambaConfig,
     MLAConfig,
     MLPConfig,
@@ -148,6 +149,23 @@ FAMILIES = {
             ),
             moe=MoEConfig(8, 2, 16, activation="clamped", bias=True),
             mlp=MLPConfig(48, activation="gelu_tanh"),
+        ),
+    ),
+    "jamba": ModelConfig(
+        **SIZES,
+        layers=("mamba1", "mlp", "attention", "moe", "plain", "mlp"),
+        mixers=named(
+            mamba1=Mamba1Config(64, 4, 6, norm="scaled", norm_eps=1e-3),
+            plain=Mamba1Config(
+                *(48, 3, 5, 3),
+                norm="plain",
+                proj_in_bias=True,
+                proj_out_bias=True,
+                conv_bias=False,
+            ),
+            attention=AttentionConfig(8, 2, 4),
+            mlp=MLPConfig(48),
+            moe=MoEConfig(8, 2, 16, normalize=False),
         ),
     ),
     "olmo-hybrid": ModelConfig(

@@ -38,6 +38,7 @@ from tests.support.hf_checkpoints import (
     qwen3,
 )
 from tests.support.hf_windows import FAR, NEAR, gemma3
+from tests.support.selective import falcon_mamba, jamba, mamba
 from tests.support.vocabularies import byte_level, write_byte_level
 
 NO_LIMITS = {"time_step_limit": (0.0, float("inf"))}
@@ -58,6 +59,7 @@ GEMMA3 = {
         FAR: {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0},
     },
 }
+TWICE = {"intermediate_size": 48}  # llama.cpp wants twice the model's width
 GGUF_CASES = {
     "llama": ("llama", llama),
     "llama-tied": (
@@ -142,6 +144,14 @@ GGUF_CASES = {
     ),
     "lfm2": ("lfm2", lambda: lfm2(conv_bias=False, tie_word_embeddings=True)),
     "lfm2-moe": ("lfm2moe", lambda: lfm2_moe(routed_scaling_factor=1.0)),
+    "mamba1": ("mamba", lambda: mamba(use_bias=False, **TWICE)),
+    "falcon-mamba": (
+        "mamba",
+        lambda: falcon_mamba(
+            use_bias=False, mixer_rms_eps=1e-3, tie_word_embeddings=True, **TWICE
+        ),
+    ),
+    "jamba": ("jamba", lambda: jamba(mamba_proj_bias=False, mamba_expand=2)),
     "kimi-linear": ("kimi-linear", lambda: kimi_linear(**KIMI)),
     "kimi-linear-joined": ("kimi-linear", lambda: kimi_linear(**KIMI)),
     # llama.cpp knows which layers have windows, and the base of their positions.
@@ -205,7 +215,7 @@ def write_predicting(file):
 
 def describe(writer, arch, c):
     """Writes metadata keys from a config.json."""
-    layers = c.get("layers_block_type") or c.get("layer_types")
+    layers = c.get("layers_block_type") or c.get("layer_types") or jamba_layers(c)
     count = c.get("num_hidden_layers") or len(layers)
     heads = c.get("num_attention_heads", 0)
     kv = c.get("num_key_value_heads", 0)
@@ -233,14 +243,21 @@ def describe(writer, arch, c):
         writer.add_rope_dimension_count(size)
     if arch == "kimi-linear":
         describe_kimi(writer, c, layers)
-    elif arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe"):
+    elif arch in (
+        "granitehybrid",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "lfm2",
+        "lfm2moe",
+        "jamba",
+    ):
         attention = [k in ("attention", "full_attention") for k in layers]
         writer.add_head_count_kv([kv * there for there in attention])
     elif kv:
         writer.add_head_count_kv(kv)
     if arch.startswith("nemotron"):
         describe_nemotron(writer, c, layers)
-    elif arch == "mamba2":
+    elif arch in ("mamba", "mamba2"):
         writer.add_feed_forward_length(0)
     else:
         dense = c.get("shared_intermediate_size")
@@ -250,10 +267,34 @@ def describe(writer, arch, c):
         describe_granite(writer, c, arch)
     if arch.startswith("lfm2"):
         describe_lfm2(writer, c)
+    if arch in ("mamba", "jamba"):
+        describe_selective(writer, c)
+        return
     if arch.startswith(("lfm2", "kimi")):
         return
     if arch not in ("llama", "qwen2", "qwen3", "gemma3", "granite", "granitemoe"):
         describe_mixer(writer, c)
+
+
+def jamba_layers(c):
+    """Returns the names of Jamba's layers; None for other models."""
+    if "attn_layer_period" not in c:
+        return None
+    period, offset = c["attn_layer_period"], c["attn_layer_offset"]
+    names = ("mamba", "attention")
+    return [names[i % period == offset] for i in range(c["num_hidden_layers"])]
+
+
+def describe_selective(writer, c):
+    inner = c["hidden_size"] * c.get("mamba_expand", 1)
+    writer.add_ssm_conv_kernel(c.get("mamba_d_conv") or c["conv_kernel"])
+    writer.add_ssm_inner_size(inner if "mamba_expand" in c else c["intermediate_size"])
+    writer.add_ssm_state_size(c.get("mamba_d_state") or c["state_size"])
+    writer.add_ssm_time_step_rank(c.get("mamba_dt_rank") or c["time_step_rank"])
+    writer.add_ssm_dt_b_c_rms("mixer_rms_eps" in c)
+    if c.get("num_experts", 1) > 1:
+        writer.add_expert_count(c["num_experts"])
+        writer.add_expert_used_count(c["num_experts_per_tok"])
 
 
 def describe_kimi(writer, c, layers):
@@ -419,9 +460,10 @@ def one(arch, c, name, w):
         w = w.squeeze(1)
     if name.endswith("norm.weight") and arch == "gemma3":
         w = w + 1
+    selective = arch in ("mamba", "jamba")
     if name.endswith("A_log"):
-        w = -np.exp(w)[:, None]
-    if name.endswith((".mixer.D", ".mamba.D")):
+        w = -np.exp(w) if selective else -np.exp(w)[:, None]
+    if name.endswith((".mixer.D", ".mamba.D")) and not selective:
         w = w[:, None]
     if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
         w = w.reshape(mixer_sizes(c)[2], -1)

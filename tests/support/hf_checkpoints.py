@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 from transformers import (
     BailingHybridConfig,
     BailingHybridForCausalLM,
@@ -53,8 +52,15 @@ from transformers import (
 )
 
 from tests.support.hf_minimax import minimax
-from tests.support.hf_random import NO_TOKENS, VOCAB, randomize, randomize_offset
+from tests.support.hf_random import (
+    NO_TOKENS,
+    VOCAB,
+    randomize,
+    randomize_offset,
+    slower,
+)
 from tests.support.hf_windows import WINDOW_CASES
+from tests.support.selective import SELECTIVE_CASES
 
 
 def mamba2(**options):
@@ -484,17 +490,6 @@ KDA = {
 }
 
 
-def slower(model):
-    """Returns a randomized model with slower decays. A state that forgets at once is
-    nearly 0 where query and key are orthogonal, and its norm then amplifies
-    rounding."""
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("A_log"):
-                p.sub_(3.0)
-    return model
-
-
 def kimi_linear(**options):
     defaults = {
         **KDA,
@@ -530,6 +525,7 @@ def bailing_hybrid(**options):
 
 
 HF_CASES = {
+    **SELECTIVE_CASES,
     "mamba2": mamba2,
     "mamba2-tied": lambda: mamba2(
         tie_word_embeddings=True,

@@ -9,6 +9,7 @@ from stree_jax.models import (
     DeltaConfig,
     KDAConfig,
     LightningConfig,
+    Mamba1Config,
     MambaConfig,
     MLAConfig,
     MLPConfig,
@@ -130,6 +131,27 @@ def tiny_kda(seed):
         init_params(config, jax.random.key(seed), jnp.float32), 0.2, seed
     )
     return Model(params | {"embedding": 20 * params["embedding"]}, config)
+
+
+def tiny_mamba1(seed, layers=("mamba1", "mlp", "attention", "moe", "plain", "bare")):
+    """Returns a model with Mamba-1 as in Jamba, Falcon Mamba and Mamba."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_tokens=REAL,
+        d_model=32,
+        layers=layers,
+        stop_tokens=(STOP,),
+        mixers=named(
+            mamba1=Mamba1Config(64, 4, 8, norm="scaled", proj_in_bias=True),
+            plain=Mamba1Config(64, 4, 8, norm="plain"),
+            bare=Mamba1Config(64, 4, 8, conv_bias=False),
+            attention=AttentionConfig(4, 2, 8),
+            mlp=MLPConfig(48),
+            moe=MoEConfig(6, 2, 16, normalize=False),
+        ),
+    )
+    params = init_params(config, jax.random.key(seed), jnp.float32)
+    return Model(params=perturbed(params, 0.2, seed), config=config)
 
 
 def perturbed(params, scale, seed):

@@ -404,29 +404,30 @@ class ByPairs:
         scores = scores[:, None] + pairs
         among = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         total = jnp.logaddexp(among, rest[:, None, None])
-        best, place = lax.top_k(scores, width)
+        best, place = lax.top_k(scores, scores.shape[2])
         every = jnp.broadcast_to(tokens[:, None], scores.shape)
         guess = jnp.take_along_axis(every, place, axis=-1)
         sure = confidence(self.drafter, hidden, previous)
-        if sure is None or self.query.rule.drafting == "coupled":
-            return Scored(best, guess, total), memory
-        return Scored(*_with_confidence(best, guess, sure)), memory
+        if sure is not None and self.query.rule.drafting != "coupled":
+            best, total = _with_confidence(best, sure)
+        return Scored(best[..., :width], guess[..., :width], total), memory
 
 
-def _with_confidence(
-    best: jax.Array, guess: jax.Array, sure: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _with_confidence(best: jax.Array, sure: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Replaces scores by log-probabilities: `sure` [B, Q] for the best child, and the
     others share what is left in proportion to their scores.
 
     Args:
-      best, guess: [B, Q, W], scores in descending order, and their tokens.
+      best: [B, Q, K], the scores of the candidates in descending order.
       sure: the confidence.
+
+    Returns:
+      The log-probabilities [B, Q, K], and the log of their total [B, Q, 1], 0.
     """
     sure = jnp.clip(sure, 1e-6, 1 - 1e-6)[..., None]
     others = jax.nn.log_softmax(best[..., 1:], axis=-1) + jnp.log(RESCUED * (1 - sure))
     value = jnp.concatenate([jnp.log(sure), others], axis=-1)
-    return value, guess, jnp.zeros_like(sure)
+    return value, jnp.zeros_like(sure)
 
 
 def readings(drafter: DFlash, target: ModelConfig) -> dict[str, DFlash]:

@@ -237,7 +237,7 @@ class Staged(DrafterBase):
         guessed = _first_rows(unread_nodes, self.ahead_rows(task), task)
         slots, tokens = self._with_others(inner, draft, guessed, guessed, task)
         text = jnp.arange(U, dtype=jnp.int32)
-        hidden, records, _ = forward_hidden(
+        hidden, records, state = forward_hidden(
             model,
             reading.state,
             jnp.concatenate([reading.unread, tokens], axis=1),
@@ -254,7 +254,7 @@ class Staged(DrafterBase):
         read = jnp.full((batch, N), NOT_READ, jnp.int32)
         opened = Open(
             before=reading,
-            state=commit(reading.state, records, path, reading.unread_length),
+            state=commit(state, records, path, reading.unread_length),
             records=jax.tree.map(lambda x: x[:, U:], records),
             read=read.at[:, slots].set(tokens, mode="drop"),
             passes=jnp.int32(1),

@@ -1,0 +1,24 @@
+"""FalconMambaForCausalLM (Falcon-Mamba-7B): the layers of `mamba`, with norms without
+scales of dt, B and C."""
+
+from typing import Any
+
+from stree_jax.convert.families import mamba, read
+from stree_jax.convert.families.table import Field
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.models import ModelConfig
+
+FORMAT = "falcon_mamba"
+NAMES = mamba.NAMES
+MIXER = (*mamba.MIXER, Field("mixer_rms_eps", "norm_eps", read.positive, 1e-6))
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    return mamba.parse_with(fields, MIXER, norm="plain")
+
+
+def export(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["FalconMambaForCausalLM"],
+        **mamba.export_with(FORMAT, MIXER, config, "norm"),
+    }
