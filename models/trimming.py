@@ -1,4 +1,4 @@
-"""Gives draft models a head that predicts only some of the tokens.
+"""Functions that leave rare tokens out of the heads of draft models.
 
 The head is most of what a drafter with a large vocabulary reads from memory, and most
 of its tokens are rare. A drafter without them is faster and misses few tokens. The

@@ -31,8 +31,7 @@ from stree_jax.draft_tokens import (
     narrowed_config,
     unsupported,
 )
-from stree_jax.models import Format, ModelConfig
-from stree_jax.models.weights.int8 import INT8, Int8Format
+from stree_jax.models import Format, ModelConfig, format_named
 from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
 from stree_jax.options import DRAFTERS, suggestion
 from stree_jax.speculation.drafters.lookup import LOOKUP
@@ -48,6 +47,7 @@ from stree_jax.speculation.drafters.table import (
 from stree_jax.speculation.tree import DEEPEST
 
 DEMO, NO_DRAFTER = "demo", "none"
+INT8 = "int8"  # Format of a published drafter if the target is quantized
 MAX_NGRAM_WIDTH = 16  # maximum guesses per node of a `Staged` drafter
 
 
@@ -165,8 +165,8 @@ def _loaded_pair(
         if table is not None:
             raise ValueError("--ngrams: proposes tokens for a draft model only")
         format = model.weight_format
-        if isinstance(format, KeptFormat | Int8Format):
-            dtype = INT8.name
+        if isinstance(format, KeptFormat) or format.name == INT8:
+            dtype = INT8
         found = load_drafter(name, dtype=dtype, target=model)
         warn_of_other_target(found.config.target, target)
         return model, found
@@ -237,7 +237,8 @@ def _drafter_config(
     if _are_heads(drafter):
         return DrafterConfig(*heads_config_and_format(drafter))
     if is_published(drafter):
-        return DrafterConfig(drafter_config_and_format(drafter, target)[0], INT8)
+        config, _ = drafter_config_and_format(drafter, target)
+        return DrafterConfig(config, format_named(INT8))
     with headers("demo-drafter" if drafter == DEMO else drafter) as directory:
         found = described(directory)
         return DrafterConfig(found.config, found.weight_format(KEPT_INT8))

@@ -128,7 +128,7 @@ def test_too_small_capacities_are_refused(target):
         memory_of(abstract(target), "lookup", "A", BufferSizes(1, 80, 64))
 
 
-@pytest.mark.parametrize("only", ["hybrid, chain:4", "mamba2, E, model, 1"])
+@pytest.mark.parametrize("only", ["hybrid, chain:4, lookup", "mamba2, E, model, 1"])
 def test_predictions_match_the_compiler(only):
     """For some of the table's cases, in a process that compiles as for users."""
     told = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}  # set by conftest.py

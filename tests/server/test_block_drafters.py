@@ -7,8 +7,8 @@ import pytest
 
 from stree_jax.default_tree import spec_for
 from stree_jax.server.batch import Batch
-from tests.server.test_delta import SIZES, decoded, plain, prompt_of
 from tests.support.dflash import random_dflash, with_bigrams
+from tests.support.served_rows import SIZES, decoded, plain, prompt_of
 from tests.support.tiny import tiny
 
 FIRST = prompt_of(80, 80)

@@ -3,17 +3,12 @@ layers: texts are those of plain decoding, also after a cached prefix."""
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-import stree_jax
 from stree_jax.default_tree import spec_for
-from stree_jax.server.batch import Batch, Sizes, TextRequest
-from stree_jax.speculation.decoding import RUNNING
-from tests.support.tiny import REAL, tiny_delta
-
-SIZES = Sizes(rows=2, context=256, steps=4, prefixes=2)
-CAPACITY = 512
+from stree_jax.server.batch import Batch
+from tests.support.served_rows import SIZES, decoded, plain, prompt_of
+from tests.support.tiny import tiny_delta
 
 
 @pytest.fixture(scope="module")
@@ -27,29 +22,6 @@ def batch(request, model):
     batch = Batch(model, spec_for(model, "auto", request.param, None, None), SIZES)
     batch.clear()
     return batch
-
-
-def prompt_of(seed, n):
-    return np.random.default_rng(seed).integers(8, REAL, n).tolist()
-
-
-def decoded(batch, asked):
-    """Returns the tokens of texts. A text gets a row as soon as one is free."""
-    found, waiting, rows = [[] for _ in asked], list(range(len(asked))), {}
-    while waiting or rows:
-        for row in batch.free_rows()[: len(waiting)]:
-            rows[row] = waiting.pop(0)
-            batch.admit(row, TextRequest(*asked[rows[row]]))
-        for row, update in batch.advance().items():
-            found[rows[row]] += update.tokens
-            if update.finish != RUNNING:
-                del rows[row]
-    return found
-
-
-def plain(model, prompt, new):
-    options = dict(max_new_tokens=new, capacity=CAPACITY, drafter=None)
-    return stree_jax.generate(model, [prompt], **options).tokens[0]
 
 
 def test_rows_are_plain_decoding(batch, model):
