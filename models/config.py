@@ -115,6 +115,9 @@ class ModelConfig:
       stop_tokens: end-of-text ids.
       mtp: layers that predict the token after the next one (multi-token prediction).
         They only draft; plain decoding does not run them.
+      head_rows: D, rows of a head that predicts only some of the tokens. Their ids are
+        the parameter `head_ids`; the logits of other tokens are -inf. If 0, the head
+        has a row for each of the V tokens. Only models that draft have such heads.
 
     Raises:
       ValueError: a block names a mixer that is missing from `mixers`, or a config in
@@ -135,11 +138,14 @@ class ModelConfig:
     logits_divisor: float = 1.0
     stop_tokens: tuple[int, ...] = ()
     mtp: tuple[Block, ...] = ()
+    head_rows: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", blocks(self.layers))
         object.__setattr__(self, "mtp", blocks(self.mtp))
         object.__setattr__(self, "mixers", FrozenDict(self.mixers))
+        if self.head_rows and self.tie_embeddings:
+            raise ValueError("head_rows: want a head that is not the embedding")
         if any(block.shared for block in self.mtp):
             raise ValueError("mtp: layers with a shared block are not supported")
         for mixer in self.mixers.values():

@@ -45,8 +45,12 @@ def _plain(value: Any) -> Any:
     return "inf" if value == math.inf else value
 
 
-def from_json(values: Any) -> ModelConfig:
+def from_json(values: Any, kind: type[ModelConfig] = ModelConfig) -> ModelConfig:
     """Builds the config from JSON that `to_json` of this or an earlier version wrote.
+
+    Args:
+      values: the fields.
+      kind: `ModelConfig`, or the subclass that was written.
 
     Raises:
       ValueError, TypeError, ArithmeticError: a field is unknown, missing or out of
@@ -54,7 +58,7 @@ def from_json(values: Any) -> ModelConfig:
     """
     if isinstance(values, dict) and "mixers" not in values:
         values = _from_version_1(values)
-    config = _typed(ModelConfig, values, "model")
+    config: ModelConfig = _typed(kind, values, "model")
     _check_numbers(config)
     for name, c in config.mixers.items():
         mixer = mixer_of(c)

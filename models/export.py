@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from stree_jax.models.config_json import from_json, to_json
+from stree_jax.models.eagle import Eagle, EagleConfig, EagleModel
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.models.mixers import MIXERS
 from stree_jax.models.model import Model
@@ -20,6 +21,12 @@ def _heads_config(fields: dict[str, Any]) -> HeadsConfig:
 register_for_export(
     Model, lambda fields: [to_json(fields[0])], lambda values: (from_json(values[0]),)
 )
+for kind in (Eagle, EagleModel):
+    register_for_export(
+        kind,
+        lambda fields: [to_json(fields[0])],
+        lambda values: (from_json(values[0], EagleConfig),),
+    )
 register_for_export(
     Heads,
     lambda fields: [asdict(fields[0])],

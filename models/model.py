@@ -48,6 +48,7 @@ from stree_jax.models.state import (
     init_state,
 )
 from stree_jax.models.tracing import traced_once
+from stree_jax.models.trimmed import scattered
 from stree_jax.models.weights.formats import as_weight, format_of, storage_named
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.weight import Format
@@ -159,7 +160,7 @@ class ResidualLayer(nn.Module):
             name = required(c.shared).attention
             adapters = Adapters(c, self.dtype, name="adapters")
             u = jnp.concatenate([h, embedding], axis=-1)
-            args = _mixer_args(name, pass_, state, record)
+            args = mixer_args(name, pass_, state, record)
             f, records[name], states[name] = block(u, adapters, *args)
             n = self.cut.of(WIDTH)
             p = declare(self, shared_params(c.d_model, n), self.dtype)
@@ -171,7 +172,7 @@ class ResidualLayer(nn.Module):
         for name in self.block.mixers:
             config, n = c.mixers[name], self.cut.of(name)
             module = mixer_of(config).Module(config, self.dtype, n, name=name)
-            out, new, then = module(u, *_mixer_args(name, pass_, state, record))
+            out, new, then = module(u, *mixer_args(name, pass_, state, record))
             outs.append(out)
             if new is not None:
                 records[name], states[name] = new, then
@@ -184,7 +185,7 @@ class ResidualLayer(nn.Module):
         return h + c.residual_multiplier * added, records, states
 
 
-def _mixer_args(
+def mixer_args(
     name: str, pass_: Pass[Any], state: LayerState, record: LayerRecord | None
 ) -> tuple[Pass[Any], Any, Any]:
     """Returns the pass, state and record that a layer hands to one of its mixers."""
@@ -331,10 +332,8 @@ class LanguageModel(nn.Module):
 
     def setup(self):
         c = self.config
-        table = model_params(c.vocab_size, c.d_model, c.tie_embeddings)
-        p = declare(self, table, self.dtype)
-        self.embedding = p["embedding"]
-        self.head_weight = p["embedding" if c.tie_embeddings else "lm_head"]
+        table = model_params(c.vocab_size, c.d_model, c.tie_embeddings, c.head_rows)
+        self.declare_ends(declare(self, table, self.dtype))
         self.layers = [
             ResidualLayer(c, block, self.dtype, self.cut) for block in c.layers
         ]
@@ -343,6 +342,12 @@ class LanguageModel(nn.Module):
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
         if c.mtp:
             self.mtp = MTPLayers(c, self.dtype, self.cut)
+
+    def declare_ends(self, p: dict[str, Any]) -> None:
+        """Sets the embedding and the head from their parameters, in `setup`."""
+        self.embedding = p["embedding"]
+        self.head_weight = p["embedding" if self.config.tie_embeddings else "lm_head"]
+        self.head_ids = p.get("head_ids")
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Looks up the embeddings [B, T, d] float32 of tokens [B, T] int32."""
@@ -389,9 +394,12 @@ class LanguageModel(nn.Module):
     ) -> jax.Array:
         """Computes the logits of hidden states; see `logits_of`."""
         with jax.named_scope("head"):
+            n, c = self.cut.of(VOCAB), self.config
             own = linear(hidden, self.head_weight, valid_count=valid_count)
-            logits = gathered(own, self.cut.of(VOCAB))
-            return logits / self.config.logits_divisor
+            if self.head_ids is not None:
+                own = own / c.logits_divisor
+                return scattered(own, self.head_ids, n * c.vocab_size)
+            return gathered(own, n) / c.logits_divisor
 
     def init_all(self, tokens: jax.Array, nodes: Nodes, state: State) -> jax.Array:
         """Runs every module once, so that `init` creates all parameters."""

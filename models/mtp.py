@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from stree_jax.models.model import Model, derived
 
-PARAMS = ("embedding", "lm_head", "mtp")  # the first two are shared with the target
+PARAMS = ("embedding", "lm_head", "head_ids", "mtp")  # all but the last: the target's
 
 
 def mtp_model(target: Model) -> Model:

@@ -52,7 +52,8 @@ def param_table(c: ModelConfig) -> Mapping[Path, Entry]:
 
 
 def _entries(c: ModelConfig) -> Iterator[tuple[Path, Entry]]:
-    yield from _flat((), model_params(c.vocab_size, c.d_model, c.tie_embeddings), VOCAB)
+    ends = model_params(c.vocab_size, c.d_model, c.tie_embeddings, c.head_rows)
+    yield from _flat((), ends, VOCAB)
     yield from _flat(("norm",), norm_params(c.norm, c.d_model), EVERYWHERE)
     layers = {block: list(_layer(c, block)) for block in {*c.layers, *c.mtp}}
     for i, block in enumerate(c.layers):

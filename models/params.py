@@ -40,6 +40,7 @@ class Param(NamedTuple):
         divide. If empty, every device has the whole parameter.
       axis: the axis that devices divide.
       float32: True if the parameter stays float32 in every weight format.
+      int32: True if the parameter consists of int32 numbers, such as token ids.
       quantizable: True if only matrix products and row lookups read the parameter, so
         that a weight format may store it in fewer bits.
     """
@@ -49,10 +50,16 @@ class Param(NamedTuple):
     runs: tuple[Run, ...] = ()
     axis: int = 0
     float32: bool = False
+    int32: bool = False
     quantizable: bool = False
 
 
 Table = dict[str, Any]  # name -> a `Param`, or the `Table` of a submodule
+
+
+def first_ids(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Initialises token ids [D] as 0 .. D - 1."""
+    return jnp.arange(shape[0], dtype=jnp.int32)
 
 
 def conv_init(count: int) -> Init:
@@ -95,11 +102,24 @@ def shared_params(d_model: int, n: int = 1) -> Table:
     }
 
 
-def model_params(vocab_size: int, d_model: int, tied: bool) -> Table:
-    """Returns the embedding, and the head unless it is tied to the embedding."""
+def model_params(
+    vocab_size: int, d_model: int, tied: bool, head_rows: int = 0
+) -> Table:
+    """Returns the embedding, and the head unless it is tied to the embedding.
+
+    Args:
+      vocab_size: rows of the embedding.
+      d_model: width of the model.
+      tied: True if the embedding is the head.
+      head_rows: see `ModelConfig.head_rows`. Devices do not divide such a head.
+    """
     shape, ids = (vocab_size, d_model), (Run(vocab_size, vocab_size),)
-    names = ["embedding"] if tied else ["embedding", "lm_head"]
-    return {name: Param(shape, runs=ids, quantizable=True) for name in names}
+    names = ["embedding"] if tied or head_rows else ["embedding", "lm_head"]
+    table = {name: Param(shape, runs=ids, quantizable=True) for name in names}
+    if head_rows:
+        table["lm_head"] = Param((head_rows, d_model), quantizable=True)
+        table["head_ids"] = Param((head_rows,), first_ids, int32=True)
+    return table
 
 
 def declare(module: nn.Module, table: Table, dtype: Any) -> dict[str, Any]:
@@ -132,7 +152,9 @@ def declare(module: nn.Module, table: Table, dtype: Any) -> dict[str, Any]:
 
 
 def array_dtype(param: Param, dtype: Any) -> Any:
-    """Returns `dtype`, or float32 if the parameter always stays float32."""
+    """Returns `dtype`, unless the parameter is always float32 or int32."""
+    if param.int32:
+        return jnp.int32
     return jnp.float32 if param.float32 else dtype
 
 

@@ -112,6 +112,12 @@ class MTPDrafter(Searcher):
     model: Model
     observes_prompts = True
     passes_by_update = 1
+    stage = MTP  # name in reports of tree "auto"
+
+    def previous(self, update: Update) -> jax.Array:
+        """Returns what the layers read beside each token of an update,
+        [B, M + 1, d]."""
+        return update.hidden
 
     def init(self, prompts: Prompts, past: Any) -> MTPState:
         """Returns a state with capacity for the prompts. Cached states of other kinds
@@ -147,7 +153,7 @@ class MTPDrafter(Searcher):
             state.state,
             update.tokens,
             update.length,
-            previous=update.hidden,
+            previous=self.previous(update),
         )
         last = update.last_of(hidden, state.hidden[:, 0])[:, None]
         return replace(state, state=after, hidden=last)
@@ -173,7 +179,7 @@ class MTPDrafter(Searcher):
     def search_reads(
         self, state: MTPState, passes: Any, guessing: Any, size: tuple[int, int]
     ) -> list[Reads]:
-        return [Reads(MTP, passes, weights_read(self.model), state=state.state)]
+        return [Reads(self.stage, passes, weights_read(self.model), state=state.state)]
 
     def key(self) -> str:
-        return f"{MTP} {model_key(self.model)}"
+        return f"{self.stage} {model_key(self.model)}"

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from stree_jax.models import Format, Model, ModelConfig, by_path, format_named
 from stree_jax.models.dflash import DFlash, DFlashConfig
+from stree_jax.models.eagle import Eagle, EagleConfig
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.models.weights.kept import KeptFormat, with_layout
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.drafters.custom import METHODS, Custom
 from stree_jax.speculation.drafters.dflash import DFlashSource
+from stree_jax.speculation.drafters.eagle import EagleSource
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.medusa import HeadsSource
 from stree_jax.speculation.drafters.model import ModelSource
@@ -23,13 +25,14 @@ from stree_jax.speculation.source import Source, not_a_source
 
 AUTO = "auto"  # default drafter of the API and of all commands except the demo
 AnyDrafter = (
-    Model | Heads | DFlash | Drafter | str | None
+    Model | Heads | DFlash | Eagle | Drafter | str | None
 )  # what users pass as `drafter`
 
 SOURCES: dict[type, Any] = {  # by the type of the value that users pass
     Model: ModelSource,
     Heads: HeadsSource,
     DFlash: DFlashSource,
+    Eagle: EagleSource,
     NGrams: NGramsSource,
     Staged: StagedSource,
 }
@@ -37,6 +40,7 @@ ABSTRACT: dict[type, Any] = {
     ModelConfig: ModelSource,
     HeadsConfig: HeadsSource,
     DFlashConfig: DFlashSource,
+    EagleConfig: EagleSource,
 }
 WITHOUT_MODEL = LookupSource(), PlainSource()  # they work with any target
 NAMED = {source.value: source for source in (*WITHOUT_MODEL, MTPSource())}
@@ -127,6 +131,6 @@ def _format_of(drafter: Any, target: Format) -> Format:
         return target
     if isinstance(drafter, DrafterConfig):
         return drafter.kept
-    if isinstance(drafter, Model | Heads | DFlash):
+    if isinstance(drafter, Model | Heads | DFlash | Eagle):
         return with_layout(drafter.weight_format, by_path(drafter.params))
     return replace(target, layout=())

@@ -1,0 +1,233 @@
+"""Names of the tensors of block drafters, and their reading."""
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.convert.drafters.fields import Fields
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.source import Source
+from stree_jax.convert.tensors import is_finite
+from stree_jax.models import nest, stored
+from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table
+from stree_jax.models.params import Path as ParamPath
+from stree_jax.models.weights.weight import Format
+
+EMBEDDING, HEAD, IDS, USED = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+MASK, MASK_FILE = "mask_embedding", "mask_embedding.pt"
+LAYER, ATTENTION, MLP = "layers.{i}.", "layers.{i}.self_attn.", "layers.{i}.mlp."
+# Tensors of the pair scores and of the confidence head, by the name of our parameter
+MARKOV = {
+    "previous": "markov_head.markov_w1.weight",
+    "following": "markov_head.markov_w2.weight",
+    "gate": "markov_head.gate_proj.weight",
+    "gate_bias": "markov_head.gate_proj.bias",
+    "joint": "markov_head.joint_proj.weight",
+    "joint_bias": "markov_head.joint_proj.bias",
+}
+SELECTOR = {
+    "previous": "candidate_selector.predecessor_codebook",
+    "following": "candidate_selector.successor_codebook",
+    "projection": "candidate_selector.hidden_projection.weight",
+}
+CONFIDENCE = {
+    "weight": "confidence_head.proj.weight",
+    "bias": "confidence_head.proj.bias",
+}
+PREFIXES = ("model.", "draft_model.", "logit_head.")
+ALIASES = {
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "markov_w1.": "markov_head.markov_w1.",
+    "markov_w2.": "markov_head.markov_w2.",
+    "gate_proj.": "markov_head.gate_proj.",
+    "joint_proj.": "markov_head.joint_proj.",
+    "confidence_proj.": "confidence_head.proj.",
+}
+# Tensors that only training uses, or that are read separately
+UNUSED = (IDS, USED, MASK, "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+def plain_name(name: str) -> str:
+    """Returns the name that most publishers give to a tensor."""
+    while prefix := next((p for p in PREFIXES if name.startswith(p)), ""):
+        name = name.removeprefix(prefix)
+    for alias, plain in ALIASES.items():
+        if name.startswith(alias):
+            return plain + name.removeprefix(alias)
+    if name.startswith(MASK):
+        return MASK
+    return re.sub(r"(_codebook)\.weight$", r"\1", name)
+
+
+def tensor_names(c: DFlashConfig) -> dict[ParamPath, tuple[str, ...]]:
+    """Returns the plain names of the tensors of each parameter, whose rows are
+    stacked."""
+    tied = c.own_embedding and c.head_rows == c.vocab_size
+    named: dict[ParamPath, tuple[str, ...]] = {
+        ("fc",): ("fc.weight",),
+        ("context_norm",): ("hidden_norm.weight",),
+        ("norm",): ("norm.weight",),
+        ("embedding",): (EMBEDDING,),
+        ("head",): (HEAD, EMBEDDING) if tied else (HEAD,),
+    }
+    for i in range(len(c.layers)):
+        part, own, mlp = (name.format(i=i) for name in (LAYER, ATTENTION, MLP))
+        for name, tensors in {
+            "norm": (f"{part}input_layernorm.weight",),
+            "mlp_norm": (f"{part}post_attention_layernorm.weight",),
+            "q": (f"{own}q_proj.weight",),
+            "kv": (f"{own}k_proj.weight", f"{own}v_proj.weight"),
+            "out": (f"{own}o_proj.weight",),
+            "q_norm": (f"{own}q_norm.weight",),
+            "k_norm": (f"{own}k_norm.weight",),
+            "sinks": (f"{own}attention_sink_bias",),
+            "gate_up": (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
+            "down": (f"{mlp}down_proj.weight",),
+            "attention_conv_base": (f"{part}attention_conv.base_kernel",),
+            "mlp_conv_base": (f"{part}mlp_conv.base_kernel",),
+            "attention_conv_projection": (
+                f"{part}attention_conv.kernel_projection.weight",
+            ),
+            "mlp_conv_projection": (f"{part}mlp_conv.kernel_projection.weight",),
+        }.items():
+            named[f"layers_{i}", name] = tensors
+    pairs = SELECTOR if c.pairs == "selector" else MARKOV
+    named |= {("pairs", name): (tensor,) for name, tensor in pairs.items()}
+    named |= {("confidence", name): (t,) for name, t in CONFIDENCE.items()}
+    return {path: named[path] for path in dflash_table(c)}
+
+
+def _present(
+    path: ParamPath, names: tuple[str, ...], found: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Returns the tensors of a parameter. A tied head is the embedding."""
+    if path != ("head",):
+        return names
+    return (next((name for name in names if name in found), names[0]),)
+
+
+def check_shapes(f: Fields, c: DFlashConfig) -> None:
+    """Raises CheckpointError if a tensor is missing, unexpected or of another shape."""
+    table, expected = dflash_table(c), set(UNUSED)
+    for path, names in tensor_names(c).items():
+        names = _present(path, names, f.shapes)
+        want = table[path].shape
+        if path == ("confidence", "bias") and names[0] not in f.shapes:
+            continue  # it is zero
+        shapes = [f.shape(name, len(want)) for name in names]
+        expected |= set(names)
+        found = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        if found != want or len({shape[1:] for shape in shapes}) > 1:
+            raise f.error(
+                f"{' + '.join(names)}: want shape {list(want)} by {f.whole.file.name}, "
+                f"got {list(found)}"
+            )
+    for name in sorted(f.shapes.keys() - expected):
+        if not name.endswith("rotary_emb.inv_freq"):
+            raise f.error(f"unexpected tensor {name}")
+
+
+def is_block(names: Collection[str]) -> bool:
+    """True if tensors of these names are a block drafter: layers that read projected
+    layers of a target."""
+    found = set(map(plain_name, names))
+    query = f"{ATTENTION.format(i=0)}q_proj.weight"
+    return {"fc.weight", "hidden_norm.weight", query} <= found
+
+
+def read_dflash(
+    source: Source, c: DFlashConfig, format: Format, interleaved: bool = False
+) -> DFlash:
+    """Reads a block drafter's weights.
+
+    Args:
+      source: the tensors.
+      c: the architecture, as `dflash_config` reads it. Embeddings and heads that it
+        does not have are not read.
+      format: format of the weights.
+      interleaved: True if the rotary embedding of the files rotates pairs of
+        neighbouring channels. Rows are then permuted, so that halves rotate.
+
+    Raises:
+      CheckpointError: a weight is NaN or infinite, or the tokens of the head's rows are
+        inconsistent.
+    """
+    files = {plain_name(name): name for name in source.tensors}
+    ids, order = _head_ids(source, files, c)
+    turned = c.attention.rope.dim if interleaved and c.attention.rope else 0
+    dtype = format.dtype if format.plain else np.dtype(np.float32)
+    params: dict[ParamPath, Any] = {}
+    for path, names in tensor_names(c).items():
+        param = dflash_table(c)[path]
+        if path == ("confidence", "bias") and names[0] not in files:
+            params[path] = stored(param, jnp.zeros(param.shape), format)
+            continue
+        parts = []
+        for name in _present(path, names, files):
+            part = source.read(files[name], dtype)
+            if not is_finite(part):
+                raise CheckpointError(
+                    f"{source.directory}: {name}: has NaN or infinity"
+                )
+            if turned and re.search(r"\.[qk]_(proj|norm)\.", name):
+                part = _half_split(part, c.attention.head_dim, turned)
+            parts.append(part)
+        whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        if order is not None and path in {("head",), ("pairs", "following")}:
+            whole = whole[order]
+        if path == ("embedding",) and MASK in files:
+            mask = source.read(files[MASK]).reshape(-1)
+            whole = np.array(whole)
+            whole[c.mask_token] = mask
+        params[path] = stored(param, jnp.asarray(whole), format)
+    return DFlash(nest(params), c, ids)
+
+
+def _half_split(x: np.ndarray, head_dim: int, dim: int) -> np.ndarray:
+    """Reorders the channels of heads [heads * head_dim, ..], of which the first `dim`
+    rotate in pairs of neighbours, so that channel i rotates with i + dim / 2."""
+    order = [*range(0, dim, 2), *range(1, dim, 2), *range(dim, head_dim)]
+    return x.reshape(-1, head_dim, *x.shape[1:])[:, order].reshape(x.shape)
+
+
+def _head_ids(
+    source: Source, files: Mapping[str, str], c: DFlashConfig
+) -> tuple[Any, np.ndarray | None]:
+    """Returns the tokens of the head's rows in ascending order, and the order of the
+    rows; or (None, None) if the head has all tokens."""
+    if not 0 < c.head_rows < c.vocab_size:
+        return None, None
+    arrays = {n: source.read(files[n]) for n in (IDS, USED) if n in files}
+    ids = head_ids(arrays, c.head_rows, c.vocab_size, source.directory)
+    order = np.argsort(ids)
+    return jnp.asarray(ids[order], jnp.int32), order
+
+
+def head_ids(
+    arrays: Mapping[str, np.ndarray], rows: int, vocab: int, where: Path
+) -> np.ndarray:
+    """Returns the tokens [D] of the rows of a head. Files store them as differences
+    from the row's number.
+
+    Raises:
+      CheckpointError: they are not different tokens, or `t2d` marks other tokens.
+    """
+    offsets = arrays[IDS]
+    if offsets.shape != (rows,) or offsets.dtype.kind not in "iu":
+        raise CheckpointError(f"{where}: {IDS}: want {rows} integers")
+    ids = np.arange(rows) + offsets.astype(np.int64)
+    if len(set(ids.tolist())) < rows or not 0 <= ids.min() <= ids.max() < vocab:
+        raise CheckpointError(
+            f"{where}: {IDS}: want {rows} different tokens, as differences from the "
+            "number of the row"
+        )
+    if USED in arrays and not np.array_equal(
+        np.flatnonzero(arrays[USED]), np.sort(ids)
+    ):
+        raise CheckpointError(f"{where}: {USED} and {IDS} are of different tokens")
+    return ids
