@@ -389,7 +389,9 @@ def _convolution(f: Fields, d: int) -> dict[str, Any]:
     rows = f.shape(base.replace("base_kernel", "kernel_projection.weight"), 2)[0]
     stated = f.size("conv_kernel_size")
     if stated not in (None, taps):
-        raise f.whole.error("conv_kernel_size", f"{stated}, but the kernels have {taps}")
+        raise f.whole.error(
+            "conv_kernel_size", f"{stated}, but the kernels have {taps}"
+        )
     group = f.size("conv_group_size") or 2 * taps * d // max(rows, 1)
     if d % group:
         raise f.whole.error("conv_group_size", f"{group} does not divide {d}")

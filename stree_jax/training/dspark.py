@@ -327,7 +327,9 @@ def agreement(
     """Returns by draft how often drafter and target agree on the likeliest token after
     the text's tokens, and the mean probability of acceptance, [M] each."""
     found = [
-        _agreements(drafter.config, drafter.params, jax.tree.map(jnp.asarray, b), output)
+        _agreements(
+            drafter.config, drafter.params, jax.tree.map(jnp.asarray, b), output
+        )
         for b in batches
     ]
     right, accepted = (np.concatenate(x) for x in zip(*found, strict=True))
@@ -397,7 +399,9 @@ def train_dspark(
     config = dspark_config(
         loaded.config, size, rarest_token(np.asarray(data.train), loaded.config)
     )
-    config = replace(config, target=str(target) if not isinstance(target, Model) else "")
+    config = replace(
+        config, target=str(target) if not isinstance(target, Model) else ""
+    )
     taps = tuple(tap_of(loaded.config, b) for b in config.boundaries)
 
     def sources(name: str, stream: np.ndarray, read: int, own: int) -> list[Stretches]:
