@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.checkpoints.load import Model, load
+from stree_jax.convert.hub import hub_name
 from stree_jax.models import AttentionConfig, ModelConfig, Rope, base_model, logits_of
 from stree_jax.models import Model as BareModel
 from stree_jax.models.boundaries import boundary_count, tap_of
@@ -69,7 +70,8 @@ class DSparkSize:
 
     Attributes:
       layers: its layers, of the target's width.
-      taps: residual streams of the target that it reads, evenly spread.
+      taps: residual streams of the target that it reads, evenly spread. If None, 3, or
+        as many as the target has layers.
       drafts: drafts of a block.
       mlp: width of the MLPs. If None, two thirds of the target's width.
       rank: r, of the Markov head.
@@ -79,7 +81,7 @@ class DSparkSize:
     """
 
     layers: int = 2
-    taps: int = 3
+    taps: int | None = None
     drafts: int = 7
     mlp: int | None = None
     rank: int = 128
@@ -99,13 +101,15 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
       ValueError: the size does not fit the target.
     """
     d, last = target.d_model, boundary_count(target)
-    if not 1 <= size.taps <= last:
-        raise ValueError(f"--taps: want 1..{last}, got {size.taps}")
+    taps = min(3, last) if size.taps is None else size.taps
+    if not 1 <= taps <= last:
+        raise ValueError(f"--taps: want 1..{last}, got {taps}")
     if d % HEAD:
         raise ValueError(f"target: want a width divisible by {HEAD}, got {d}")
-    for name in ("layers", "drafts", "rank"):
-        if getattr(size, name) < 1:
-            raise ValueError(f"--{name}: want at least 1, got {getattr(size, name)}")
+    for name in ("layers", "drafts", "rank", "window"):
+        value, least = getattr(size, name), int(name != "window")
+        if value < least:
+            raise ValueError(f"--{name}: want at least {least}, got {value}")
     heads = d // HEAD
     attention = AttentionConfig(
         *(heads, math.gcd(heads, 2), HEAD), rope=Rope(1e4, HEAD), qk_norm_eps=1e-6
@@ -114,7 +118,7 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
         d_model=d,
         vocab_size=target.vocab_size,
         target_width=d,
-        boundaries=tuple(last * (i + 1) // size.taps for i in range(size.taps)),
+        boundaries=tuple(last * (i + 1) // taps for i in range(taps)),
         layers=(DFlashLayer(size.window, size.causal),) * size.layers,
         attention=attention,
         d_mlp=size.mlp or 2 * d // 3,
@@ -343,11 +347,27 @@ def rarest_token(tokens: np.ndarray, target: ModelConfig) -> int:
     return int(target.num_tokens - 1 - counts[::-1].argmin())
 
 
-def check_sizes(length: int, drafts: int, roots: int, most: int) -> None:
+def published_name(target: str | Path | Model) -> str:
+    """Returns the hub id of a target, or "" if it is not from the hub."""
+    named = isinstance(target, str) and not Path(target).exists()
+    found = hub_name(target) if named else None
+    return "" if found is None else found.repo
+
+
+def check_sizes(
+    length: int, drafts: int, roots: int, tokens: int, own_tokens: int, window: int
+) -> None:
     """Raises ValueError for sizes that do not fit together, before the target reads
     text."""
-    if roots < 1:
-        raise ValueError(f"--roots: want at least 1, got {roots}")
+    least_of = {
+        "roots": (roots, 1),
+        "tokens": (tokens, 1),
+        "own-tokens": (own_tokens, 0),
+    }
+    for name, (value, least) in least_of.items():
+        if value < least:
+            raise ValueError(f"--{name}: want at least {least}, got {value}")
+    most = min(window, PROMPT + GENERATED - 1) if own_tokens else window
     least = PROMPT + drafts + roots
     if not least <= length <= most:
         raise ValueError(
@@ -366,7 +386,7 @@ def train_dspark(
     own_tokens: int = 400_000,
     window: int = 256,
     dtype: str = "float32",
-) -> DFlash:
+) -> tuple[DFlash, int]:
     """Trains a DSpark drafter for a target.
 
     Half of the examples are from the text. The others are written greedily by the
@@ -386,22 +406,18 @@ def train_dspark(
       dtype: dtype of the target during training.
 
     Returns:
-      The drafter in bfloat16.
+      The drafter in bfloat16, and the number of the target's layers.
 
     Raises:
       ValueError: the arguments or files are invalid.
     """
     job.check()
-    most = min(window, PROMPT + GENERATED - 1) if own_tokens else window
-    check_sizes(job.train.length, size.drafts, roots, most)
+    check_sizes(job.train.length, size.drafts, roots, tokens, own_tokens, window)
     loaded = target if isinstance(target, Model) else load(target, dtype=dtype)
     data, bare = prepare_for(job, loaded, str(target)), base_model(loaded)
-    config = dspark_config(
-        loaded.config, size, rarest_token(np.asarray(data.train), loaded.config)
-    )
-    config = replace(
-        config, target=str(target) if not isinstance(target, Model) else ""
-    )
+    mask = rarest_token(np.asarray(data.train), loaded.config)
+    config = dspark_config(loaded.config, size, mask)
+    config = replace(config, target=published_name(target))
     taps = tuple(tap_of(loaded.config, b) for b in config.boundaries)
 
     def sources(name: str, stream: np.ndarray, read: int, own: int) -> list[Stretches]:
@@ -436,4 +452,4 @@ def train_dspark(
     for k in range(size.drafts):
         shares = f"first guess {right[k]:.1%}, accepted {accepted[k]:.1%}"
         print(f"stree-jax: draft {k + 1}: {shares}", file=sys.stderr)
-    return trained
+    return trained, boundary_count(loaded.config)

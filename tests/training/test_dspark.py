@@ -151,7 +151,7 @@ def test_the_token_of_the_slots_is_the_rarest(model):
 def train(target, text, folder, config=TRAIN, size=SIZE, **options):
     job = Job([text], folder / "out", folder / "work", config)
     sizes = dict(roots=4, tokens=600, own_tokens=300, window=WINDOW) | options
-    return training.train_dspark(job, target, size, **sizes)
+    return training.train_dspark(job, target, size, **sizes)[0]
 
 
 @pytest.fixture(scope="module")

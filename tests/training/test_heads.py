@@ -19,7 +19,7 @@ from stree_jax.training import heads as training
 from stree_jax.training import kept
 from stree_jax.training.recipe import Job
 from stree_jax.training.train import TrainConfig
-from tests.support.cycle import CYCLE, cycling_target, write_text
+from tests.support.cycle import cycling_target, write_text
 from tests.support.heads import random_heads, reference_logits
 from tests.support.tiny import REAL, perturbed, tiny
 
