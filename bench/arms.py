@@ -6,10 +6,10 @@ explains turns, units and records.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.staged import Staged
+from stree_jax.speculation.drafters.table import AnyDrafter
 from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree
 
@@ -61,8 +62,9 @@ class Arm:
       tree: the tree as `generate` takes it, a name or a list of parents. If None, the
         arm is plain decoding.
       rule: the name of the acceptance rule. If None, the default.
-      drafting: the drafter: the draft model, "lookup", n-grams or heads alone, or
-        n-grams that guess for the draft model ("staged").
+      drafting: the drafter: the draft model, "lookup", n-grams or heads alone,
+        n-grams that guess for the draft model ("staged"), or a key of
+        `Workload.others`.
       ahead, width: with "staged", the number of levels that the n-grams guess, and the
         guesses per node.
       heads: number of Medusa heads to use, the first ones. If 0, all.
@@ -73,7 +75,7 @@ class Arm:
     name: str
     tree: str | tuple[int, ...] | None
     rule: str | None = None
-    drafting: Literal["model", "lookup", "ngrams", "staged", "heads"] = "model"
+    drafting: str = "model"
     ahead: int = 0
     width: int = 1
     heads: int = 0
@@ -125,6 +127,7 @@ class Workload:
         compiled program.
       ngrams, heads: drafters of the arms that use them.
       top_k: top-k filter of sampling. If 0, there is no filter.
+      others: further drafters by name.
     """
 
     target: Model
@@ -136,8 +139,9 @@ class Workload:
     ngrams: NGrams | None = None
     heads: Heads | None = None
     top_k: int = 0
+    others: Mapping[str, AnyDrafter] = field(default_factory=dict)
 
-    def drafter_of(self, arm: Arm) -> Model | Heads | Staged | NGrams | str | None:
+    def drafter_of(self, arm: Arm) -> AnyDrafter:
         if arm.tree is None:
             return None
         match arm.drafting:
@@ -152,7 +156,7 @@ class Workload:
             case "staged":
                 return Staged(self.drafter, self.ngrams, arm.ahead, arm.width)
             case _:
-                return self.drafter
+                return self.others.get(arm.drafting, self.drafter)
 
 
 def workload(

@@ -23,6 +23,7 @@ BENCHMARKS = {
     "forward": "one forward pass by its number of nodes (STree, Fig. 2 and 3)",
     "cost": "which tree is fastest on this machine, predicted and measured",
     "heads": "Medusa heads compared with other drafters, and typical acceptance",
+    "drafters": "drafters compared: agreement, trees at equal nodes, decoding",
     "staged": "n-grams that propose tokens for the draft model (Spector and Re 2023)",
     "memory": "memory by part, and what fits in a limit (SpecMemo's figures)",
     "prompts": "prefill by prompt length, compared with transformers",

@@ -19,6 +19,7 @@ from typing import Any
 
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import detect
+from stree_jax.convert.drafters.fields import has_drafter_fields
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import mambainllama
 from stree_jax.convert.gguf.header import MAX_HEADER, SHARD, first_shards, read_one
@@ -284,7 +285,8 @@ def chosen(found: Repository, get: Callable[[Collection[str]], Path]) -> Path:
     files = CheckpointFiles(directory)
     if is_ours(files):
         return get(ours)
-    detect(files.fields())
+    if not has_drafter_fields(files.json()):
+        detect(files.fields())
     if weights is None:
         raise CheckpointError(f"{name}: no weights; params/ is in another format")
     if not weights.endswith(INDEX):

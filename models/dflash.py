@@ -46,7 +46,6 @@ from stree_jax.models.params import (
     Params,
     Path,
     Table,
-    by_path,
     nest,
     parameter_count,
     stored,
@@ -99,6 +98,8 @@ class DFlashConfig:
       confidence_pairs: see `confidence`.
       conv_taps, conv_group: taps of the convolutions over slots around each sublayer,
         and channels that share a coefficient (DFlash2). No convolutions if 0.
+      interleaved: True if its files rotate pairs of neighbouring channels (GPT-J). Its
+        weights here are in the order of half-split pairs.
       own_embedding: True if it has an embedding of its own.
       head_rows: D if it has a head of its own, else 0.
       target: name of the target that its files state, or "".
@@ -121,6 +122,7 @@ class DFlashConfig:
     confidence_pairs: bool = False
     conv_taps: int = 0
     conv_group: int = 16
+    interleaved: bool = False
     own_embedding: bool = False
     head_rows: int = 0
     target: str = ""
@@ -277,11 +279,43 @@ def init_dflash(config: DFlashConfig, key: jax.Array, dtype: Any) -> Params:
     )
 
 
-def cast_dflash(config: DFlashConfig, params: Params, dtype: Any) -> Params:
-    """Returns the parameters of the same drafter in another dtype or weight format."""
-    format, table = format_named(dtype), dflash_table(config)
-    flat = by_path(params)
-    return nest({path: stored(table[path], x, format) for path, x in flat.items()})
+def half_split_order(head_dim: int, rotated: int) -> np.ndarray:
+    """Returns the order [head_dim] in which a head's channels of neighbouring pairs
+    become those of half-split pairs. Channels from `rotated` on stay."""
+    pairs = np.arange(rotated).reshape(-1, 2)
+    return np.concatenate([*pairs.T, np.arange(rotated, head_dim)])
+
+
+def with_channels(drafter: DFlash, order: np.ndarray) -> DFlash:
+    """Returns the drafter with the channels of its query and key heads in another order
+    [head_dim]. Its weights must be plain arrays."""
+    a, params = drafter.config.attention, dict(drafter.params)
+    keys = a.num_kv_heads * a.head_dim
+
+    def reordered(rows: jax.Array) -> jax.Array:
+        return rows.reshape(-1, a.head_dim, rows.shape[-1])[:, order].reshape(
+            rows.shape
+        )
+
+    for i in range(len(drafter.config.layers)):
+        own = dict(params[f"layers_{i}"])
+        kv = own["kv"]
+        own["q"] = reordered(own["q"])
+        own["kv"] = jnp.concatenate([reordered(kv[:keys]), kv[keys:]])
+        for name in {"q_norm", "k_norm"} & own.keys():
+            own[name] = own[name][order]
+        params[f"layers_{i}"] = own
+    return replace(drafter, params=params)
+
+
+def with_other_pairing(drafter: DFlash) -> DFlash:
+    """Returns the drafter as if its files paired rotated channels the other way."""
+    c = drafter.config
+    assert c.attention.rope is not None
+    order = half_split_order(c.attention.head_dim, c.attention.rope.dim)
+    order = np.argsort(order) if c.interleaved else order
+    other = replace(c, interleaved=not c.interleaved)
+    return with_channels(replace(drafter, config=other), order)
 
 
 def empty_context(drafter: DFlash, batch: int, capacity: int, dtype: Any) -> State:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stree_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from stree_jax.checkpoints.drafters import load_drafter as load_drafter
     from stree_jax.checkpoints.heads import load_heads as load_heads
     from stree_jax.checkpoints.heads import save_heads as save_heads
     from stree_jax.checkpoints.load import Model as Model
@@ -57,6 +58,7 @@ _NAMES = {
     "checkpoints.save": "save",
     "devices": "make_mesh",
     "generation": "generate stream tune",
+    "checkpoints.drafters": "load_drafter",
     "checkpoints.heads": "load_heads save_heads",
     "models.heads": "Heads",
     "models.sharding.placement": "shard",

@@ -206,8 +206,9 @@ MODEL_HELP = (
     "OWNER/NAME:Q4_K_M or OWNER/NAME/FILE.gguf, optionally followed by @REVISION"
 )
 DRAFTER_HELP = (
-    "what proposes draft tokens: a draft model or Medusa heads (directory, GGUF file, "
-    "hub id, demo or demo-heads), a file of n-grams, lookup (prompt lookup: copy from "
+    "what proposes draft tokens: a draft model, Medusa heads or a published drafter "
+    "such as DSpark, DFlash or EAGLE-3 (directory, GGUF file, hub id, demo or "
+    "demo-heads), a file of n-grams, lookup (prompt lookup: copy from "
     "earlier text), mtp (MTP layers of the target), MODULE:NAME (a custom drafter from "
     "a Python module) or none (default: mtp if the target has MTP layers, otherwise "
     "lookup; the bundled draft model for --model demo)"

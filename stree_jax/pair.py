@@ -5,6 +5,12 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
+from stree_jax.checkpoints.drafters import (
+    drafter_config_and_format,
+    is_drafter,
+    load_drafter,
+    warn_of_other_target,
+)
 from stree_jax.checkpoints.heads import (
     heads_config_and_format,
     is_heads,
@@ -89,15 +95,15 @@ def load_pair(
     Args:
       target: a directory, a GGUF file, a hub id or "demo", the bundled target.
       drafter: a draft model, named like the target ("demo" is the bundled draft model);
-        a directory or hub id of Medusa heads ("demo-heads" are the bundled ones); a
-        file of n-grams; "lookup"; "mtp", which loads the target with its MTP layers; a
-        custom drafter as "MODULE:NAME"; or "none". None and "auto" are the bundled
-        draft model for the bundled target, "mtp" for others that have MTP layers, and
-        "lookup" for the rest.
+        a directory or hub id of Medusa heads ("demo-heads" are the bundled ones) or of
+        a published drafter (`load_drafter`); a file of n-grams; "lookup"; "mtp", which
+        loads the target with its MTP layers; a custom drafter as "MODULE:NAME"; or
+        "none". None and "auto" are the bundled draft model for the bundled target,
+        "mtp" for others that have MTP layers, and "lookup" for the rest.
       dtype: dtype of the weights, as for `load`. If None, each model keeps the dtype
         that it is stored in. If the target's weights are kept, a draft model is in
-        "kept-int8", or in its default dtype if it cannot be kept; heads are in their
-        default dtype.
+        "kept-int8", or in its default dtype if it cannot be kept; heads and published
+        drafters are in their default dtype.
       ngrams: a file of n-grams that propose tokens for the draft model, or None.
       ngram_levels: levels of the tree that they propose at a time. If None, 2.
       ngram_width: tokens that they propose for each node. If None, 1.
@@ -127,6 +133,13 @@ def load_pair(
             raise ValueError("--ngrams: proposes tokens for a draft model, not heads")
         kept = isinstance(model.weight_format, KeptFormat)
         return model, load_heads(name, dtype=None if kept else dtype)
+    if is_published(name):
+        if table is not None:
+            raise ValueError("--ngrams: proposes tokens for a draft model only")
+        kept = isinstance(model.weight_format, KeptFormat)
+        found = load_drafter(name, dtype=None if kept else dtype, target=model)
+        warn_of_other_target(found.config.target, target)
+        return model, found
     path = "demo-drafter" if name == DEMO else name
     if isinstance(model.weight_format, KeptFormat):
         with headers(path) as directory:
@@ -144,7 +157,8 @@ class PairConfigs(NamedTuple):
 
     Attributes:
       target: the architecture.
-      drafter: the architecture of a draft model or of heads; otherwise the drafter.
+      drafter: the architecture of a draft model, of heads or of a published drafter;
+        otherwise the drafter.
       weights: format in which `load` stores the target's weights.
     """
 
@@ -167,10 +181,12 @@ def pair_configs(
     if is_custom(name):
         custom = custom_drafter(name, load(target))
         return PairConfigs(found.config, custom, weights)
-    return PairConfigs(found.config, _drafter_config(name), weights)
+    return PairConfigs(found.config, _drafter_config(name, found.config), weights)
 
 
-def _drafter_config(drafter: str) -> DrafterConfig | NGrams | str | None:
+def _drafter_config(
+    drafter: str, target: ModelConfig
+) -> DrafterConfig | NGrams | str | None:
     if drafter == NO_DRAFTER:
         return None
     if drafter in (LOOKUP, MTP):
@@ -179,6 +195,8 @@ def _drafter_config(drafter: str) -> DrafterConfig | NGrams | str | None:
         return load_ngrams(drafter)
     if _are_heads(drafter):
         return DrafterConfig(*heads_config_and_format(drafter))
+    if is_published(drafter):
+        return DrafterConfig(*drafter_config_and_format(drafter, target))
     with headers("demo-drafter" if drafter == DEMO else drafter) as directory:
         found = described(directory)
         return DrafterConfig(found.config, found.weight_format(KEPT_INT8))
@@ -206,6 +224,11 @@ def _is_ngrams(drafter: str) -> bool:
         return path.is_file() and not is_gguf(path)
     named = hub_name(drafter)
     return named is not None and (named.file or "").endswith(".safetensors")
+
+
+def is_published(drafter: str) -> bool:
+    """True if a name stands for a published drafter."""
+    return drafter not in (DEMO, "demo-drafter") and is_drafter(drafter)
 
 
 def _are_heads(drafter: str) -> bool:

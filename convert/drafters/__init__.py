@@ -12,7 +12,10 @@ from stree_jax.convert import source_dtype
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.drafters import dflash, eagle, names
-from stree_jax.convert.drafters.fields import BLOCK, SPECULATORS, target_name
+from stree_jax.convert.drafters.fields import (
+    has_drafter_fields as has_drafter_fields,
+)
+from stree_jax.convert.drafters.fields import target_name
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.quantized import logical, scheme_names
@@ -22,19 +25,6 @@ from stree_jax.models import Format, ModelConfig
 from stree_jax.models.dflash import DFlash, DFlashConfig
 from stree_jax.models.eagle import Eagle, EagleConfig
 from stree_jax.models.weights.kept import KeptFormat
-
-# Fields that only configs of drafters have, and words in the names of their classes.
-FIELDS = {BLOCK, SPECULATORS, "speculators_model_type", "eagle_config"}
-FIELDS |= {*dflash.OUTPUTS, *dflash.BOUNDARIES, "markov_rank", "draft_vocab_size"}
-CLASSES = ("Eagle", "EAGLE", "DFlash", "DSpark", "DraftModel", "Speculator")
-
-
-def has_drafter_fields(config_json: Mapping[str, Any]) -> bool:
-    """True if a config.json is a drafter's, as far as its fields show."""
-    architectures = config_json.get("architectures")
-    listed = architectures if isinstance(architectures, list) else []
-    classes = " ".join(map(str, listed))
-    return not FIELDS.isdisjoint(config_json) or any(c in classes for c in CLASSES)
 
 
 @dataclass(frozen=True)
@@ -64,6 +54,11 @@ class OpenedDrafter:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: info.shape for name, info in self.source.tensors.items()}
+
+    @property
+    def plain_names(self) -> dict[str, str]:
+        """The names of the tensors by the names that most publishers give to them."""
+        return {names.plain_name(name): name for name in self.source.tensors}
 
     @property
     def target(self) -> str:
@@ -182,8 +177,7 @@ def open_drafter(directory: Path, warn: Warn | None = None) -> OpenedDrafter:
             f"{directory}: not a drafter of a known kind; want the tensors of DFlash, "
             "DFlash2, DSpark or EAGLE"
         )
-    plain = set(map(names.plain_name, source.tensors))
-    if files.has(names.MASK_FILE) and names.MASK not in plain:
+    if files.has(names.MASK_FILE) and names.MASK not in opened.plain_names:
         raise CheckpointError(
             f"{directory / names.MASK_FILE}: is a pickle, which is not read; save "
             f"its tensor as {names.MASK} in a safetensors file"

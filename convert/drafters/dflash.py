@@ -17,7 +17,14 @@ from typing import Any
 
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.drafters import names
-from stree_jax.convert.drafters.fields import Fields, Shapes, target_name
+from stree_jax.convert.drafters.fields import (
+    BOUNDARIES,
+    OUTPUTS,
+    Fields,
+    Shapes,
+    target_name,
+)
+from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig
@@ -33,9 +40,6 @@ UNSTATED_SLOTS = 8
 FROM_ROOT = ("sample_from_anchor", "shift_label")
 CAUSAL = ("is_causal", "causal", "causal_head", "dflash_query_causal")
 HALF_SPLIT = ("rope_is_neox_style", "is_neox_style")
-# Lists of the target's layers: numbers of layers whose output is read, and boundaries.
-OUTPUTS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
-BOUNDARIES = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 LIQUID = "Lfm2DSpark"  # its class rotates interleaved pairs by default
 Z_LAB = ("DFlashDraftModel", "DFlash2DraftModel")  # classes of two-sided windows
 # Drafters with further parts, by a word in the names of their class, of their
@@ -86,7 +90,7 @@ def dflash_config(
     boundaries, width = _taps(f, d)
     hf.check_silu(f.layer)
     vocab = _vocabulary(f)
-    config = DFlashConfig(
+    values = dict(
         d_model=d,
         vocab_size=vocab,
         target_width=width,
@@ -105,6 +109,10 @@ def dflash_config(
         **_confidence(f, d),
         **_convolution(f, d),
     )
+    try:
+        config = DFlashConfig(**values)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
     names.check_shapes(f, config)
     return config
 
@@ -312,8 +320,8 @@ def _mask_token(f: Fields, vocab: int) -> int:
         raise f.whole.error(MASKS[0], f"{mask} is not one of {vocab} tokens")
     if names.MASK in f.shapes and names.EMBEDDING not in f.shapes:
         raise f.error(
-            f"{names.MASK} is not supported without {names.EMBEDDING}, whose row of the "
-            "mask token it replaces"
+            f"{names.MASK} is not supported without {names.EMBEDDING}, of which it "
+            "replaces a row"
         )
     return mask
 
@@ -348,13 +356,14 @@ def _head_rows(f: Fields, vocab: int) -> int:
 
 def _pairs(f: Fields) -> dict[str, Any]:
     """Reads how pairs of tokens are scored, which the tensors show."""
-    parts = {
+    parts: dict[Pairs, str] = {
         "selector": names.SELECTOR["previous"],
         "gated": names.MARKOV["gate"],
         "rnn": names.MARKOV["joint"],
         "vanilla": names.MARKOV["previous"],
     }
-    kind: Pairs = next((k for k, name in parts.items() if name in f.shapes), "")  # type: ignore[assignment]
+    held: list[Pairs] = [k for k, name in parts.items() if name in f.shapes]
+    kind: Pairs = held[0] if held else ""
     if not kind:
         lacking = parts["selector"] if f.size("selector_rank", low=0) else ""
         if f.size("markov_rank", low=0):

@@ -17,6 +17,13 @@ TARGETS = (
     "target_model",
     "base_model_name_or_path",
 )
+# Lists of the target's layers: numbers of layers whose output is read, and boundaries.
+OUTPUTS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
+BOUNDARIES = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+# Fields that only configs of drafters have, and words in the names of their classes.
+FIELDS = {BLOCK, SPECULATORS, "speculators_model_type", "eagle_config"}
+FIELDS |= {*OUTPUTS[:2], *BOUNDARIES, "markov_rank", "draft_vocab_size"}
+CLASSES = ("Eagle", "EAGLE", "DFlash", "DSpark", "DraftModel", "Speculator")
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -139,3 +146,11 @@ def target_name(whole: ConfigFields) -> str:
     stated = [whole.object(SPECULATORS).object("verifier").get("name_or_path", "")]
     stated += [whole.get(name, "") for name in TARGETS]
     return next((name for name in stated if name and isinstance(name, str)), "")
+
+
+def has_drafter_fields(config_json: Mapping[str, Any]) -> bool:
+    """True if a config.json is a drafter's, as far as its fields show."""
+    architectures = config_json.get("architectures")
+    listed = architectures if isinstance(architectures, list) else []
+    classes = " ".join(map(str, listed))
+    return not FIELDS.isdisjoint(config_json) or any(c in classes for c in CLASSES)

@@ -95,6 +95,7 @@ def config_fields(c: DFlashConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_eps,
         "rope_theta": a.rope.theta,
+        "rope_is_neox_style": not c.interleaved,
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": False,
         "block_size": c.slots,
@@ -124,7 +125,7 @@ def config_fields(c: DFlashConfig) -> dict[str, Any]:
 
 
 def _heads(c: DFlashConfig) -> dict[str, Any]:
-    """Returns the fields of the parts beside the layers."""
+    """Returns the fields of pair scores, confidence and convolutions."""
     fields: dict[str, Any] = {}
     if c.pairs == "selector":
         fields |= {"selector_rank": c.rank, "selector_top_k": 16}

@@ -23,7 +23,7 @@ NOTES = notes(
 
 def add_info_options(p: argparse.ArgumentParser) -> None:
     p.epilog = NOTES
-    text = "model directory, GGUF file, hub id, demo or demo-drafter"
+    text = "directory of a model or drafter, GGUF file, hub id, demo or demo-drafter"
     p.add_argument("path", metavar="PATH", help=text)
     work = group(p, "Workload of the memory estimate")
     add(work, "--batch", int, 1, "sequences decoded together")
@@ -33,8 +33,12 @@ def add_info_options(p: argparse.ArgumentParser) -> None:
 
 def run_info(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.checkpoints.info import info_and_config
+    from stree_jax.pair import is_published
     from stree_jax.sizing.units import shown_bytes
 
+    if is_published(args.path):
+        print_drafter(args)
+        return
     contents, config, format = info_and_config(args.path)
     decoding = plain_decoding(config, format, args.batch, args.context)
     if args.figure:
@@ -43,13 +47,30 @@ def run_info(args: argparse.Namespace, draw: Draw) -> None:
     if args.json:
         print(json.dumps(contents | {"plain_decoding": decoding}))
         return
-    width = max(len(name) for name in contents)
-    for name, value in contents.items():
-        print(f"{name:{width}}  {value}")
+    print_aligned(contents)
     print(f"\nmemory of plain decoding, {args.batch} x {args.context} tokens")
     parts = [(name, n) for name, n in decoding["parts"].items() if n]
     parts.append(("total", decoding["bytes"]))
     print("\n".join(aligned([(name, shown_bytes(n)) for name, n in parts])))
+
+
+def print_drafter(args: argparse.Namespace) -> None:
+    """Prints a description of a published drafter."""
+    from stree_jax.checkpoints.drafters import drafter_info
+
+    if args.figure:
+        raise ValueError(f"--figure: {args.path} is a drafter, not a model")
+    contents = drafter_info(args.path)
+    if args.json:
+        print(json.dumps(contents))
+    else:
+        print_aligned(contents)
+
+
+def print_aligned(contents: dict[str, Any]) -> None:
+    width = max(len(name) for name in contents)
+    for name, value in contents.items():
+        print(f"{name:{width}}  {value}")
 
 
 def plain_decoding(

@@ -16,6 +16,7 @@ from typing import Any
 
 from stree_jax.bench.registry import add_bench_parsers
 from stree_jax.checks import DEFAULT_NEW_TOKENS
+from stree_jax.cli.check import add_check_options, run_check
 from stree_jax.cli.common import notes, print_status
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
 from stree_jax.cli.completion import add_completion_options, run_completion
@@ -143,6 +144,9 @@ def build_parser() -> Parser:
 
     text = "show what a checkpoint contains and the memory that decoding needs"
     add_info_options(command("info", text, "", "PATH"))
+
+    text = "measure how often a drafter agrees with its target on a text"
+    add_check_options(command("check-drafter", text, "", "--text FILE"))
 
     text = "convert a checkpoint to a directory of this library"
     p = command("convert", text, CONVERT_NOTES, "SRC DST")
@@ -415,6 +419,8 @@ def run_command(args: argparse.Namespace) -> int:
             from stree_jax.cli import conversation
 
             return conversation.run_chat(args)
+        case "check-drafter":
+            run_check(args)
         case "demo":
             from stree_jax.cli import demo
 

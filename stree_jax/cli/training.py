@@ -289,7 +289,7 @@ def run_dspark(args: argparse.Namespace, job: "Job") -> None:
             "and --target-embedding"
         )
     given = {name: getattr(args, name) for name, *_ in BLOCK_OPTIONS}
-    values = {
+    values: dict[str, Any] = {
         name: default if given[name] is None else given[name]
         for name, default, _ in BLOCK_OPTIONS
     }

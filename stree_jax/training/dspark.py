@@ -39,8 +39,8 @@ from stree_jax.models.dflash import (
     DFlashConfig,
     DFlashLayer,
     add_context,
-    cast_dflash,
     confidence,
+    dflash_table,
     draft_logits,
     empty_context,
     init_dflash,
@@ -49,6 +49,8 @@ from stree_jax.models.dflash import (
     run_block,
 )
 from stree_jax.models.heads import head_of
+from stree_jax.models.params import by_path, nest, stored
+from stree_jax.models.weights.formats import format_named
 from stree_jax.training.kept import (
     GENERATED,
     PROMPT,
@@ -132,6 +134,13 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
     )
 
 
+def cast_dflash(config: DFlashConfig, params: Params, dtype: Any) -> Params:
+    """Returns the parameters of the same drafter in another dtype or weight format."""
+    format, table = format_named(dtype), dflash_table(config)
+    flat = by_path(params)
+    return nest({path: stored(table[path], x, format) for path, x in flat.items()})
+
+
 def block_states(
     drafter: DFlash,
     output: BareModel,
@@ -177,16 +186,16 @@ def forced(
       Logits [N, M, V] float32, and the confidences [N, M]; None without that head.
     """
     logits = draft_logits(drafter, output, hidden)
-    memory, sure, bias = no_memory(drafter, (len(hidden), 1)), [], []
+    memory, bias = no_memory(drafter, (len(hidden), 1)), []
+    sure: list[jax.Array] = []
     for k in range(hidden.shape[1]):
         one = hidden[:, k], previous[:, k : k + 1]
         more, memory = pair_bias(drafter, *one, memory)
         bias.append(more)
-        sure.append(confidence(drafter, *one))
+        if (chance := confidence(drafter, *one)) is not None:
+            sure.append(chance)
     logits = logits + jnp.concatenate(bias, axis=1)
-    if sure[0] is None:
-        return logits, None
-    return logits, jnp.concatenate(sure, axis=1)
+    return logits, jnp.concatenate(sure, axis=1) if sure else None
 
 
 def block_scores(
@@ -349,8 +358,9 @@ def rarest_token(tokens: np.ndarray, target: ModelConfig) -> int:
 
 def published_name(target: str | Path | Model) -> str:
     """Returns the hub id of a target, or "" if it is not from the hub."""
-    named = isinstance(target, str) and not Path(target).exists()
-    found = hub_name(target) if named else None
+    if not isinstance(target, str) or Path(target).exists():
+        return ""
+    found = hub_name(target)
     return "" if found is None else found.repo
 
 

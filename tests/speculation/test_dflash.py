@@ -1,7 +1,6 @@
 """Test block drafters in the decoder: the output of every tree equals plain
 decoding, and drafts follow the scores of pairs."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,7 +19,7 @@ from stree_jax.models.dflash import (
 )
 from stree_jax.models.heads import head_of
 from tests.speculation.auto import times
-from tests.support.dflash import KINDS, random_dflash, with_bigrams
+from tests.support.dflash import KINDS, follower, random_dflash, with_bigrams
 from tests.support.drafting import random_prompts
 from tests.support.tiny import tiny
 
@@ -80,26 +79,12 @@ def test_known_pairs_are_accepted(tree, target, prompts, write, plain):
 def test_a_follower_accepts_whole_blocks(from_root):
     """In a language in which each token is followed by the next larger one. A draft one
     slot off would never be accepted."""
-    model, ids = tiny(1, d_model=56), jnp.arange(5, 19, dtype=jnp.int32)
-    V = model.config.vocab_size
-    drafter = random_dflash(
-        model, pairs="vanilla", rank=V, from_root=from_root, head_rows=len(ids)
-    )
-    pairs = {"previous": jnp.eye(V), "following": 9 * jnp.eye(V)[ids - 1]}
-    head = jnp.zeros_like(drafter.params["head"])
-    params = drafter.params | {"head": head, "pairs": pairs}
-    embedding = 60 * jnp.eye(V, model.config.d_model)
-    config = replace(model.config, tie_embeddings=False)
-    model = model.replace(
-        config=config,
-        params=model.params
-        | {"embedding": embedding, "lm_head": jnp.roll(embedding, 1, axis=0)},
-    )
+    model, drafter = follower(from_root)
     drafts = 4 + from_root
     out = stree_jax.generate(
         *(model, [[2, 3, 4]]),
         **dict(max_new_tokens=2 * drafts + 2, stop_tokens=()),
-        **drafting(replace(drafter, params=params, ids=ids), f"chain:{drafts}"),
+        **drafting(drafter, f"chain:{drafts}"),
     )
     assert out.tokens == [list(range(5, 7 + 2 * drafts))]
     assert out.target_calls.tolist() == [2]

@@ -1,5 +1,7 @@
 """Block drafters with random weights, some of which know which token follows which."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import numpy as np
 from stree_jax.models import AttentionConfig, Rope
 from stree_jax.models.boundaries import boundary_count
 from stree_jax.models.dflash import DFlash, DFlashConfig, DFlashLayer, init_dflash
-from tests.support.tiny import perturbed
+from tests.support.tiny import perturbed, tiny
 
 KINDS = {
     "dflash": dict(),
@@ -60,3 +62,31 @@ def with_bigrams(drafter, texts, weight=8.0):
     config = dict(vars(drafter.config), rank=V, pairs="vanilla", confidence=False)
     config.pop("caches", None)
     return DFlash(drafter.params | {"pairs": pairs}, DFlashConfig(**config))
+
+
+def follower(from_root):
+    """Returns a target for which each token is followed by the next larger one, and a
+    block drafter that knows it by the pairs.
+
+    Without `from_root`, the root's slot would draft the root's token plus 2.
+    """
+    model, ids = tiny(1, d_model=56), jnp.arange(5, 19, dtype=jnp.int32)
+    V = model.config.vocab_size
+    options = dict(pairs="vanilla", rank=V, from_root=from_root, head_rows=len(ids))
+    drafter = random_dflash(model, **options)
+    pairs = {"previous": jnp.eye(V), "following": 9 * jnp.eye(V)[ids - 1]}
+    head = jnp.zeros_like(drafter.params["head"])
+    if not from_root:
+        head = 9 * jnp.eye(V, head.shape[1])[ids - 2]
+    params = drafter.params | {"head": head, "pairs": pairs}
+    for i in range(len(drafter.config.layers)):
+        own = params[f"layers_{i}"]
+        none = {name: jnp.zeros_like(own[name]) for name in ("out", "down")}
+        params[f"layers_{i}"] = own | none
+    embedding = 60 * jnp.eye(V, model.config.d_model)
+    arrays = {"embedding": embedding, "lm_head": jnp.roll(embedding, 1, axis=0)}
+    model = model.replace(
+        config=replace(model.config, tie_embeddings=False),
+        params=model.params | arrays,
+    )
+    return model, replace(drafter, params=params, ids=ids)

@@ -11,6 +11,7 @@ class Sizes:
     """Sizes of a drafter and of its target; multiples of 16 where NVFP4 needs them."""
 
     d: int = 32
+    target_d: int = 0  # width of the target, by default the same
     vocab: int = 64
     target_layers: int = 8
     boundaries: tuple[int, ...] = ()  # by default three, see `default_boundaries`
@@ -31,7 +32,16 @@ class Sizes:
     fc_norm: bool = False
     norm_output: bool = False
     safetensors: bool = False  # "yuhuili": instead of pytorch_model.bin
+    prefix: str = ""  # of tensor names
     target: str = "example/target"
+
+    @property
+    def tap_width(self):
+        return self.target_d or self.d
+
+    @property
+    def target_hidden_size(self):
+        return self.target_d or None
 
 
 def shape_fields(facts, sizes):
@@ -232,7 +242,7 @@ def specforge(facts, sizes):
         "architectures": ["DSparkDraftModel"],
         "block_size": facts.slots,
         "num_target_layers": sizes.target_layers,
-        "target_hidden_size": None,
+        "target_hidden_size": sizes.target_hidden_size,
         "dflash_config": {
             "attention_mode": "gqa",
             "confidence_head_alpha": 1.0,
@@ -291,7 +301,7 @@ def speculators(facts, sizes, kind, drafts, **fields):
             "proposal_methods": [proposal],
             "verifier": {"architectures": [], "name_or_path": sizes.target},
         },
-        "target_hidden_size": None,
+        "target_hidden_size": sizes.target_hidden_size,
         "tie_word_embeddings": False,
         "transformer_layer_config": layer,
         **fields,
@@ -333,8 +343,11 @@ def yuhuili(facts, sizes):
         "draft_vocab_size": sizes.draft_vocab,
         "torch_dtype": "float16",
     }
-    for name in ("head_dim", "dtype"):
-        del fields[name]
+    del fields["dtype"]
+    if sizes.target_d:
+        fields["target_hidden_size"] = sizes.target_d
+    if sizes.heads * sizes.head_dim == sizes.d:
+        del fields["head_dim"]
     return fields
 
 

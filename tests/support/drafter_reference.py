@@ -187,7 +187,7 @@ def convolved(arrays, facts, name, sublayer, x):
 
 def context_rows(arrays, facts, taps):
     """Returns what attention reads of tokens with taps [N, m, d]: [N, d]."""
-    fused = taps.reshape(len(taps), -1) @ arrays["fc"].T
+    fused = taps.reshape(len(taps), arrays["fc"].shape[1]) @ arrays["fc"].T
     return rms_norm(fused, arrays["hidden_norm"], facts.eps)
 
 

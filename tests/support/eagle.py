@@ -5,6 +5,8 @@ of the speculators library, and shares no code with the library. The target's re
 streams are those of the library, which other tests check.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ ROWS = 40  # of the drafter's head
 LAYERS = ("mamba", "mlp", "attention", "mlp", "mamba", "mlp")  # three boundaries
 BOUNDARIES = (1, 2, 3)
 MASK = 45
+LONGEST = 96  # tokens of a text
 
 
 def target(seed=1):
@@ -36,7 +39,7 @@ def target(seed=1):
     )
     params = models.init_params(config, jax.random.key(seed), jnp.float32)
     params = perturbed(params, 0.2, seed)
-    return models.Model(params | {"embedding": 5 * params["embedding"]}, config)
+    return models.Model(params | {"embedding": 60 * params["embedding"]}, config)
 
 
 def config(**fields):
@@ -86,10 +89,10 @@ def tensors(target, seed=0, *, layers=1, taps=3, width=D, fused=False, extra=())
         return 1 + 0.3 * rng.normal(size=n)
 
     head = np.asarray(target.params["lm_head"], np.float64)
-    ids = head_ids(seed)
-    found = {}
+    ids, found = head_ids(seed), {}
+    table = np.asarray(target.params["embedding"], np.float64) if d == D else 0
     if taps and not fused:
-        found["fc.weight"] = matrix(d, taps * D, 0.3)
+        found["fc.weight"] = matrix(d, taps * D, 0.05)
     for i in range(layers):
         layer, a = f"layers.{i}.", f"layers.{i}.self_attn."
         pairs = 2 * d if i == 0 and not fused else d
@@ -99,29 +102,31 @@ def tensors(target, seed=0, *, layers=1, taps=3, width=D, fused=False, extra=())
             f"{a}q_proj.weight": same,
             f"{a}k_proj.weight": same[: KV_HEADS * HEAD_DIM]
             + matrix(KV_HEADS * HEAD_DIM, pairs, 0.3),
-            f"{a}v_proj.weight": passed + matrix(KV_HEADS * HEAD_DIM, pairs, 0.3),
-            f"{a}o_proj.weight": np.eye(d, HEADS * HEAD_DIM) * (i == 0)
+            f"{a}v_proj.weight": passed + matrix(KV_HEADS * HEAD_DIM, pairs, 0.2),
+            f"{a}o_proj.weight": 2 * np.eye(d, HEADS * HEAD_DIM) * (i == 0)
             + matrix(d, HEADS * HEAD_DIM, 0.3),
             f"{layer}post_attention_layernorm.weight": scale(d),
             f"{layer}mlp.gate_proj.weight": matrix(HIDDEN, d),
             f"{layer}mlp.up_proj.weight": matrix(HIDDEN, d),
-            f"{layer}mlp.down_proj.weight": matrix(d, HIDDEN, 0.5),
+            f"{layer}mlp.down_proj.weight": matrix(d, HIDDEN, 0.2),
         }
         if not (fused and i == 0):
             found[f"{layer}input_layernorm.weight"] = scale(d)
     if fused:
-        found["fc.weight"] = np.eye(d, 2 * d) + matrix(d, 2 * d, 0.3)
+        found["fc.weight"] = np.eye(d, 2 * d) + matrix(d, 2 * d, 0.1)
     else:
         found["layers.0.hidden_norm.weight"] = scale(d)
         found["norm.weight"] = scale(d)
+        if d == D:
+            found["norm.weight"] = np.asarray(target.params["norm"]["scale"])
         rows = head[ids] if d == D else matrix(ROWS, d)
-        found["lm_head.weight"] = rows + matrix(ROWS, d, 0.2)
+        found["lm_head.weight"] = rows + matrix(ROWS, d, 0.05)
     more = {
         "input_norm.weight": scale(taps * D),
         **{f"fc_norm.{i}.weight": scale(D) for i in range(taps)},
         "layers.0.self_attn.q_norm.weight": scale(HEAD_DIM),
         "layers.0.self_attn.k_norm.weight": scale(HEAD_DIM),
-        "embed_tokens.weight": matrix(VOCAB, d, d**0.5),
+        "embed_tokens.weight": table + matrix(VOCAB, d, d**0.5),
         "mask_hidden": rng.normal(size=(1, 1, taps * D)),
         "fc.bias": 0.1 * rng.normal(size=d),
         **{
@@ -151,6 +156,15 @@ def turned(x, positions):
     return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
 
 
+@partial(jax.jit, static_argnames="taps")
+def _read(target, tokens, taps):
+    """Returns hidden states and streams of a text."""
+    c, n = target.config, tokens.shape[1]
+    state = models.init_state(c, 1, n, jnp.float32)
+    nodes = models.chain_nodes(1, n, c.conv_taps)
+    return models.forward_tapped(target, state, tokens, nodes, taps=taps)[:2]
+
+
 class Recomputed:
     """A drafter in float64.
 
@@ -171,19 +185,14 @@ class Recomputed:
 
     def streams(self, text):
         """Returns the target's streams [n, m dt] of a text, or its hidden states."""
-        c, n = self.target.config, len(text)
         ids = self.options.get("eagle_aux_hidden_state_layer_ids", ())
-        taps = tuple(tap_of(c, b) for b in ids)
-        hidden, tapped, *_ = models.forward_tapped(
-            self.target,
-            models.init_state(c, 1, n, jnp.float32),
-            jnp.asarray([text], jnp.int32),
-            models.chain_nodes(1, n, c.conv_taps),
-            taps=taps,
-        )
+        taps = tuple(tap_of(self.target.config, b) for b in ids)
+        padded = jnp.asarray([[*text, *[0] * (LONGEST - len(text))]], jnp.int32)
+        hidden, tapped = _read(self.target, padded, taps)
         no_taps = self.fused or not self.options.get("use_aux_hidden_state", True)
         used = (hidden,) if no_taps else tapped
-        return np.concatenate([np.asarray(x[0], np.float64) for x in used], -1)
+        found = np.concatenate([np.asarray(x[0], np.float64) for x in used], -1)
+        return found[: len(text)]
 
     def project(self, z):
         """Returns u [n, d] of streams z [n, m dt]."""
@@ -208,12 +217,11 @@ class Recomputed:
             return rms(y, w[norm]) if norm in w else y
 
         q, k = turned(heads("q"), positions), turned(heads("k"), positions)
-        v, out = heads("v"), np.zeros((len(x), HEADS, HEAD_DIM))
-        for t, head in np.ndindex(len(x), HEADS):
-            kv = head * KV_HEADS // HEADS
-            scores = k[mask[t], kv] @ q[t, head] * HEAD_DIM**-0.5
-            p = np.exp(scores - scores.max())
-            out[t, head] = p @ v[mask[t], kv] / p.sum()
+        k, v = (np.repeat(z, HEADS // KV_HEADS, axis=1) for z in (k, heads("v")))
+        scores = np.einsum("thc,shc->hts", q, k) * HEAD_DIM**-0.5
+        scores = np.where(mask, scores, -np.inf)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        out = np.einsum("hts,shc->thc", p / p.sum(-1, keepdims=True), v)
         flat = out.reshape(len(x), -1)
         return flat @ w[f"{at}o_proj.weight"].T + w.get(f"{at}o_proj.bias", 0)
 

@@ -40,9 +40,6 @@ NAMES = {
     "selector.after": "candidate_selector.successor_codebook",
     "selector.hidden": "candidate_selector.hidden_projection.weight",
     "fc_input_norm": "input_norm.weight",
-    "fc_norm.0": "fc_norm.0.weight",
-    "fc_norm.1": "fc_norm.1.weight",
-    "fc_norm.2": "fc_norm.2.weight",
     "mask_hidden": "mask_hidden",
     "head_ids": "d2t",
 }
@@ -66,7 +63,7 @@ def published_name(name):
     layer, _, rest = name.partition(".")
     if layer.isdigit():
         return f"layers.{layer}.{LAYER_NAMES[rest]}"
-    return NAMES[name]
+    return f"{name}.weight" if layer == "fc_norm" else NAMES[name]
 
 
 @dataclass(frozen=True)
@@ -94,12 +91,12 @@ def normal(seed, name, shape, scale=1.0, mean=0.0):
 
 def shapes(kind, sizes, layers):
     """Returns the shape of every array that a drafter of the kind may have."""
-    s, taps = sizes, len(sizes.boundaries)
+    s, joined = sizes, len(sizes.boundaries) * sizes.tap_width
     eagle = kind in ("eagle3", "peagle")
     found = {
         "embed": (s.vocab, s.d),
         "head": (s.vocab, s.d),
-        "fc": (s.d, taps * s.d),
+        "fc": (s.d, joined),
         "norm": (s.d,),
     }
     for i in range(layers):
@@ -115,9 +112,10 @@ def shapes(kind, sizes, layers):
             layer[f"{conv}.kernels"] = (4 * s.d // 16, s.d)
         found |= {f"{i}.{name}": shape for name, shape in layer.items()}
     if eagle:
-        found |= {"0.hidden_norm": (s.d,), "fc_input_norm": (taps * s.d,)}
-        found |= {f"fc_norm.{j}": (s.d,) for j in range(taps)}
-        return found | {"mask_hidden": (taps * s.d,)}
+        found |= {"0.hidden_norm": (s.d,), "fc_input_norm": (joined,)}
+        taps = range(len(s.boundaries))
+        found |= {f"fc_norm.{j}": (s.tap_width,) for j in taps}
+        return found | {"mask_hidden": (joined,)}
     codes = ("markov.before", "markov.after", "selector.before", "selector.after")
     return found | {
         "hidden_norm": (s.d,),
@@ -245,7 +243,11 @@ LAYOUTS = {
         spelling={"layers.0.": "midlayer."},
     ),
     "speculators-eagle3": Layout(
-        configs.speculators_eagle3, "eagle3", narrow=True, norm_before_residual=True
+        configs.speculators_eagle3,
+        "eagle3",
+        copies=("embed",),
+        narrow=True,
+        norm_before_residual=True,
     ),
     "peagle": Layout(configs.peagle, "peagle", narrow=True, own_embed=True),
 }
@@ -369,7 +371,9 @@ def sizes_of(kind, options):
     return sizes
 
 
-def write_drafter(directory, layout, seed=0, embed=None, head=None, **options):
+def write_drafter(
+    directory, layout, seed=0, embed=None, head=None, arrays=None, **options
+):
     """Writes a random drafter.
 
     Args:
@@ -377,6 +381,7 @@ def write_drafter(directory, layout, seed=0, embed=None, head=None, **options):
       layout: A key of `LAYOUTS`.
       seed: Drafters of one kind, seed and sizes have equal weights in all layouts.
       embed, head: [V, d]. The target's embedding and head, which most drafters share.
+      arrays: Weights in place of random ones, by name.
       **options: Fields of `Sizes`.
 
     Returns:
@@ -385,11 +390,13 @@ def write_drafter(directory, layout, seed=0, embed=None, head=None, **options):
     layout = LAYOUTS[layout]
     sizes = sizes_of(layout.kind, options)
     facts = facts_of(layout, sizes)
-    arrays = canonical(layout, seed, sizes, embed, head)
+    given, arrays = arrays or {}, canonical(layout, seed, sizes, embed, head)
+    assert given.keys() <= arrays.keys(), given.keys() - arrays.keys()
+    arrays |= given
     tensors, shipped = {}, set()
     for name in [name for name in arrays if is_shipped(name, layout)]:
         shipped.add(name)
-        spelling = spelled(name, layout)
+        spelling = sizes.prefix + spelled(name, layout)
         if name == "head_ids":
             continue
         if layout.quantized and re.fullmatch(layout.quantized, name):
@@ -399,8 +406,8 @@ def write_drafter(directory, layout, seed=0, embed=None, head=None, **options):
             tensors[spelling], arrays[name] = stored(arrays[name], layout.dtype)
     if "head_ids" in arrays:
         tensors |= vocabulary_tensors(arrays["head_ids"], sizes.vocab)
-    if "mask_hidden" in tensors:
-        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+    for name in [name for name in tensors if name.endswith("mask_hidden")]:
+        tensors[name] = tensors[name].reshape(1, 1, -1)
     directory.mkdir(parents=True, exist_ok=True)
     config = layout.config(facts, sizes)
     (directory / "config.json").write_text(json.dumps(config, indent=1))

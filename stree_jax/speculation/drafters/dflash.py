@@ -18,8 +18,16 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax.models import Model, State, Taps, grow, param_dtype, without_mtp
-from stree_jax.models.boundaries import tap_of
+from stree_jax.models import (
+    Model,
+    ModelConfig,
+    State,
+    Taps,
+    grow,
+    param_dtype,
+    without_mtp,
+)
+from stree_jax.models.boundaries import boundary_count, tap_of
 from stree_jax.models.dflash import (
     DFlash,
     DFlashConfig,
@@ -31,6 +39,7 @@ from stree_jax.models.dflash import (
     no_memory,
     pair_scores,
     run_block,
+    with_other_pairing,
 )
 from stree_jax.models.heads import head_of
 from stree_jax.models.keys import key_of
@@ -412,3 +421,23 @@ def _with_confidence(
     others = jax.nn.log_softmax(best[..., 1:], axis=-1) + jnp.log(RESCUED * (1 - sure))
     value = jnp.concatenate([jnp.log(sure), others], axis=-1)
     return value, guess, jnp.zeros_like(sure)
+
+
+def readings(drafter: DFlash, target: ModelConfig) -> dict[str, DFlash]:
+    """Returns the drafter as the usual mistakes would read it: the target's layers one
+    earlier or later, the first draft one slot earlier or later, and the other pairing
+    of rotated channels."""
+    c, found = drafter.config, {}
+    for name, step in (("one layer earlier", -1), ("one layer later", 1)):
+        moved = tuple(b + step for b in c.boundaries)
+        if 0 <= moved[0] and moved[-1] <= boundary_count(target):
+            found[name] = replace(drafter, config=replace(c, boundaries=moved))
+    if c.slots > 1:
+        other = replace(c, from_root=not c.from_root)
+        name = "with drafts from the root's slot"
+        if c.from_root:
+            name = "without a draft from the root's slot"
+        found[name] = replace(drafter, config=other)
+    if c.attention.rope is not None and drafter.weight_format.plain:
+        found["with the other rotary pairing"] = with_other_pairing(drafter)
+    return found

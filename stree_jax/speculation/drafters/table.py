@@ -47,14 +47,14 @@ NAMED = {source.value: source for source in (*WITHOUT_MODEL, MTPSource())}
 
 
 class DrafterConfig(NamedTuple):
-    """The architecture of a draft model or of heads.
+    """The architecture of a draft model, of heads or of a published drafter.
 
     Attributes:
       config: the architecture.
       kept: format of the weights if those of the target are kept.
     """
 
-    config: ModelConfig | HeadsConfig | DFlashConfig
+    config: ModelConfig | HeadsConfig | DFlashConfig | EagleConfig
     kept: Format
 
 

@@ -1,0 +1,175 @@
+"""Compares drafters: draft models, heads, block drafters, MTP layers, prompt lookup.
+
+Two kinds of figures. On the target's own answers, every drafter drafts at every place,
+as a chain and as the best tree of a number of nodes; block drafters also as the best
+tree of their marginals, which ignore what is drafted before a token. These figures do
+not depend on the machine, and are without prompt lookup. Then decoding is measured.
+"""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from stree_jax.agreement import Agreement, agreement, joined
+from stree_jax.bench import tables
+from stree_jax.bench.arms import PLAIN, Arm, Workload, measure_arms, workload
+from stree_jax.bench.inputs import load_prompts
+from stree_jax.bench.method import Run
+from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
+from stree_jax.bench.prompts import Prompt
+from stree_jax.checkpoints.load import Model
+from stree_jax.generation import encode_prompts, generate
+from stree_jax.models.dflash import DFlash
+from stree_jax.models.memory import weights_read
+from stree_jax.options import add
+from stree_jax.pair import load_pair
+from stree_jax.speculation.drafters.lookup import LOOKUP
+from stree_jax.speculation.drafters.table import AnyDrafter, source_of
+from stree_jax.speculation.source import Source
+from stree_jax.speculation.tree import Budget
+
+NAME, REPEATS = "drafters", 2
+SIDES = 3  # levels for which children of siblings are shown
+
+
+def add_options(b: argparse.ArgumentParser) -> None:
+    add_prompts(b, 10)
+    add_temperatures(b, (0, 1))
+    names = "drafters, as --drafter of generate"
+    add(b, "--drafters", str, ("demo", "demo-heads"), names, "+")
+    add(b, "--nodes", int, 16, "of the best trees")
+    add(b, "--levels", int, 7, "most levels of chains and trees")
+    add_batch(b)
+
+
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Measures agreement on the target's answers, then decoding."""
+    prompts, found = load_prompts(args), {}
+    for name in args.drafters:
+        target, found[name] = load_pair(args.model, name, args.dtype)
+    arms = [Arm(PLAIN, None), Arm("lookup", "auto", drafting=LOOKUP)]
+    for name, drafter in found.items():
+        depth = _depth(source_of(drafter, target.config), args.levels)
+        arms += [Arm(f"{name}, {t}", t, None, name) for t in (f"chain:{depth}", "auto")]
+    none: Any = None  # every arm names its drafter
+    work = workload(target, none, arms, prompts, args.max_new_tokens, args.batch)
+    work = replace(work, others=found)
+    agreed = [
+        {"set": title, "drafter": name} | row
+        for title, texts in prompts.items()
+        for name, drafter in found.items()
+        for row in agreements(work, texts, drafter, args.nodes, args.levels)
+    ]
+    jax.clear_caches()  # programs of all drafters together exhaust memory maps
+    report = measure_arms(NAME, {"": work}, prompts, args.temperatures, run)
+    return report | {
+        "agreement": agreed,
+        "bytes": {n: round_bytes(target, d, args.levels) for n, d in found.items()}
+        | {"target": weights_read(target)},
+    }
+
+
+def _depth(source: Source, levels: int) -> int:
+    return min(levels, source.search_size[1])
+
+
+def agreements(
+    work: Workload,
+    texts: list[Prompt],
+    drafter: AnyDrafter,
+    nodes: int,
+    levels: int,
+) -> list[dict[str, Any]]:
+    """Returns a row for each way to draft, on the target's greedy answers."""
+    target = work.target
+    answers = generate(
+        target,
+        list(texts),
+        max_new_tokens=work.max_new_tokens,
+        stop_tokens=(),
+        drafter=LOOKUP,
+    )
+    prompts = encode_prompts(target, list(texts))
+    depth = _depth(source_of(drafter, target.config), levels)
+    rows = []
+    for way, other, tree in ways(drafter, nodes, depth):
+        parts = []
+        for ids, own in zip(prompts, answers.tokens, strict=True):
+            found = agreement(target, other, [*ids, *own], tree)
+            parts.append(found.after(len(ids) - 1))
+        rows.append({"way": way} | figures_of(joined(parts)))
+    return rows
+
+
+def ways(
+    drafter: AnyDrafter, nodes: int, depth: int
+) -> list[tuple[str, AnyDrafter, Any]]:
+    """Returns the ways to draft: name, drafter and tree."""
+    best = Budget(nodes, depth)
+    found = [("chain", drafter, f"chain:{depth}"), (f"tree of {nodes}", drafter, best)]
+    if isinstance(drafter, DFlash) and drafter.config.pairs:
+        alone = replace(drafter.config, pairs="", confidence=False)
+        unpaired = replace(drafter, config=alone)
+        found.insert(1, ("chain of marginals", unpaired, f"chain:{depth}"))
+        found.insert(2, (f"tree of marginals, {nodes}", unpaired, best))
+    return found
+
+
+def figures_of(found: Agreement) -> dict[str, Any]:
+    """Returns tau, how often the drafts of each level are right, and how often a child
+    of a right sibling is."""
+    return {
+        "tau": found.tau(),
+        "by_position": [share for share, _ in found.by_position()],
+        "after_siblings": found.after_siblings(),
+        "places": len(found.tokens),
+    }
+
+
+def round_bytes(target: Model, drafter: AnyDrafter, levels: int) -> int:
+    """Returns the bytes that the drafting of one round reads."""
+    source = source_of(drafter, target.config)
+    work = source.work(target)
+    passes = _depth(source, levels)
+    return work.read_once + sum(weights_read(m) * passes for m in work.models)
+
+
+def table(report: dict[str, Any]) -> str:
+    """Returns agreement and decoding."""
+
+    def share(row: dict[str, Any], level: int) -> str:
+        found = row["by_position"]
+        return f"{found[level]:.0%}" if level < len(found) else ""
+
+    def side(row: dict[str, Any], level: int) -> str:
+        found = row["after_siblings"]
+        known = level < len(found) and found[level][1]
+        return f"{found[level][0]:.0%} of {found[level][1]}" if known else ""
+
+    agreed: list[Any] = [("set", "set"), ("drafter", "drafter"), ("drafts", "way")]
+    agreed += [("tau", "tau", ".2f")]
+    for k in (0, 1, 3):
+        agreed.append((f"draft {k + 1} right", lambda row, k=k: share(row, k)))
+    for k in range(SIDES):
+        title = f"below a sibling at level {k + 1}"
+        agreed.append((title, lambda row, k=k: side(row, k)))
+    arms = [
+        ("set", "set"),
+        ("T", "temperature", "g"),
+        ("arm", "arm"),
+        ("tau", "tau", ".2f"),
+        ("tokens/s", "tokens_per_s", ".0f"),
+        ("over plain (quartiles)", "speedup", ".2f"),
+        tables.equal(),
+    ]
+    read = ", ".join(f"{k} {v / 1e6:.2f} MB" for k, v in report["bytes"].items())
+    return "\n\n".join(
+        [
+            "Drafts at every place of the target's greedy answers.",
+            tables.table(agreed, report["agreement"]),
+            tables.table(arms, report["results"]),
+            f"Read in a round: {read}.",
+        ]
+    )

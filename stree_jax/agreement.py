@@ -1,0 +1,258 @@
+"""How often a drafter's drafts agree with its target on a given text.
+
+At every place of the text the drafter drafts a tree below the text so far, and the
+target's most probable token says which drafts are right. No text is generated: both
+read the same tokens, so that the figures of two drafters, or of two ways to read the
+same drafter, can be compared place by place.
+
+Letters: n places, T nodes, M depth of the trees, S tokens of a piece of text.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from stree_jax.models import (
+    Model,
+    chain_nodes,
+    forward_tapped,
+    init_state,
+    logits_of,
+    param_dtype,
+    without_mtp,
+)
+from stree_jax.models.argmax import argmax
+from stree_jax.sampling.distribution import Distribution
+from stree_jax.sampling.requests import Requests
+from stree_jax.speculation.accept import NAIVE
+from stree_jax.speculation.adaptive.best_first import best_first
+from stree_jax.speculation.adaptive.calibration import PRIOR
+from stree_jax.speculation.adaptive.pool import best_tree
+from stree_jax.speculation.adaptive.search import Query, Searcher
+from stree_jax.speculation.drafter import Drafter, DraftState, Prompts, Update
+from stree_jax.speculation.drafters.lookup import History
+from stree_jax.speculation.drafters.table import AnyDrafter, source_of
+from stree_jax.speculation.tree import Budget, Topology, Tree, resolve_tree
+
+PIECE = 512  # tokens of text that are read at once; a longer text is cut
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The drafts at the places of a text.
+
+    Attributes:
+      tokens: [n, T] int32, the drafted trees; node 0 is a token of the text.
+      parents: [n, T] int32, -1 for the root and less for padding.
+      depth: [n, T] int32.
+      text: [n, M] int32, the tokens after each place; -1 after the end.
+      target: [n, M] int32, the target's most probable tokens at these places.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    depth: np.ndarray
+    text: np.ndarray
+    target: np.ndarray
+
+    @property
+    def levels(self) -> int:
+        """M."""
+        return self.text.shape[1]
+
+    def after(self, place: int) -> "Agreement":
+        """Returns the drafts from a place of the text on."""
+        return Agreement(*(getattr(self, f.name)[place:] for f in fields(self)))
+
+    def accepted(self) -> np.ndarray:
+        """Returns which nodes [n, T] would be accepted if the target wrote the text:
+        the node and its ancestors are the text's tokens."""
+        rows = np.arange(len(self.tokens))
+        right = np.zeros(self.tokens.shape, bool)
+        right[:, 0] = True
+        for t in range(1, self.tokens.shape[1]):
+            above = np.maximum(self.parents[:, t], 0)
+            level = np.maximum(self.depth[:, t] - 1, 0)
+            same = self.tokens[:, t] == self.text[rows, level]
+            right[:, t] = same & right[rows, above] & (self.parents[:, t] >= 0)
+        return right
+
+    def tau(self) -> float:
+        """Returns the mean number of tokens per pass on this text: the accepted nodes
+        of the longest path, and one more."""
+        deepest = np.where(self.accepted(), self.depth, 0).max(axis=1)
+        return float(1 + deepest.mean())
+
+    def by_position(self) -> list[tuple[float, int]]:
+        """Returns, for each level, how often the first draft is the target's token, and
+        at how many places: those where all drafts before it are the text's tokens."""
+        rows, found = np.arange(len(self.tokens)), []
+        at = np.zeros(len(rows), np.int64)
+        reached = np.ones(len(rows), bool)
+        for level in range(self.levels):
+            child = (self.parents == at[:, None]) & (self.depth == level + 1)
+            reached &= child.any(axis=1) & (self.text[:, level] >= 0)
+            at = np.where(reached, child.argmax(axis=1), at)
+            token = self.tokens[rows, at]
+            count = int(reached.sum())
+            right = (token == self.target[:, level]) & reached
+            found.append((float(right.sum() / max(count, 1)), count))
+            reached &= token == self.text[:, level]
+        return found
+
+    def after_siblings(self) -> list[tuple[float, int]]:
+        """Returns, for each level but the last, how often some child of a right node
+        that is not its parent's first child is right, and at how many places there is
+        such a node with children."""
+        right, found = self.accepted(), []
+        first = self._first_children()
+        for level in range(1, self.levels):
+            side = right & (self.depth == level) & ~first
+            chosen = side.argmax(axis=1)[:, None]
+            children = (self.parents == chosen) & side.any(axis=1)[:, None]
+            asked = children.any(axis=1) & (self.text[:, level] >= 0)
+            hit = (children & right).any(axis=1) & asked
+            count = int(asked.sum())
+            found.append((float(hit.sum() / max(count, 1)), count))
+        return found
+
+    def _first_children(self) -> np.ndarray:
+        """Returns which nodes [n, T] are the first child of their parent."""
+        first = np.zeros(self.tokens.shape, bool)
+        for row, parents in enumerate(self.parents):
+            _, place = np.unique(parents, return_index=True)
+            first[row, place] = True
+        return first
+
+
+def agreement(
+    target: Model,
+    drafter: AnyDrafter,
+    token_ids: Sequence[int] | np.ndarray,
+    tree: Topology | str | Sequence[int],
+) -> Agreement:
+    """Drafts a tree at every place of a text.
+
+    Args:
+      target: the target model.
+      drafter: as in `generate`.
+      token_ids: the text, at least 2 tokens. It is read in pieces of `PIECE` tokens,
+        each of which starts anew.
+      tree: a static tree or its name; or a `Budget`, for the best tree of so many nodes
+        that the drafter finds without prompt lookup.
+
+    Raises:
+      ValueError: the drafter does not fit the target, or does not draft such trees.
+    """
+    ids = np.asarray(token_ids, np.int32)
+    if ids.ndim != 1 or len(ids) < 2:
+        raise ValueError(f"text: want at least 2 tokens, got {ids.shape}")
+    shape = tree if isinstance(tree, Budget) else resolve_tree(tree)
+    source = source_of(drafter, target.config)
+    source.check(target)
+    if isinstance(shape, Tree):
+        source.check_tree(shape)
+    bound = source.bind(
+        target, shape if isinstance(shape, Tree) else resolve_tree("auto")
+    )
+    if not isinstance(shape, Tree) and not isinstance(bound, Searcher):
+        raise ValueError("tree: this drafter does not search for trees")
+    width = source.search_size[0]
+    run = jax.jit(
+        partial(_drafted, tree=shape, width=min(width, target.config.num_tokens))
+    )
+    plain = without_mtp(target)
+    pieces = [
+        Agreement(*_piece(run, plain, bound, ids[i : i + PIECE], shape.depth))
+        for i in range(0, len(ids) - 1, PIECE)
+    ]
+    return joined(pieces)
+
+
+def _piece(
+    run: Any, target: Model, drafter: Drafter, ids: np.ndarray, depth: int
+) -> Iterator[np.ndarray]:
+    """Yields the fields of `Agreement` for one piece of text."""
+    padded = np.zeros(PIECE if len(ids) > 64 else 64, np.int32)
+    padded[: len(ids)] = ids
+    best, tokens, parents, levels = run(target, drafter, jnp.asarray(padded))
+    n = len(ids) - 1
+    for table in (tokens, parents, levels):
+        yield np.asarray(table)[:n]
+    place = np.arange(n)[:, None] + np.arange(depth)[None]
+    text = np.append(ids[1:], np.full(depth, -1, np.int32))
+    yield text[place]
+    chosen = np.append(np.asarray(best)[:n], np.full(depth, -1, np.int32))
+    yield chosen[place]
+
+
+def _drafted(
+    target: Model, drafter: Any, ids: jax.Array, *, tree: Topology, width: int
+) -> tuple[jax.Array, ...]:
+    """Returns the target's most probable token after each token of a text [S], and the
+    tokens, parents and depths [S, T] of the tree drafted there."""
+    S, taps, V = ids.shape[0], drafter.taps, target.config.num_tokens
+    state = init_state(target.config, 1, S, param_dtype(target.params))
+    nodes = chain_nodes(1, S, target.config.conv_taps)
+    hidden, tapped, _, _ = forward_tapped(target, state, ids[None], nodes, taps=taps)
+    best = argmax(logits_of(target, hidden)[0, :, :V])
+    one = jnp.ones((1,), jnp.int32)
+    start = drafter.init(Prompts(ids[None, :1], one, S + 64, 1), None)
+
+    def step(drafting: DraftState, i: jax.Array) -> tuple[DraftState, tuple]:
+        text = History(ids[None], one * (i + 1))
+        draft, after = _draft(drafter, drafting, text, ids[i][None], tree, width, V)
+        row = partial(lax.dynamic_slice_in_dim, start_index=i, slice_size=1, axis=1)
+        token = ids[jnp.minimum(i + 1, S - 1)][None, None]
+        update = Update(token, one, row(hidden), tuple(map(row, tapped)))
+        layout = draft.layout
+        out = draft.tokens[0], layout.parents[0], layout.depth[0]
+        return drafter.commit(after, update), out
+
+    _, (tokens, parents, depth) = lax.scan(step, start, jnp.arange(S, dtype=jnp.int32))
+    return best, tokens, parents, depth
+
+
+def _draft(
+    drafter: Any,
+    state: DraftState,
+    text: History,
+    root: jax.Array,
+    tree: Topology,
+    width: int,
+    num_tokens: int,
+) -> tuple[Any, DraftState]:
+    """Drafts one tree greedily."""
+    dist = _greedy(root.shape[0], num_tokens)
+    if isinstance(tree, Tree):
+        return drafter.propose(state, root, tree, dist, NAIVE)
+    assert isinstance(tree, Budget)
+    query = Query(text, dist, NAIVE, width, tree.depth, 8, _always)
+    state, search = drafter.search(state, query)
+    asked = search.at_root, search.guesser, root, dist, NAIVE, jnp.asarray(PRIOR)
+    grown = best_first(*asked, search.start, search.go_on)
+    return best_tree(grown.pool, root, tree)[0], state
+
+
+def _always(levels: jax.Array, value: jax.Array, passes: float = 1.0) -> jax.Array:
+    """The answer of `Worth` if every level is worth its time."""
+    return jnp.bool_(True)
+
+
+def _greedy(batch: int, num_tokens: int) -> Distribution:
+    """Returns the distribution of greedy rows."""
+    none = jnp.zeros((batch,), jnp.int32)
+    requests = Requests(none, None, jnp.full((batch, 1), -1, jnp.int32), None, None)
+    return Distribution(requests, none, None, num_tokens)
+
+
+def joined(parts: Sequence[Agreement]) -> Agreement:
+    """Returns the drafts of several texts, with trees of one shape."""
+    names = [f.name for f in fields(Agreement)]
+    return Agreement(*(np.concatenate([getattr(p, n) for p in parts]) for n in names))

@@ -1,0 +1,47 @@
+"""Test `bench drafters`: agreement, decoding, bytes and the table."""
+
+import pytest
+
+from stree_jax.bench import drafters as bench
+from stree_jax.bench.method import Run
+from stree_jax.bench.registry import parse_bench
+from tests.bench.pairs import pair_with_words
+from tests.support.dflash import KINDS, random_dflash
+
+WAYS = ["chain", "chain of marginals", "tree of marginals, 6", "tree of 6"]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    target, model = pair_with_words(layers=("mamba", "mlp"))
+    file = tmp_path_factory.mktemp("prompts") / "set.jsonl"
+    file.write_text('{"prompt": "def add(a, b):"}\n')
+    options = dict(KINDS["dspark"], boundaries=(1,), slots=3)
+    found = {"model": model, "block": random_dflash(target, **options)}
+    words = ["drafters", "--prompts", str(file), "--count", "1", "--max-new-tokens"]
+    words += ["6", "--temperatures", "0", "--nodes", "6", "--levels", "3"]
+    args = parse_bench([*words, "--drafters", *found])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "load_pair", lambda _, name, __: (target, found[name]))
+        return bench.measure(args, Run(repeats=1))
+
+
+def test_every_way_of_drafting_is_measured(report):
+    found = [row["way"] for row in report["agreement"] if row["drafter"] == "block"]
+    assert found == WAYS
+    assert {row["places"] for row in report["agreement"]} == {6}
+    assert all(1 <= row["tau"] <= 4 for row in report["agreement"])
+
+
+def test_decoding_is_equal_with_every_drafter(report):
+    arms = {row["arm"] for row in report["results"]}
+    assert {"plain", "lookup", "model, auto", "block, chain:3", "block, auto"} <= arms
+    (unit,) = report["units"].values()
+    assert all(arm["equal"] for arm in unit.values())
+
+
+def test_the_table_names_drafters_and_bytes(report):
+    text = bench.table(report)
+    assert "| block | tree of marginals, 6 |" in text
+    assert "Read in a round: model " in text
+    assert report["bytes"]["block"] < report["bytes"]["target"] * 2

@@ -1,0 +1,400 @@
+"""Test drafting with EAGLE drafters: drafts match the equations, text stays exact."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import stree_jax
+from stree_jax import models
+from stree_jax.convert.drafters.eagle import read_eagle
+from stree_jax.generation import begin
+from stree_jax.models.eagle import eagle_model
+from stree_jax.models.memory import size_of
+from stree_jax.sampling.settings import Sampling
+from stree_jax.sizing.memory import BufferSizes, memory_of
+from stree_jax.speculation import loop
+from stree_jax.speculation.adaptive.best_first import best_first
+from stree_jax.speculation.adaptive.calibration import PRIOR
+from stree_jax.speculation.adaptive.search import Query
+from stree_jax.speculation.drafter import DrafterBase
+from stree_jax.speculation.drafters import model as model_drafter
+from stree_jax.speculation.drafters.eagle import EagleDrafter
+from stree_jax.speculation.drafters.lookup import History
+from stree_jax.speculation.tree import resolve_tree
+from tests.speculation.auto import times
+from tests.support import eagle
+
+NEW, LENGTHS = 20, [3, 1, 70]  # prompt lengths; the longest takes two chunks
+TREE = resolve_tree([-1, 0, 0, 1, 1, 2, 3])
+NORMED = dict(fc_norm=True, norm_output=True)
+KINDS = {  # arguments of `eagle.tensors`, and fields of the config
+    "eagle3": ({}, {}),
+    "normed": (dict(layers=2, extra=("fc_norm",)), NORMED),
+    "parallel": (
+        dict(extra=("mask_hidden", "embed_tokens")),
+        dict(mask_token_id=eagle.MASK, norm_before_residual=True),
+    ),
+    "eagle2": (
+        dict(fused=True, extra=("embed_tokens", "fc.bias")),
+        dict(draft_vocab_size=None),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return eagle.target()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(2)
+    return [rng.integers(0, eagle.REAL, n).tolist() for n in LENGTHS]
+
+
+def made(target, kind):
+    """Returns a drafter, and its recomputation."""
+    arguments, fields = KINDS[kind]
+    tensors, config = eagle.tensors(target, **arguments), eagle.config(**fields)
+    drafter = read_eagle(config, tensors, target.config)
+    return drafter, eagle.Recomputed(tensors, config, target)
+
+
+@struct.dataclass
+class Watched(DrafterBase):
+    """A drafter that records the tokens of its last tree."""
+
+    inner: EagleDrafter
+    observes_prompts = True
+
+    @property
+    def taps(self):
+        return self.inner.taps
+
+    def init(self, prompts, past):
+        blank = jnp.zeros((prompts.lengths.shape[0], TREE.size), jnp.int32)
+        return self.inner.init(prompts, past), blank
+
+    def propose(self, state, root, tree, dist, rule):
+        draft, inner = self.inner.propose(state[0], root, tree, dist, rule)
+        return draft, (inner, draft.tokens)
+
+    def commit(self, state, update):
+        return self.inner.commit(state[0], update), state[1]
+
+
+def drafted(target, drafter, prompts, change=lambda drafter: drafter):
+    """Returns for each step and running row the text so far and the tree drafted below
+    it; and the lengths of accepted paths."""
+    begun, plan = begin(target, prompts, max_new_tokens=NEW, drafter=drafter, tree=TREE)
+    spec = replace(plan.spec, drafter=Watched(change(plan.spec.drafter)))
+    padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    lengths = jnp.asarray([len(ids) for ids in prompts], jnp.int32)
+    d = loop.init_decoding(
+        spec, jnp.asarray(padded), lengths, begun.requests, max_new_tokens=NEW
+    )
+    # Traced again, with any planted mistake
+    advance, found = jax.jit(lambda *args: loop.advance(*args)), []
+    while (running := np.flatnonzero(np.asarray(d.finish) == 0)).size:
+        before = [
+            ids + np.asarray(d.tokens[b, : d.length[b]]).tolist()
+            for b, ids in enumerate(prompts)
+        ]
+        d = advance(spec, d, jnp.int32(1))
+        trees = np.asarray(d.drafting[1])
+        found += [(before[b], trees[b].tolist()) for b in running]
+    return found, np.asarray(d.gained)
+
+
+def count_wrong(found, recomputed):
+    """Counts the drafted trees that differ from the equations."""
+    seen = [(text, tree) for text, tree in found if len(text) > 1]
+    return sum(tree != recomputed.tree(text, TREE.parents) for text, tree in seen)
+
+
+# Each of these changes only the drafts.
+
+
+def one_layer_off(drafter, patch):
+    return replace(drafter, taps=tuple(tap - 1 for tap in drafter.taps))
+
+
+def hidden_states_as_streams(drafter, patch):
+    commit = EagleDrafter.commit
+
+    def plain(self, state, update):
+        streams = (update.hidden,) * len(update.taps)
+        return commit(self, state, replace(update, taps=streams))
+
+    patch.setattr(EagleDrafter, "commit", plain)
+    return drafter
+
+
+def previous_state(drafter, patch):
+    """Pairs are off by one: each token comes with the state before the one that chose
+    it."""
+    commit = EagleDrafter.commit
+
+    def late(self, state, update):
+        taps = tuple(jnp.roll(x, 1, axis=1) for x in update.taps)
+        hidden = jnp.roll(update.hidden, 1, axis=1)
+        return commit(self, state, replace(update, taps=taps, hidden=hidden))
+
+    patch.setattr(EagleDrafter, "commit", late)
+    return drafter
+
+
+def option(**fields):
+    """Reads an option of the config as another."""
+
+    def plant(drafter, patch):
+        config = replace(drafter.model.config, **fields)
+        return replace(drafter, model=drafter.model.replace(config=config))
+
+    return plant
+
+
+def offsets_as_ids(drafter, patch):
+    ids = drafter.model.params["head_ids"]
+    offsets = ids - jnp.arange(len(ids))
+    params = drafter.model.params | {"head_ids": offsets}
+    return replace(drafter, model=drafter.model.replace(params=params))
+
+
+def swapped_halves(drafter, patch):
+    """The embedding comes after the stream in the input of the attention."""
+    params = drafter.model.params
+    layer = params["layers_0"]
+    columns = jnp.roll(layer["first"]["qkv"], eagle.D, axis=1)
+    layer = layer | {"first": layer["first"] | {"qkv": columns}}
+    params = params | {"layers_0": layer}
+    return replace(drafter, model=drafter.model.replace(params=params))
+
+
+def handed_down(change):
+    """Drafted nodes read another vector than the one that their parent hands down."""
+
+    def plant(drafter, patch):
+        def forward(*args, previous, **options):
+            previous = change(previous, drafter.model.params)
+            return models.forward_hidden(*args, previous=previous, **options)
+
+        patch.setattr(model_drafter, "forward_hidden", forward)
+        return drafter
+
+    return plant
+
+
+def normed(states, params):
+    scale = params["norm"]["scale"].reshape(1, 1, -1)
+    return states * jax.lax.rsqrt((states**2).mean(-1, keepdims=True)) * scale
+
+
+def later_positions(drafter, patch):
+    """Draft tokens are rotated as if they came two tokens later."""
+
+    def forward(model, state, tokens, nodes, **options):
+        nodes = replace(nodes, depth=nodes.depth + 2)
+        return models.forward_hidden(model, state, tokens, nodes, **options)
+
+    patch.setattr(model_drafter, "forward_hidden", forward)
+    return drafter
+
+
+PLANTED = {
+    "one layer off": ("eagle3", one_layer_off),
+    "hidden states as streams": ("eagle3", hidden_states_as_streams),
+    "previous state": ("eagle3", previous_state),
+    "norm before the residual": ("eagle3", option(norm_residual=True)),
+    "streams without norms": ("normed", option(input_norm="none")),
+    "output without a norm": ("normed", option(hands_down_normed=False)),
+    "handed down with a norm": ("eagle3", handed_down(normed)),
+    "handed down by a neighbour": (
+        "eagle3",
+        handed_down(lambda states, params: jnp.roll(states, 1, 1)),
+    ),
+    "no norm before the head": ("eagle3", option(final_norm=False)),
+    "offsets as ids": ("eagle3", offsets_as_ids),
+    "swapped halves": ("eagle3", swapped_halves),
+    "later positions": ("eagle3", later_positions),
+    "another mask": ("parallel", option(mask_token=0)),
+    "previous state of EAGLE-2": ("eagle2", previous_state),
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_planted_mistakes_are_found(mistake, target, prompts, monkeypatch):
+    """The test below would fail."""
+    kind, plant = PLANTED[mistake]
+    drafter, recomputed = made(target, kind)
+    change = partial(plant, patch=monkeypatch)
+    assert count_wrong(drafted(target, drafter, prompts, change)[0], recomputed) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_match_the_equations(target, prompts, kind):
+    """Over whole texts, in which paths of several lengths were accepted."""
+    drafter, recomputed = made(target, kind)
+    found, gained = drafted(target, drafter, prompts)
+    assert count_wrong(found, recomputed) == 0
+    assert (gained[:, 1:3].sum(axis=0) > 0).all()
+
+
+@pytest.fixture(scope="module")
+def generate(target, prompts):
+    options = dict(max_new_tokens=NEW, stop_tokens=(), drafter=None)
+    return partial(stree_jax.generate, target, prompts, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(generate):
+    return generate().tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tree", ["E", "auto:1,4,8"])
+def test_greedy_text_is_identical_to_plain_decoding(
+    target, generate, plain, kind, tree
+):
+    drafter, _ = made(target, kind)
+    fast = {} if tree == "E" else dict(times=times([1.0, 1.01, 1.02], 0.01, 0.01))
+    result = generate(drafter=drafter, tree=tree, **fast)
+    assert result.tokens == plain
+    assert 1 in np.concatenate(result.origins)
+    stage = "drafter" if tree == "E" else "eagle"
+    assert [t.stage for t in result.traffic] == ["target", stage]
+
+
+def test_sampled_text_is_identical_to_plain_decoding(target, generate):
+    drafter, _ = made(target, "eagle3")
+    sampled = dict(sampling=Sampling(temperature=1.0, seed=2))
+    want = generate(**sampled).tokens
+    assert generate(drafter=drafter, tree="E", **sampled).tokens == want
+
+
+RULES = {"leviathan": "chain:4", "mss": "E", "recursive": "E"}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_draft_tokens_are_drawn_from_q(target, prompts, rule):
+    """q is the distribution of the drafter's head, and 0 for tokens without a row."""
+    drafter, recomputed = made(target, "eagle3")
+    sampling, tree = Sampling(temperature=0.7, seed=3), RULES[rule]
+    d, plan = begin(
+        *(target, prompts),
+        max_new_tokens=NEW,
+        drafter=drafter,
+        tree=tree,
+        rule=rule,
+        sampling=sampling,
+    )
+    dist = d.distribution(eagle.REAL)
+    spec = plan.spec
+    draft, _ = spec.drafter.propose(
+        d.drafting, d.root, resolve_tree(tree), dist, spec.rule
+    )
+    text = prompts[0]
+    logits = recomputed.logits(recomputed.along(recomputed.pairs(text), [])[-1:])
+    p = np.exp((logits[0, : eagle.REAL] - logits.max()) / 0.7)
+    q = np.asarray(draft.q)[0]
+    np.testing.assert_allclose(q[0], p / p.sum(), atol=1e-5)
+    missing = np.setdiff1d(np.arange(eagle.REAL), eagle.head_ids())
+    assert (q[:, missing] == 0).all()
+
+
+def test_every_rule_generates(target, generate):
+    drafter, _ = made(target, "eagle3")
+    for rule, tree in RULES.items():
+        sampling = Sampling(temperature=0.7, seed=3)
+        result = generate(drafter=drafter, tree=tree, rule=rule, sampling=sampling)
+        assert 1 in np.concatenate(result.origins)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_a_search_of_width_one_drafts_a_chain(target, prompts, kind):
+    """Tree "auto" with levels of one node."""
+    drafter, _ = made(target, kind)
+    d, plan = begin(target, prompts, max_new_tokens=4, drafter=drafter, tree="chain:5")
+    drafter, asked = plan.spec.drafter, (d.distribution(eagle.REAL), plan.spec.rule)
+
+    @jax.jit
+    def searched(drafter, state, root):
+        text = History(root[:, None], jnp.ones_like(root))
+        worth = lambda *_: jnp.bool_(True)  # noqa: E731
+        _, search = drafter.search(state, Query(text, *asked, 1, 5, 6, worth))
+        given = search.at_root, search.guesser, root, *asked, jnp.asarray(PRIOR)
+        return best_first(*given, search.start, search.go_on).pool.tokens
+
+    chain, _ = drafter.propose(d.drafting, d.root, resolve_tree("chain:5"), *asked)
+    found = searched(drafter, d.drafting, d.root)
+    assert found.tolist() == chain.tokens[:, 1:].tolist()
+
+
+def test_a_conversation_can_continue(target, prompts):
+    drafter, _ = made(target, "eagle3")
+    options = dict(max_new_tokens=9, stop_tokens=(), tree=TREE, keep_past=True)
+    one = stree_jax.generate(target, prompts, drafter=drafter, **options)
+    more = [[5, 6], [], list(range(30))]
+    two = stree_jax.generate(target, more, drafter=drafter, past=one.past, **options)
+    whole = [a + b + c for a, b, c in zip(prompts, one.tokens, more, strict=True)]
+    options = dict(max_new_tokens=9, stop_tokens=(), drafter=None)
+    assert two.tokens == stree_jax.generate(target, whole, **options).tokens
+    read = np.asarray(two.past.drafter.state.length)
+    assert (read > [len(ids) for ids in prompts]).all()
+
+
+def test_bytes_of_a_drafter_are_counted(target):
+    """Without the target's arrays that it uses; for a batch, and in plans."""
+    room = BufferSizes(1, 128, 16)
+    for kind in ("eagle3", "eagle2"):
+        drafter, _ = made(target, kind)
+        memory = memory_of(target, drafter, "E", room)
+        assert memory.drafter_weights == size_of(drafter.params)
+        shapes = memory_of(target, drafter, "E", room)
+        assert shapes.drafting > 0
+        model = eagle_model(drafter, target)
+        assert model.params.keys() >= {"embedding", "lm_head"}
+
+
+def test_bfloat16_weights(target, prompts):
+    """Of drafter and target, in which another text is exact."""
+    half = models.cast_params(target.config, target.params, jnp.bfloat16)
+    model = models.Model(half, target.config)
+    arguments, fields = KINDS["eagle3"]
+    tensors = eagle.tensors(target, **arguments)
+    drafter = read_eagle(
+        eagle.config(**fields), tensors, target.config, dtype="bfloat16"
+    )
+    options = dict(max_new_tokens=6, stop_tokens=())
+    want = stree_jax.generate(model, prompts, drafter=None, **options).tokens
+    result = stree_jax.generate(model, prompts, drafter=drafter, tree="E", **options)
+    assert result.tokens == want
+
+
+def test_wrong_targets_and_trees_are_refused(target, prompts):
+    drafter, _ = made(target, "eagle3")
+    parallel, _ = made(target, "parallel")
+    c = drafter.config
+    wider = replace(drafter, config=replace(c, target_width=64))
+    deeper = replace(drafter, config=replace(c, boundaries=(1, 2, 9)))
+    larger = replace(drafter, config=replace(c, num_tokens=99))
+    cases = [
+        (wider, "E", "drafter: reads states 64 wide, but the target's are 32 wide"),
+        (deeper, "E", "after layer 9, but the target has 3 layers"),
+        (larger, "E", "drafter: has 99 tokens, but the target has 47"),
+        (drafter, "beam:2x2", "tree: an EAGLE drafter fills a fixed tree"),
+        (parallel, "chain:9", "tree: 9 levels, but the drafter has 8"),
+    ]
+    for drafter, tree, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            stree_jax.generate(
+                target, prompts, max_new_tokens=1, drafter=drafter, tree=tree
+            )
+        assert "\n" not in str(caught.value)
