@@ -95,7 +95,7 @@ def config_fields(c: DFlashConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_eps,
         "rope_theta": a.rope.theta,
-        "rope_is_neox_style": not c.interleaved,
+        "rope_is_neox_style": True,
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": False,
         "block_size": c.slots,

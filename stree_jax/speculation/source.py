@@ -178,7 +178,9 @@ class Source:
     def acceptance(self) -> Acceptance:
         """Returns the measured or assumed acceptance rates by depth and rank."""
         ranks = self.top1 * RANK_DECAY ** np.arange(MOST_CHILDREN)
-        ranks[1:] *= min(1, (1 - self.top1) / ranks[1:].sum())  # a row sums to at most 1
+        ranks[1:] *= min(
+            1, (1 - self.top1) / ranks[1:].sum()
+        )  # a row sums to at most 1
         return Acceptance(np.tile(ranks, (DEEPEST, 1)))
 
     def work(self, target: Model) -> Work:
