@@ -60,11 +60,11 @@ KINDS = ("model", "dspark")
 # Options of --kind dspark with their defaults, which are not those of argparse: with
 # another kind, a given one is an error.
 BLOCK_OPTIONS = (
-    ("drafts", 7, "tokens that one pass drafts"),
+    ("drafts", 5, "tokens that one pass drafts"),
     ("taps", None, "layers of the target that are read (default: 3, or all of fewer)"),
     ("rank", 128, "rank of the scores of token pairs"),
     ("window", 128, "tokens of the text that a layer sees; 0 for all"),
-    ("roots", 24, "blocks in each sequence"),
+    ("roots", 32, "blocks in each sequence"),
     ("tokens", 500_000, "tokens of --text to learn from"),
 )
 TRAINING = "Training"

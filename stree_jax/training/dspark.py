@@ -75,7 +75,7 @@ class DSparkSize:
       taps: residual streams of the target that it reads, evenly spread. If None, 3, or
         as many as the target has layers.
       drafts: drafts of a block.
-      mlp: width of the MLPs. If None, two thirds of the target's width.
+      mlp: width of the MLPs. If None, half of the target's width.
       rank: r, of the Markov head.
       window: tokens of the text that a layer sees; 0 for all. A window makes texts that
         are longer than the training examples safe.
@@ -84,7 +84,7 @@ class DSparkSize:
 
     layers: int = 2
     taps: int | None = None
-    drafts: int = 7
+    drafts: int = 5
     mlp: int | None = None
     rank: int = 128
     window: int = 128
@@ -113,8 +113,9 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
         if value < least:
             raise ValueError(f"--{name}: want at least {least}, got {value}")
     heads = d // HEAD
+    # As many key as query heads: all that slots learn of the text passes through values.
     attention = AttentionConfig(
-        *(heads, math.gcd(heads, 2), HEAD), rope=Rope(1e4, HEAD), qk_norm_eps=1e-6
+        *(heads, heads, HEAD), rope=Rope(1e4, HEAD), qk_norm_eps=1e-6
     )
     return DFlashConfig(
         d_model=d,
@@ -123,7 +124,7 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
         boundaries=tuple(last * (i + 1) // taps for i in range(taps)),
         layers=(DFlashLayer(size.window, size.causal),) * size.layers,
         attention=attention,
-        d_mlp=size.mlp or 2 * d // 3,
+        d_mlp=size.mlp or d // 2,
         slots=size.drafts,
         mask_token=mask,
         from_root=True,
@@ -391,7 +392,7 @@ def train_dspark(
     target: str | Path | Model,
     size: DSparkSize = DSparkSize(),
     *,
-    roots: int = 24,
+    roots: int = 32,
     tokens: int = 500_000,
     own_tokens: int = 400_000,
     window: int = 256,
