@@ -8,10 +8,12 @@ its root. The tokens before each draft are the text's.
 
 With the target's distribution p and the drafter's q at draft k = 1, 2, ..:
 
-    sum_k w_k (KL(p || q) + TV(p, q) + BCE(c, 1 - TV)),   w_k ~ exp(-(k - 1) / 4)
+    sum_k w_k (KL(p || q) + TV(p, q) + KL(p || u) / 4 + BCE(c, 1 - TV))
 
-TV is the total variation sum |p - q| / 2, so that 1 - TV is the probability that the
-draft is accepted, which the confidence c estimates.
+with w_k ~ exp(-(k - 1) / 4). TV is the total variation sum |p - q| / 2, so that 1 - TV
+is the probability that the draft is accepted, which the confidence c estimates. u is the
+drafter's distribution without the Markov head. Only its best tokens are candidates in
+drafting; without a loss of its own, the right token is often missing among them.
 
 Letters: B stretches, T tokens of a stretch, A roots in a stretch, M drafts of a block,
 m residual streams, d width, V tokens of the vocabulary, r rank.
@@ -63,6 +65,7 @@ from stree_jax.training.train import Batch, Examples, Params, TrainConfig, learn
 
 HELD_OUT = 64  # held-out windows of each source
 DECAY = 4.0  # drafts over which the weight falls to 1/e
+ALONE = 0.25  # weight of the loss without the Markov head
 HEAD = 64  # channels of an attention head
 
 
@@ -175,7 +178,7 @@ def block_states(
 
 def forced(
     drafter: DFlash, output: BareModel, hidden: jax.Array, previous: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Scores the drafts of blocks, each after a given token.
 
     Args:
@@ -184,7 +187,8 @@ def forced(
       previous: [N, M] int32, the tokens before the drafts.
 
     Returns:
-      Logits [N, M, V] float32, and the confidences [N, M]; None without that head.
+      Logits [N, M, V] float32 without and with the pair scores, and the confidences
+      [N, M]; None without that head.
     """
     logits = draft_logits(drafter, output, hidden)
     memory, bias = no_memory(drafter, (len(hidden), 1)), []
@@ -195,13 +199,13 @@ def forced(
         bias.append(more)
         if (chance := confidence(drafter, *one)) is not None:
             sure.append(chance)
-    logits = logits + jnp.concatenate(bias, axis=1)
-    return logits, jnp.concatenate(sure, axis=1) if sure else None
+    paired = logits + jnp.concatenate(bias, axis=1)
+    return logits, paired, jnp.concatenate(sure, axis=1) if sure else None
 
 
 def block_scores(
     drafter: DFlash, output: BareModel, batch: Batch
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes what the loss compares.
 
     Args:
@@ -210,8 +214,8 @@ def block_scores(
       batch: see `Blocks.loss`.
 
     Returns:
-      Log-probabilities of the target and of the drafter [B A, M, V], and the
-      confidences [B A, M].
+      Log-probabilities [B A, M, V] of the target, of the drafter, and of the drafter
+      without the Markov head; and the confidences [B A, M].
     """
     states, tokens, places = batch["states"], batch["tokens"], batch["places"]
     M, V = drafter.config.drafts, output.config.num_tokens
@@ -222,12 +226,13 @@ def block_scores(
     )
     previous = tokens[rows[..., None], slots].reshape(-1, M)
     hidden = hidden.reshape(-1, *hidden.shape[2:])
-    logits, sure = forced(drafter, output, hidden, previous)
+    alone, logits, sure = forced(drafter, output, hidden, previous)
     assert sure is not None  # `dspark_config` has a confidence head
     wanted = logits_of(output, states[:, :, 0].astype(jnp.float32))[..., :V]
     wanted = jax.nn.log_softmax(jax.lax.stop_gradient(wanted))
     wanted = wanted[rows[..., None], slots].reshape(-1, M, V)
-    return wanted, jax.nn.log_softmax(logits[..., :V]), sure
+    own = (jax.nn.log_softmax(x[..., :V]) for x in (logits, alone))
+    return wanted, *own, sure
 
 
 @dataclass(frozen=True)
@@ -254,9 +259,9 @@ class Blocks:
           teacher: the target's embedding and head.
         """
         drafter = DFlash(params, self.config)
-        p, q, sure = block_scores(drafter, teacher, batch)
+        p, q, alone, sure = block_scores(drafter, teacher, batch)
         weights = np.exp(-np.arange(self.config.drafts) / DECAY)
-        kl = (jnp.exp(p) * (p - q)).sum(axis=-1)
+        kl = (jnp.exp(p) * (p - q + ALONE * (p - alone))).sum(axis=-1)
         apart = jnp.abs(jnp.exp(p) - jnp.exp(q)).sum(axis=-1) / 2
         accepted = jax.lax.stop_gradient(1 - apart)
         sure = jnp.clip(sure, 1e-6, 1 - 1e-6)
@@ -330,7 +335,7 @@ def block_examples(
 def _agreements(
     config: DFlashConfig, params: Params, batch: Batch, output: BareModel
 ) -> tuple[jax.Array, jax.Array]:
-    p, q, _ = block_scores(DFlash(params, config), output, batch)
+    p, q, *_ = block_scores(DFlash(params, config), output, batch)
     right = p.argmax(axis=-1) == q.argmax(axis=-1)
     return right, jnp.minimum(jnp.exp(p), jnp.exp(q)).sum(axis=-1)
 

@@ -96,7 +96,7 @@ def test_all_blocks_of_a_text_are_as_drafted_one_by_one(model, kind):
         want = run_block(drafter, head_of(model), before, roots[b, a][None], M)
         np.testing.assert_allclose(hidden[b, a], want[0], atol=2e-5)
         previous = tokens[b, p : p + M][None]
-        found, _ = training.forced(drafter, head_of(model), want, previous)
+        _, found, _ = training.forced(drafter, head_of(model), want, previous)
         logits = draft_logits(drafter, head_of(model), want)
         memory = no_memory(drafter, (1, 1))
         for k in range(M):
@@ -112,7 +112,7 @@ def test_the_loss_is_that_of_its_definition(model):
     drafter, out = random_dflash(model, **options), head_of(model)
     batch = batch_of(drafter, np.random.default_rng(1))
     found = training.Blocks(drafter.config).loss(drafter.params, batch, out)
-    _, q, sure = training.block_scores(drafter, out, batch)
+    _, q, alone, sure = training.block_scores(drafter, out, batch)
     p = jax.nn.log_softmax(logits_of(out, batch["states"][:, :, 0])[..., :REAL])
     total, weight = 0.0, np.exp(-np.arange(M) / training.DECAY)
     for n, (b, a) in enumerate(np.ndindex(2, 3)):
@@ -122,6 +122,7 @@ def test_the_loss_is_that_of_its_definition(model):
             kept_ = np.minimum(at, own).sum()
             bce = -kept_ * np.log(c) - (1 - kept_) * np.log(1 - c)
             kl = (at * np.log(at / own)).sum()
+            kl += (at * (np.log(at) - np.asarray(alone[n, k]))).sum() / 4
             total += weight[k] * (kl + 1 - kept_ + bce) / 6
     np.testing.assert_allclose(found, total / weight.sum(), rtol=1e-4)
 
