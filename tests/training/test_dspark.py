@@ -88,22 +88,29 @@ def test_all_blocks_of_a_text_are_as_drafted_one_by_one(model, kind):
     roots = jnp.take_along_axis(tokens, places, axis=1)
     hidden = training.block_states(drafter, head_of(model), taps, roots, places)
     every = jnp.arange(drafter.config.vocab_size, dtype=jnp.int32)[None]
-    for b, a in np.ndindex(places.shape):
-        p = int(places[b, a])
-        before = empty_context(drafter, 1, 16, jnp.float32)
-        rows = tuple(taps[b : b + 1, :p, i] for i in range(taps.shape[2]))
-        before = add_context(drafter, before, rows, jnp.asarray([p], jnp.int32))
-        want = run_block(drafter, head_of(model), before, roots[b, a][None], M)
-        np.testing.assert_allclose(hidden[b, a], want[0], atol=2e-5)
-        previous = tokens[b, p : p + M][None]
-        _, found, _ = training.forced(drafter, head_of(model), want, previous)
-        logits = draft_logits(drafter, head_of(model), want)
-        memory = no_memory(drafter, (1, 1))
+
+    @jax.jit
+    def one_by_one(taps, text, place):
+        """Returns the states and the logits of a block, drafted along the text."""
+        rows = tuple(taps[None, :, i] for i in range(taps.shape[1]))
+        context = empty_context(drafter, 1, 16, jnp.float32)
+        context = add_context(drafter, context, rows, place[None])
+        states = run_block(drafter, head_of(model), context, text[place][None], M)
+        logits = draft_logits(drafter, head_of(model), states)
+        memory, found = no_memory(drafter, (1, 1)), []
         for k in range(M):
-            one = want[:, k], previous[:, k : k + 1], every
+            one = states[:, k], text[place + k][None, None], every
             pairs, memory = pair_scores(drafter, *one, memory)
-            want_k = logits[:, k] + pairs[:, 0]
-            np.testing.assert_allclose(found[:, k], want_k, atol=1e-4)
+            found.append(logits[:, k] + pairs[:, 0])
+        return states, jnp.stack(found, axis=1)
+
+    slots = places[..., None] + jnp.arange(M, dtype=jnp.int32)[None, None]
+    for b, a in np.ndindex(places.shape):
+        states, logits = one_by_one(taps[b], tokens[b], places[b, a])
+        np.testing.assert_allclose(hidden[b, a], states[0], atol=2e-5)
+        previous = tokens[b, slots[b, a]][None]
+        found = training.forced(drafter, head_of(model), states, previous)[1]
+        np.testing.assert_allclose(found, logits, atol=1e-4)
 
 
 def test_the_loss_is_that_of_its_definition(model):
