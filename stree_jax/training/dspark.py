@@ -11,9 +11,9 @@ With the target's distribution p and the drafter's q at draft k = 1, 2, ..:
     sum_k w_k (KL(p || q) + TV(p, q) + KL(p || u) / 4 + BCE(c, 1 - TV))
 
 with w_k ~ exp(-(k - 1) / 4). TV is the total variation sum |p - q| / 2, so that 1 - TV
-is the probability that the draft is accepted, which the confidence c estimates. u is the
-drafter's distribution without the Markov head. Only its best tokens are candidates in
-drafting; without a loss of its own, the right token is often missing among them.
+is the probability that the draft is accepted, which the confidence c estimates. u is
+the drafter's distribution without the Markov head, from which some programs take the
+candidates; without a loss of its own, the right token is often missing there.
 
 Letters: B stretches, T tokens of a stretch, A roots in a stretch, M drafts of a block,
 m residual streams, d width, V tokens of the vocabulary, r rank.
@@ -116,7 +116,7 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
         if value < least:
             raise ValueError(f"--{name}: want at least {least}, got {value}")
     heads = d // HEAD
-    # As many key as query heads: all that slots learn of the text passes through values.
+    # As many key as query heads: slots read the text only through the values.
     attention = AttentionConfig(
         *(heads, heads, HEAD), rope=Rope(1e4, HEAD), qk_norm_eps=1e-6
     )
