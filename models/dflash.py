@@ -509,12 +509,29 @@ def pair_scores(
     c = drafter.config
     if not c.pairs:
         return jnp.zeros((*previous.shape, following.shape[1]), jnp.float32), memory
-    p = drafter.params["pairs"]
+    e, memory = _pair_vectors(drafter, hidden, previous, memory)
     rows = following
     if drafter.ids is not None:
         rows = jnp.searchsorted(drafter.ids, following).astype(jnp.int32)
         rows = jnp.minimum(rows, c.head_rows - 1)
-    after = as_weight(p["following"]).rows(rows)  # [B, K, r]
+    after = as_weight(drafter.params["pairs"]["following"]).rows(rows)  # [B, K, r]
+    return jnp.einsum("bqr,bkr->bqk", e, after, precision="highest"), memory
+
+
+def pair_bias(
+    drafter: DFlash, hidden: jax.Array, previous: jax.Array, memory: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `pair_scores` [B, Q, D] of all rows of the head, for training."""
+    e, memory = _pair_vectors(drafter, hidden, previous, memory)
+    return linear(e, drafter.params["pairs"]["following"]), memory
+
+
+def _pair_vectors(
+    drafter: DFlash, hidden: jax.Array, previous: jax.Array, memory: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the vectors [B, Q, r] whose products with a token's row of "following"
+    are pair scores, and the memory after the draft."""
+    c, p = drafter.config, drafter.params["pairs"]
     e = as_weight(p["previous"]).rows(previous)  # [B, Q, r]
     h = jnp.broadcast_to(hidden[:, None], (*e.shape[:2], hidden.shape[-1]))
     if c.pairs == "gated":
@@ -528,7 +545,7 @@ def pair_scores(
         keep, new, out = jnp.split(joint, 3, axis=-1)
         keep = jax.nn.sigmoid(keep)
         memory, e = keep * memory + (1 - keep) * jnp.tanh(new), jnp.tanh(out)
-    return jnp.einsum("bqr,bkr->bqk", e, after, precision="highest"), memory
+    return e, memory
 
 
 def confidence(
