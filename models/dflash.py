@@ -52,6 +52,7 @@ from stree_jax.models.params import (
 )
 from stree_jax.models.rope import angles, rotated
 from stree_jax.models.state import State, init_state
+from stree_jax.models.trimmed import scattered
 from stree_jax.models.weights.formats import as_weight, format_named
 from stree_jax.models.weights.linear import as_row, linear
 from stree_jax.models.weights.weight import Format
@@ -102,6 +103,7 @@ class DFlashConfig:
         weights here are in the order of half-split pairs.
       own_embedding: True if it has an embedding of its own.
       head_rows: D if it has a head of its own, else 0.
+      head_divisor: the logits of its own head are divided by this.
       target: name of the target that its files state, or "".
     """
 
@@ -125,6 +127,7 @@ class DFlashConfig:
     interleaved: bool = False
     own_embedding: bool = False
     head_rows: int = 0
+    head_divisor: float = 1.0
     target: str = ""
 
     def __post_init__(self) -> None:
@@ -473,11 +476,11 @@ def draft_logits(drafter: DFlash, output: Model, hidden: jax.Array) -> jax.Array
     drafter's own head does not have."""
     if not drafter.config.head_rows:
         return logits_of(output, hidden)
-    logits = linear(hidden, drafter.params["head"])
+    c = drafter.config
+    logits = linear(hidden, drafter.params["head"]) / c.head_divisor
     if drafter.ids is None:
         return logits
-    full = jnp.full((*hidden.shape[:2], drafter.config.vocab_size), -jnp.inf)
-    return full.at[:, :, drafter.ids].set(logits, unique_indices=True)
+    return scattered(logits, drafter.ids, c.vocab_size)
 
 
 def no_memory(drafter: DFlash, shape: tuple[int, ...]) -> jax.Array:

@@ -183,20 +183,3 @@ def head_of(model: Model) -> Model:
     names = ("embedding", "lm_head", "head_ids")
     params = {name: model.params[name] for name in names if name in model.params}
     return derived(model, params, model.config)
-
-
-def with_trimmed_head(model: Model, ids: Any) -> Model:
-    """Returns a model whose head predicts only some of the tokens; see
-    `ModelConfig.head_rows`.
-
-    Args:
-      model: the model.
-      ids: [D] int32. The tokens, all different.
-    """
-    c, ids = model.config, jnp.asarray(ids, jnp.int32)
-    head = model.params["embedding" if c.tie_embeddings else "lm_head"]
-    rows, format = as_weight(head).rows(ids), as_weight(head).format
-    param = Param(rows.shape, quantizable=True)
-    params = {**model.params, "lm_head": stored(param, rows, format), "head_ids": ids}
-    config = replace(c, tie_embeddings=False, head_rows=len(ids))
-    return derived(model, params, config)

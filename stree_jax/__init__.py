@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from stree_jax.checkpoints.save import save as save
     from stree_jax.convert.errors import CheckpointError as CheckpointError
     from stree_jax.devices import make_mesh as make_mesh
+    from stree_jax.draft_tokens import draft_vocabulary as draft_vocabulary
+    from stree_jax.draft_tokens import with_draft_vocabulary as with_draft_vocabulary
     from stree_jax.generation import generate as generate
     from stree_jax.generation import stream as stream
     from stree_jax.generation import tune as tune
@@ -59,6 +61,7 @@ _NAMES = {
     "devices": "make_mesh",
     "generation": "generate stream tune",
     "checkpoints.drafters": "load_drafter",
+    "draft_tokens": "draft_vocabulary with_draft_vocabulary",
     "checkpoints.heads": "load_heads save_heads",
     "models.heads": "Heads",
     "models.sharding.placement": "shard",

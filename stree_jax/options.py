@@ -241,6 +241,17 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     width = "with --ngrams: tokens that the n-grams propose for a node, or with tree "
     width += "auto for a level (default: 1; 2 with tree auto)"
     add(drafting, "--ngram-width", int, None, width)
+    add_draft_vocabulary(drafting)
+    text = "with --draft-vocab: use the most frequent tokens of this UTF-8 text, best "
+    text += "answers of the target (default: the tokens with the lowest ids)"
+    add(drafting, "--draft-vocab-text", Path, None, text, metavar="FILE")
+
+
+def add_draft_vocabulary(p: Group) -> None:
+    """Adds `--draft-vocab`."""
+    text = "with MTP layers or a block drafter such as DSpark: draft only N tokens, so "
+    text += "that drafting reads less memory, such as 32768 (default: all tokens)"
+    add(p, "--draft-vocab", int, None, text)
 
 
 def add_rule(p: argparse.ArgumentParser, default: str) -> None:

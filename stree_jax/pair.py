@@ -25,7 +25,14 @@ from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.hub import hub_name
 from stree_jax.custom_drafter import custom_drafter, import_drafter
 from stree_jax.custom_drafter import is_custom as has_custom_form
+from stree_jax.draft_tokens import (
+    DraftVocabulary,
+    narrowed,
+    narrowed_config,
+    unsupported,
+)
 from stree_jax.models import Format, ModelConfig
+from stree_jax.models.weights.int8 import INT8, Int8Format
 from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
 from stree_jax.options import DRAFTERS, suggestion
 from stree_jax.speculation.drafters.lookup import LOOKUP
@@ -89,6 +96,7 @@ def load_pair(
     ngram_levels: int | None = None,
     ngram_width: int | None = None,
     mesh: Mesh | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> tuple[Model, AnyDrafter]:
     """Loads a target and its drafter.
 
@@ -102,16 +110,36 @@ def load_pair(
         "mtp" for others that have MTP layers, and "lookup" for the rest.
       dtype: dtype of the weights, as for `load`. If None, each model keeps the dtype
         that it is stored in. If the target's weights are kept, a draft model is in
-        "kept-int8", or in its default dtype if it cannot be kept; heads and published
-        drafters are in their default dtype.
+        "kept-int8", or in its default dtype if it cannot be kept; published drafters
+        are in int8, and heads in their default dtype.
       ngrams: a file of n-grams that propose tokens for the draft model, or None.
       ngram_levels: levels of the tree that they propose at a time. If None, 2.
       ngram_width: tokens that they propose for each node. If None, 1.
       mesh: the devices over which the target is sharded. A draft model is replicated.
+      vocabulary: the tokens that MTP layers or a block drafter can draft. If None, all.
 
     Returns:
       the target, and the drafter as `generate` takes it (None for plain decoding).
     """
+    if vocabulary is not None and drafter in (LOOKUP, NO_DRAFTER):
+        raise unsupported(drafter)
+    names = drafter, dtype, ngrams, ngram_levels, ngram_width
+    model, found = _loaded_pair(target, *names, mesh)
+    if vocabulary is not None:
+        found = narrowed(found, model, vocabulary)
+    return model, found
+
+
+def _loaded_pair(
+    target: str,
+    drafter: str | None,
+    dtype: str | None,
+    ngrams: str | None,
+    ngram_levels: int | None,
+    ngram_width: int | None,
+    mesh: Mesh | None,
+) -> tuple[Model, AnyDrafter]:
+    """Loads a target and its drafter with all its tokens; see `load_pair`."""
     name = drafter_name(target, drafter, ngrams, ngram_levels, ngram_width)
     table = None if ngrams is None else load_ngrams(ngrams)
     mtp = None if name == AUTO else name == MTP
@@ -136,8 +164,10 @@ def load_pair(
     if is_published(name):
         if table is not None:
             raise ValueError("--ngrams: proposes tokens for a draft model only")
-        kept = isinstance(model.weight_format, KeptFormat)
-        found = load_drafter(name, dtype=None if kept else dtype, target=model)
+        format = model.weight_format
+        if isinstance(format, KeptFormat | Int8Format):
+            dtype = INT8.name
+        found = load_drafter(name, dtype=dtype, target=model)
         warn_of_other_target(found.config.target, target)
         return model, found
     path = "demo-drafter" if name == DEMO else name
@@ -168,10 +198,18 @@ class PairConfigs(NamedTuple):
 
 
 def pair_configs(
-    target: str, drafter: str | None, dtype: str | None = None
+    target: str,
+    drafter: str | None,
+    dtype: str | None = None,
+    draft_vocab: int | None = None,
 ) -> PairConfigs:
     """Returns the architectures of the models that `load_pair` would load. N-grams are
-    read, and for a custom drafter, which may depend on its weights, the target is."""
+    read, and for a custom drafter, which may depend on its weights, the target is.
+
+    Args:
+      target, drafter, dtype: as in `load_pair`.
+      draft_vocab: number of tokens that the drafter can draft. If None, all.
+    """
     with headers(target) as directory:
         found = described(directory)
         weights = found.weight_format(dtype)
@@ -181,7 +219,10 @@ def pair_configs(
     if is_custom(name):
         custom = custom_drafter(name, load(target))
         return PairConfigs(found.config, custom, weights)
-    return PairConfigs(found.config, _drafter_config(name, found.config), weights)
+    config = _drafter_config(name, found.config)
+    if draft_vocab is not None:
+        config = narrowed_config(config, found.config, draft_vocab, weights)
+    return PairConfigs(found.config, config, weights)
 
 
 def _drafter_config(
@@ -196,7 +237,7 @@ def _drafter_config(
     if _are_heads(drafter):
         return DrafterConfig(*heads_config_and_format(drafter))
     if is_published(drafter):
-        return DrafterConfig(*drafter_config_and_format(drafter, target))
+        return DrafterConfig(drafter_config_and_format(drafter, target)[0], INT8)
     with headers("demo-drafter" if drafter == DEMO else drafter) as directory:
         found = described(directory)
         return DrafterConfig(found.config, found.weight_format(KEPT_INT8))

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import jax
@@ -112,9 +113,7 @@ def sampled_rows() -> SamplingRows:
     return sampling_rows(settings, jax.random.key(KEY))
 
 
-def drawn(
-    target: stree_jax.Model, drafter: stree_jax.Model, tree: Tree, rule: Rule
-) -> np.ndarray:
+def drawn(target: stree_jax.Model, drafter: Any, tree: Tree, rule: Rule) -> np.ndarray:
     """Returns how often each text was generated, [settings] + [V] * PLACES. Traced
     anew."""
     rows = sampled_rows()
@@ -267,8 +266,8 @@ class Experiment:
         self.target, self.drafter = model(1, TARGET_WIDTH), model(2, DRAFTER_WIDTH)
         self.expected = np.array([joint(self.target, s) for s in SETTINGS])
 
-    def p_value(self, rule: Rule, tree: str) -> float:
-        counts = drawn(self.target, self.drafter, TREES[tree], rule)
+    def p_value(self, rule: Rule, tree: str, drafter: Any = None) -> float:
+        counts = drawn(self.target, drafter or self.drafter, TREES[tree], rule)
         return p_value(counts, self.expected)
 
     def p_value_of(self, mistake: Mistake) -> float:

@@ -1,4 +1,4 @@
-"""Prints predicted bytes beside the compiler's, for 42 configurations.
+"""Prints predicted bytes beside the compiler's, for 49 configurations.
 
     python -m tests.memory_table [--only WORD]
 
@@ -26,7 +26,9 @@ from stree_jax.models import (
     ModelConfig,
     Rope,
 )
+from stree_jax.models.boundaries import boundary_count
 from stree_jax.models.config import blocks, named
+from stree_jax.models.dflash import DFlashConfig, DFlashLayer
 from stree_jax.models.eagle import FIRST, EagleConfig
 from stree_jax.sizing.memory import (
     BufferSizes,
@@ -35,6 +37,8 @@ from stree_jax.sizing.memory import (
     memory_of,
 )
 from stree_jax.speculation.drafters.eagle import EagleSource
+from stree_jax.speculation.drafters.mtp import TrimmedMTPConfig
+from stree_jax.speculation.drafters.table import abstract_source
 from stree_jax.speculation.source import Source
 
 LIMIT = 0.03
@@ -102,6 +106,13 @@ CASES = [
     Case("attention", "A", "parallel eagle", 8, "bfloat16", vocab=32000),
     Case("delta", "binary:6", "mtp", 1, "bfloat16"),
     Case("delta", "binary:6", "mtp", 8, "float32"),
+    Case("hybrid", "chain:4", "block", 1, "float32"),
+    Case("hybrid", "E", "block", 1, "bfloat16"),
+    Case("hybrid", "E", "block", 8, "float32"),
+    Case("hybrid", "binary:4", "block", 4, "bfloat16", capacity=2048),
+    Case("hybrid", "E", "trimmed block", 1, "float32", vocab=32000),
+    Case("attention", "auto:1,4,8", "block", 1, "float32"),
+    Case("delta", "E", "trimmed mtp", 1, "float32", vocab=32000),
     Case("kda", "chain:0", "none", 1, "float32"),
     Case("kda", "chain:4", "lookup", 1, "bfloat16"),
     Case("kda", "E", "model", 8, "float32"),
@@ -128,7 +139,7 @@ def model_of(case: Case, layers: tuple, width: int) -> Model:
         layers=layers,
         tie_embeddings=True,
         mixers=named(**kind(width), mlp=MLPConfig(2 * width)),
-        mtp=("attention", "mlp") if case.drafter == "mtp" else (),
+        mtp=("attention", "mlp") if "mtp" in case.drafter else (),
     )
     return abstract_model(config, np.dtype(case.dtype))
 
@@ -192,12 +203,39 @@ def arguments(case: Case) -> tuple:
     """Returns the arguments of `memory_of` and `compiled_bytes`."""
     named = {"none": None, "lookup": "lookup", "mtp": "mtp"}
     drafter: Any = named.get(case.drafter)
+    target = model_of(case, LAYERS[case.kind], case.width)
     if case.drafter == "model":
         drafter = model_of(case, ("mamba", "mamba"), case.width // 2)
-    if "eagle" in case.drafter:
+    elif "eagle" in case.drafter:
         drafter = eagle_of(case)
+    elif "block" in case.drafter:
+        drafter = abstract_source(block_config(target.config, case), case.dtype)
+    elif case.drafter == "trimmed mtp":
+        config = TrimmedMTPConfig(target.config, case.vocab // 8)
+        drafter = abstract_source(config, case.dtype)
     room = BufferSizes(case.batch, case.capacity, max_new_tokens=128)
-    return model_of(case, LAYERS[case.kind], case.width), drafter, case.tree, room
+    return target, drafter, case.tree, room
+
+
+def block_config(target: ModelConfig, case: Case) -> DFlashConfig:
+    """Returns a DSpark drafter of three layers."""
+    width, last = case.width, boundary_count(target)
+    return DFlashConfig(
+        d_model=width,
+        vocab_size=case.vocab,
+        target_width=width,
+        boundaries=(1, last // 2, last),
+        layers=(DFlashLayer(),) * 3,
+        attention=AttentionConfig(width // 32, width // 64, 32, rope=Rope(1e4, 32)),
+        d_mlp=2 * width,
+        slots=7,
+        mask_token=0,
+        from_root=True,
+        pairs="vanilla",
+        rank=64,
+        confidence=True,
+        head_rows=case.vocab // 8 if "trimmed" in case.drafter else 0,
+    )
 
 
 def compared(case: Case) -> tuple[int, int, int, int]:

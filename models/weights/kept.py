@@ -325,6 +325,12 @@ class Panels(Weight):
             found = found * self.factor[where][..., None]
         return found if self.columns is None else self._in_order(found)
 
+    def gathered(self, ids: jax.Array) -> "Panels":
+        panels = self.of.gathered(jnp.asarray(self.panels), ids)
+        factor = None if self.factor is None else self.factor[ids]
+        padding = -len(ids) % LANES
+        return replace(self, panels=panels, factor=factor, padding=padding)
+
     def _in_order(self, rows: jax.Array) -> jax.Array:
         assert self.columns is not None
         return rows[..., jnp.argsort(self.columns)]
@@ -534,6 +540,10 @@ class Stack(Weight):
     ) -> jax.Array:
         each = [part.chosen_product(rows, chosen, native) for part in self.parts]
         return jnp.concatenate(each, axis=1)
+
+    def gathered(self, ids: jax.Array) -> Weight:
+        """Returns the rows, which may be of several kinds, in bfloat16."""
+        return self.format.store(self.rows(ids).astype(jnp.bfloat16))
 
     def rows(self, ids: jax.Array) -> jax.Array:
         where = jnp.where(ids < 0, ids + self.shape[0], ids)

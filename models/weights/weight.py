@@ -71,6 +71,11 @@ class Weight(Stored):
     def rows(self, ids: jax.Array) -> jax.Array:
         """Looks up the rows [..., k] float32 with ids [...] int32."""
 
+    def gathered(self, ids: jax.Array) -> "Weight":
+        """Returns the matrix of the rows with ids [n] int32, in the same storage."""
+        assert self.unit(0) == 1, "an element of its arrays is in several rows"
+        return jax.tree.map(lambda array: array[ids], self)
+
     def unsupported(self, rows: jax.Array, valid_count: jax.Array | None) -> str | None:
         """Returns why the compiled kernel cannot compute this product. None if it
         can."""

@@ -1,8 +1,13 @@
 """Functions that all commands use: messages on standard error, and examples in the
 help."""
 
+import argparse
 import contextlib
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stree_jax.draft_tokens import DraftVocabulary
 
 
 def print_status(text: str) -> None:
@@ -22,3 +27,16 @@ def notes(text: str, *commands: str) -> str:
     title = "example:" if len(commands) == 1 else "examples:"
     lines = [title, *(f"  {command}" for command in commands)]
     return "\n".join([*([text.strip("\n"), ""] if text else []), *lines])
+
+
+def vocabulary_of(args: argparse.Namespace) -> "DraftVocabulary | None":
+    """Returns the draft vocabulary that the options name, or None. Reads its text."""
+    from stree_jax.convert.files import read_text
+    from stree_jax.draft_tokens import DraftVocabulary
+
+    file = args.draft_vocab_text
+    if args.draft_vocab is None:
+        if file is not None:
+            raise ValueError("--draft-vocab-text: add --draft-vocab N")
+        return None
+    return DraftVocabulary(args.draft_vocab, None if file is None else read_text(file))

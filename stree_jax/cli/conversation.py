@@ -39,6 +39,7 @@ from stree_jax.generation import Options, stream
 from stree_jax.models import parameter_count
 from stree_jax.result import Generation, Past
 from stree_jax.sizing.plan import Request
+from stree_jax.speculation.drafters.mtp import TrimmedMTP
 from stree_jax.speculation.drafters.table import AUTO
 
 if TYPE_CHECKING:
@@ -406,6 +407,8 @@ def drafter_named(args: argparse.Namespace, drafter: Any) -> str:
     """Returns the name of the drafter that a chat uses, in words."""
     if drafter is None:
         return "none"
+    if isinstance(drafter, TrimmedMTP):
+        return f"MTP layers with {len(drafter.ids)} draft tokens"
     if isinstance(drafter, str):
         return {"lookup": "prompt lookup", "mtp": "MTP layers"}.get(drafter, drafter)
     return "demo" if args.drafter in (None, AUTO) else args.drafter

@@ -17,7 +17,7 @@ from typing import Any
 from stree_jax.bench.registry import add_bench_parsers
 from stree_jax.checks import DEFAULT_NEW_TOKENS
 from stree_jax.cli.check import add_check_options, run_check
-from stree_jax.cli.common import notes, print_status
+from stree_jax.cli.common import notes, print_status, vocabulary_of
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
 from stree_jax.cli.completion import add_completion_options, run_completion
 from stree_jax.cli.devices import add_mesh_option, add_process_options, mesh_of
@@ -499,7 +499,7 @@ def run_tune(args: argparse.Namespace) -> None:
 
     ngrams = args.ngrams, args.ngram_levels, args.ngram_width
     pair = args.model, args.drafter, args.dtype, *ngrams
-    target, drafter = load_pair(*pair, mesh_of(args))
+    target, drafter = load_pair(*pair, mesh_of(args), vocabulary_of(args))
     if drafter is None:
         raise ValueError("--drafter none: plain decoding has no trees to measure")
     times = tune(

@@ -22,6 +22,7 @@ from stree_jax.options import (
     OUTPUT,
     WEIGHTS,
     add,
+    add_draft_vocabulary,
     group,
 )
 
@@ -53,7 +54,9 @@ def add_plan_options(p: argparse.ArgumentParser) -> None:
     add(model, "--model", str, "demo", MODEL_HELP, metavar="MODEL")
     dtype = "dtype of the weights (default: as stored; bfloat16 if nothing fits so)"
     add(model, "--dtype", str, None, dtype, choices=WEIGHTS)
-    add(group(p, DRAFTING), "--drafter", str, None, DRAFTER_HELP, metavar="DRAFTER")
+    drafting = group(p, DRAFTING)
+    add(drafting, "--drafter", str, None, DRAFTER_HELP, metavar="DRAFTER")
+    add_draft_vocabulary(drafting)
     work = group(p, "Workload")
     add(work, "--batch", int, 1, "sequences decoded together")
     add(work, "--context", int, 2048, CONTEXT_HELP)
@@ -79,7 +82,7 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.sizing.units import bytes_named
 
     memory = bytes_named(args.memory)  # checked before any file is read
-    pair = pair_configs(args.model, args.drafter, args.dtype)
+    pair = pair_configs(args.model, args.drafter, args.dtype, args.draft_vocab)
     dtypes: Sequence[str | Format] = [pair.weights]
     if args.dtype is None and pair.weights.plain:
         dtypes = DTYPES[DTYPES.index(pair.weights.name) :]

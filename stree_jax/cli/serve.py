@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from stree_jax.cli.common import notes, print_status
+from stree_jax.cli.common import notes, print_status, vocabulary_of
 from stree_jax.options import (
     CONTEXT_HELP,
     DEVICES,
@@ -292,7 +292,7 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
         check_weights(args, limit)
     with waiting(f"reading {args.model}"):
         pair = args.model, args.drafter, args.dtype, *ngrams_of(args)
-        model, drafter = load_pair(*pair)
+        model, drafter = load_pair(*pair, vocabulary=vocabulary_of(args))
     check_alternatives(args, model.config.num_tokens)
     if (args.rule or "").partition("/")[0] == "typical":
         report_status("rule typical: answers do not follow the model's distribution")

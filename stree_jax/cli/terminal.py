@@ -19,7 +19,7 @@ import numpy as np
 
 from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.resolve import resolve
-from stree_jax.cli.common import print_status
+from stree_jax.cli.common import print_status, vocabulary_of
 from stree_jax.cli.comparison import closing_line, median_run, timed_in_turn
 from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.cli.devices import join, mesh_of
@@ -64,6 +64,7 @@ def load_models(
       The target, its tokenizer, and the options of `generate` for the drafter.
     """
     name, tree, heads = args.drafter, args.tree, None
+    vocabulary = vocabulary_of(args)
     can_plan = args.ngrams is None and not is_custom(args.drafter or "")
     if request is not None and args.tree is None and can_plan:
         best = planned(args, request).best
@@ -71,12 +72,13 @@ def load_models(
         print_status(f"stree-jax: using {best} ({size} of the {args.memory} limit)")
         tree = None if best.drafter == "none" else best.tree
         without_model = [source.name for source in WITHOUT_MODEL]
-        name = best.drafter if best.drafter in without_model else name
+        if best.drafter in without_model:
+            name, vocabulary = best.drafter, None
         heads = best.heads or None
     with waiting(f"reading {args.model}"):
         ngrams = args.ngrams, args.ngram_levels, args.ngram_width
         pair = args.model, name, args.dtype, *ngrams
-        target, drafter = load_pair(*pair, mesh_of(args))
+        target, drafter = load_pair(*pair, mesh_of(args), vocabulary)
     if heads is not None:
         drafter = source_of(drafter).narrowed(heads).value
     if drafter is None and tree:
@@ -90,7 +92,7 @@ def load_models(
 def planned(args: argparse.Namespace, request: Request) -> Planned:
     """Finds the setup that decodes the request fastest within `args.memory`, without
     loading the models."""
-    found = pair_configs(args.model, args.drafter, args.dtype)
+    found = pair_configs(args.model, args.drafter, args.dtype, args.draft_vocab)
     return plan(
         found.target,
         args.memory,

@@ -187,7 +187,8 @@ def memory_of(
 
 def parts_of(spec: Spec, decoding: Decoding, room: BufferSizes) -> Memory:
     """Counts the bytes of a generation from its first state; arrays may be abstract."""
-    caches, copied = caches_of(decoding.state), caches_of(decoding.drafting)
+    caches = caches_of(decoding.state)
+    copied = caches_of(decoding.drafting) if spec.drafter.copies_caches else 0
     state, records = size_of(decoding.state), size_of(decoding.pending)
     drafting, weights = size_of(decoding.drafting), size_of(spec.target)
     shared = size_of(spec.drafter.of_target)

@@ -59,8 +59,8 @@ def temporaries_of(spec: Spec, batch: int, drafting_caches: int = 0) -> Temporar
     Args:
       spec: arrays may be abstract (`jax.ShapeDtypeStruct`).
       batch: B.
-      drafting_caches: bytes of the attention caches in the drafter's state. XLA copies
-        them, because a step reads them before it writes the accepted tokens into them.
+      drafting_caches: bytes of the attention caches in the drafter's state that XLA
+        copies, see `DrafterBase.copies_caches`.
     """
     phases: dict[str, int] = {}
     for tree in spec.policy.menu:

@@ -181,9 +181,13 @@ class DrafterBase(Drafter):
     Attributes:
       taps: indices, from 0, of the target's layers whose residual streams the drafter
         uses. It receives them in `Update.taps`.
+      copies_caches: True if XLA copies the attention caches in the drafter's state at
+        each step, because passes read them after or while others are written. It is
+        used to estimate memory.
     """
 
     taps: Taps = ()
+    copies_caches: bool = True
 
     @property
     def observes_prompts(self) -> bool:

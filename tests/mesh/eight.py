@@ -19,6 +19,8 @@ from stree_jax.models.sharding.placement import abstract_model
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.on_mesh import to_host
 from tests.mesh_check import DEVICES, check_family
+from tests.support.dflash import KINDS as DRAFTERS
+from tests.support.dflash import random_dflash
 from tests.support.families import FAMILIES, mesh_of, prompts, random_model
 from tests.support.tiny import perturbed, tiny
 from tests.support.toy_drafter import two_taps
@@ -166,7 +168,32 @@ def tapped():
     return {"same": one == many, "count": own.count.tolist(), "away": float(away)}
 
 
-PARTS = (tapped, families, shapes, uneven, in_jit, program, held, counted, refusals)
+def blocks():
+    """Tests a block drafter, with all tokens and with some."""
+    model = tiny(1)
+    cut, ids = stree_jax.shard(model, mesh_of("1x2")), prompts(model.config, 2)
+    drafter = random_dflash(model, **DRAFTERS["dspark"])
+    small = stree_jax.with_draft_vocabulary(drafter, cut, np.arange(0, 47, 2))
+    options = {"max_new_tokens": 6, "tree": "A", "stop_tokens": ()}
+    texts = [
+        stree_jax.generate(one, ids, drafter=own, **options).tokens
+        for one, own in ((model, drafter), (cut, drafter), (cut, small))
+    ]
+    return {"same": texts[0] == texts[1] == texts[2]}
+
+
+PARTS = (
+    blocks,
+    tapped,
+    families,
+    shapes,
+    uneven,
+    in_jit,
+    program,
+    held,
+    counted,
+    refusals,
+)
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)

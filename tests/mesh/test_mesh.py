@@ -177,6 +177,10 @@ def test_taps_on_a_mesh(results):
     assert min(told["count"]) > 2  # the prompts and some accepted tokens
 
 
+def test_block_drafters_work(results):
+    assert results["blocks"]["same"]
+
+
 def test_the_table_of_bench_devices(results):
     two, four = results["counted"]["rows"]
     assert 0.45 < four["weight_bytes"] / two["weight_bytes"] < 0.55

@@ -46,6 +46,18 @@ def test_panels_hold_the_numbers_of_the_file(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+def test_chosen_rows_keep_their_numbers(scheme):
+    matrix, ids = packed(scheme), np.asarray([0, 3, 16, 17, M - 1])
+    order, factor = np.random.default_rng(0).permutation(K), rows(1, M)[0]
+    other = Packed(scheme, (M, K), {**matrix.arrays, "factor": factor})
+    for one in (matrix, other.with_columns(order)):
+        weight = KEPT.keep([one])
+        some = weight.gathered(jnp.asarray(ids))
+        assert some.panels.shape == KINDS[scheme].panel_shape(len(ids), K)
+        np.testing.assert_array_equal(some.matrix(), weight.matrix()[ids])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("format", "limit"), [(KEPT, 2e-4), (KEPT_INT8, 4e-2)])
 def test_the_definition_of_products(scheme, format, limit):
     matrix, x = packed(scheme), rows(5)

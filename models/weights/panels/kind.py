@@ -243,6 +243,22 @@ class PanelKind(ABC):
             whole = jnp.asarray(self.values, jnp.float32)[q] - self.zero
         return Decoded(whole.reshape(count, LANES, tiles, -1), *self.scales(*found))
 
+    def gathered(self, panels: jax.Array, ids: jax.Array) -> jax.Array:
+        """Returns panels of the rows with ids [m] int32. Their bytes do not change, and
+        rows past the last one are zero bytes."""
+        tiles, m = panels.shape[1], len(ids)
+        fields = [(f.nbytes, np.dtype(f.dtype).itemsize) for f in self.fields]
+        parts, at = [], 0
+        for nbytes, size in [*fields, (self.nbytes - self.head, WORD)]:
+            part = panels[:, :, at : at + nbytes]
+            part = part.reshape(len(panels), tiles, -1, LANES, size)
+            own = part[ids // LANES, :, :, ids % LANES]  # [m, n, count, bytes]
+            own = jnp.pad(own, [(0, -m % LANES), (0, 0), (0, 0), (0, 0)])
+            own = jnp.moveaxis(own.reshape(-1, LANES, *own.shape[1:]), 1, 3)
+            parts.append(own.reshape(len(own), tiles, nbytes))
+            at += nbytes
+        return jnp.concatenate(parts, axis=-1)
+
 
 def number_bytes(q: np.ndarray, bits: int) -> np.ndarray:
     """Packs numbers in the order of a block, for each row.

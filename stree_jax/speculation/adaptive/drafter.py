@@ -104,6 +104,10 @@ class AdaptiveDrafter(DrafterBase):
     def of_target(self) -> Any:
         return () if self.searcher is None else self.searcher.of_target
 
+    @property
+    def copies_caches(self) -> bool:  # type: ignore[override]
+        return self.searcher is not None and self.searcher.copies_caches
+
     def logit_rows(self, tree: Topology) -> int:
         return 0 if self.searcher is None else self.searcher.logit_rows(tree)
 

@@ -227,6 +227,7 @@ class DFlashDrafter(Searcher):
     drafter: DFlash
     output: Model
     taps: Taps = struct.field(pytree_node=False)
+    copies_caches = False  # a step reads them before `commit` writes in place
 
     def init(self, prompts: Prompts, past: DraftState | None) -> ContextState:
         zeros, capacity = jnp.zeros_like(prompts.lengths), prompts.capacity

@@ -9,7 +9,7 @@ Letters: B rows, M depth of the tree, d width of the target's hidden states.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,8 +18,10 @@ from flax import struct
 
 from stree_jax.models import (
     Model,
+    ModelConfig,
     State,
     extend,
+    format_named,
     grow,
     init_state,
     logits_of,
@@ -27,6 +29,8 @@ from stree_jax.models import (
     param_dtype,
 )
 from stree_jax.models.memory import weights_read
+from stree_jax.models.trimming import gathered, head_name, trimmed_head, with_head
+from stree_jax.models.weights.formats import as_weight
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.best_first import by_model, nothing_grown
@@ -71,14 +75,79 @@ class MTPSource(Source):
 
     def check_past(self, target: Model, past: DraftState, batch: int) -> None:
         if isinstance(past, MTPState):
-            layers = mtp_model(target)
+            layers = self.layers(target)
             check_state("past: of other MTP layers", layers, past.state, batch)
 
+    def layers(self, target: Model) -> Model:
+        """Returns the layers as a model, see `models.mtp_model`."""
+        return mtp_model(target)
+
     def bind(self, target: Model, tree: Topology) -> DrafterBase:
-        return MTPDrafter(mtp_model(target))
+        return MTPDrafter(self.layers(target))
 
     def work(self, target: Model) -> Work:
-        return Work((mtp_model(target),))
+        return Work((self.layers(target),))
+
+
+@struct.dataclass
+class TrimmedMTP:
+    """The drafter "mtp" with a head that predicts only some of the tokens.
+
+    Attributes:
+      head: [D, d]. The rows of the target's head.
+      ids: [D] int32. Their tokens.
+    """
+
+    head: Any
+    ids: jax.Array
+
+
+@dataclass(frozen=True)
+class TrimmedMTPConfig:
+    """The architecture of a `TrimmedMTP`.
+
+    Attributes:
+      target: the target's architecture.
+      rows: D.
+    """
+
+    target: ModelConfig
+    rows: int
+
+
+def trimmed_mtp(target: Model, ids: Any) -> TrimmedMTP:
+    """Returns the drafter "mtp" of a target that drafts only the tokens `ids` [D]
+    int32, which are all different."""
+    ids = jnp.asarray(ids, jnp.int32)
+    return TrimmedMTP(trimmed_head(target, ids), ids)
+
+
+@struct.dataclass
+class TrimmedMTPSource(MTPSource):
+    """The target's MTP layers with a smaller head."""
+
+    value: TrimmedMTP  # type: ignore[assignment]
+    name = MTP
+
+    @classmethod
+    def abstract(cls, config: TrimmedMTPConfig, dtype: Any) -> Source:
+        """Returns a source of `jax.ShapeDtypeStruct`."""
+        c, name = config.target, head_name(config.target)
+        head = format_named(dtype).abstract((c.vocab_size, c.d_model), (name,))
+        ids: Any = jax.ShapeDtypeStruct((config.rows,), jnp.int32)
+        return cls(TrimmedMTP(jax.eval_shape(gathered, head, ids), ids))
+
+    def check(self, target: Model) -> None:
+        super().check(target)
+        width, d = as_weight(self.value.head).shape[1], target.config.d_model
+        if width != d:
+            raise ValueError(
+                f"drafter: its head is of a model {width} wide, but the target is {d} "
+                "wide; make it for this target"
+            )
+
+    def layers(self, target: Model) -> Model:
+        return with_head(mtp_model(target), self.value.head, self.value.ids)
 
 
 @struct.dataclass
@@ -170,7 +239,8 @@ class MTPDrafter(Searcher):
 
     @property
     def of_target(self) -> Any:
-        return {name: x for name, x in self.model.params.items() if name != "mtp"}
+        own = {"mtp", "lm_head", "head_ids"} if self.model.config.head_rows else {"mtp"}
+        return {name: x for name, x in self.model.params.items() if name not in own}
 
     def reads(self, state: MTPState, menu: Sequence[Topology]) -> list[Reads]:
         weights = weights_read(self.model)

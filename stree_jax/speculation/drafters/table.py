@@ -17,7 +17,13 @@ from stree_jax.speculation.drafters.eagle import EagleSource
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.medusa import HeadsSource
 from stree_jax.speculation.drafters.model import ModelSource
-from stree_jax.speculation.drafters.mtp import MTP, MTPSource
+from stree_jax.speculation.drafters.mtp import (
+    MTP,
+    MTPSource,
+    TrimmedMTP,
+    TrimmedMTPConfig,
+    TrimmedMTPSource,
+)
 from stree_jax.speculation.drafters.ngrams import NGrams, NGramsSource
 from stree_jax.speculation.drafters.staged import Staged, StagedSource
 from stree_jax.speculation.drafters.text import LookupSource, PlainSource
@@ -25,7 +31,7 @@ from stree_jax.speculation.source import Source, not_a_source
 
 AUTO = "auto"  # default drafter of the API and of all commands except the demo
 AnyDrafter = (
-    Model | Heads | DFlash | Eagle | Drafter | str | None
+    Model | Heads | DFlash | Eagle | TrimmedMTP | Drafter | str | None
 )  # what users pass as `drafter`
 
 SOURCES: dict[type, Any] = {  # by the type of the value that users pass
@@ -33,6 +39,7 @@ SOURCES: dict[type, Any] = {  # by the type of the value that users pass
     Heads: HeadsSource,
     DFlash: DFlashSource,
     Eagle: EagleSource,
+    TrimmedMTP: TrimmedMTPSource,
     NGrams: NGramsSource,
     Staged: StagedSource,
 }
@@ -41,6 +48,7 @@ ABSTRACT: dict[type, Any] = {
     HeadsConfig: HeadsSource,
     DFlashConfig: DFlashSource,
     EagleConfig: EagleSource,
+    TrimmedMTPConfig: TrimmedMTPSource,
 }
 WITHOUT_MODEL = LookupSource(), PlainSource()  # they work with any target
 NAMED = {source.value: source for source in (*WITHOUT_MODEL, MTPSource())}
@@ -54,7 +62,7 @@ class DrafterConfig(NamedTuple):
       kept: format of the weights if those of the target are kept.
     """
 
-    config: ModelConfig | HeadsConfig | DFlashConfig | EagleConfig
+    config: ModelConfig | HeadsConfig | DFlashConfig | EagleConfig | TrimmedMTPConfig
     kept: Format
 
 

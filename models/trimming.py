@@ -1,0 +1,105 @@
+"""Gives draft models a head that predicts only some of the tokens.
+
+The head is most of what a drafter with a large vocabulary reads from memory, and most
+of its tokens are rare. A drafter without them is faster and misses few tokens. The
+target can still choose them, so the output does not change.
+
+Letters: V tokens of the vocabulary, D rows of the head.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.models.config import ModelConfig
+from stree_jax.models.dflash import DFlash, DFlashConfig
+from stree_jax.models.model import Model, derived
+from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.weights.plain import PlainWeight
+
+
+def head_name(config: ModelConfig) -> str:
+    """Returns the name of the parameter that is the model's head."""
+    return "embedding" if config.tie_embeddings else "lm_head"
+
+
+def gathered(matrix: Any, ids: jax.Array) -> Any:
+    """Returns the rows with ids [D] int32 of a parameter, in its storage."""
+    found = as_weight(matrix).gathered(ids)
+    return found.array if isinstance(found, PlainWeight) else found
+
+
+def trimmed_head(target: Model, ids: Any) -> Any:
+    """Returns the rows of a model's head for the tokens `ids` [D] int32. On a mesh,
+    every device has all of them."""
+    found = gathered(target.params[head_name(target.config)], jnp.asarray(ids))
+    if target.mesh is None:
+        return found
+    whole = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
+    return jax.device_put(found, whole)
+
+
+def with_head(model: Model, head: Any, ids: jax.Array) -> Model:
+    """Returns a model with another head, see `ModelConfig.head_rows`.
+
+    Args:
+      model: the model.
+      head: [D, d], as `trimmed_head` returns it.
+      ids: [D] int32. The tokens of its rows, all different.
+    """
+    params = {**model.params, "lm_head": head, "head_ids": ids}
+    config = replace(model.config, tie_embeddings=False, head_rows=ids.shape[0])
+    return derived(model, params, config)
+
+
+def with_trimmed_head(model: Model, ids: Any) -> Model:
+    """Returns a model whose head predicts only the tokens `ids` [D] int32, which are
+    all different."""
+    ids = jnp.asarray(ids, jnp.int32)
+    return with_head(model, trimmed_head(model, ids), ids)
+
+
+def trimmed_config(
+    config: DFlashConfig, target: ModelConfig, rows: int
+) -> DFlashConfig:
+    """Returns the architecture of a block drafter whose head has at most `rows`
+    rows."""
+    if config.head_rows:
+        return replace(config, head_rows=min(rows, config.head_rows))
+    return replace(config, head_rows=rows, head_divisor=target.logits_divisor)
+
+
+def trimmed(drafter: DFlash, target: Model, ids: Any) -> DFlash:
+    """Returns a block drafter that drafts only some of the tokens.
+
+    Args:
+      drafter: the drafter. If it has a head of its own, tokens without a row in it are
+        left out.
+      target: the model whose head is used if the drafter has none.
+      ids: [D] int32. The tokens, all different.
+
+    Raises:
+      ValueError: the drafter's head has none of the tokens.
+    """
+    config, params = drafter.config, dict(drafter.params)
+    ids = np.unique(np.asarray(ids, np.int32))
+    rows = ids
+    if config.head_rows:
+        own = np.arange(config.head_rows, dtype=np.int32)
+        own = own if drafter.ids is None else np.asarray(drafter.ids)
+        ids, rows, _ = np.intersect1d(own, ids, return_indices=True)
+        if not len(ids):
+            raise ValueError("ids: the drafter's head has none of these tokens")
+    rows = jnp.asarray(rows, jnp.int32)
+    if config.head_rows:
+        params["head"] = gathered(params["head"], rows)
+    else:
+        params["head"] = trimmed_head(target, rows)
+    if config.pairs:
+        following = gathered(params["pairs"]["following"], rows)
+        params["pairs"] = params["pairs"] | {"following": following}
+    config = trimmed_config(config, target.config, len(ids))
+    return DFlash(params, config, jnp.asarray(ids, jnp.int32))
