@@ -41,15 +41,13 @@ from stree_jax.models.dflash import (
     DFlashConfig,
     DFlashLayer,
     add_context,
-    confidence,
     dflash_table,
     draft_logits,
     empty_context,
     init_dflash,
-    no_memory,
-    pair_bias,
     run_block,
 )
+from stree_jax.models.dflash_pairs import confidence, no_memory, pair_bias
 from stree_jax.models.heads import head_of
 from stree_jax.models.params import by_path, nest, stored
 from stree_jax.models.weights.formats import format_named
@@ -231,8 +229,8 @@ def block_scores(
     wanted = logits_of(output, states[:, :, 0].astype(jnp.float32))[..., :V]
     wanted = jax.nn.log_softmax(jax.lax.stop_gradient(wanted))
     wanted = wanted[rows[..., None], slots].reshape(-1, M, V)
-    own = (jax.nn.log_softmax(x[..., :V]) for x in (logits, alone))
-    return wanted, *own, sure
+    one, other = (jax.nn.log_softmax(x[..., :V]) for x in (logits, alone))
+    return wanted, one, other, sure
 
 
 @dataclass(frozen=True)

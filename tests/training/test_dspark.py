@@ -16,10 +16,9 @@ from stree_jax.models.dflash import (
     add_context,
     draft_logits,
     empty_context,
-    no_memory,
-    pair_scores,
     run_block,
 )
+from stree_jax.models.dflash_pairs import no_memory, pair_scores
 from stree_jax.models.heads import head_of
 from stree_jax.training import dspark as training
 from stree_jax.training import kept

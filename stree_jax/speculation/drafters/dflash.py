@@ -32,15 +32,13 @@ from stree_jax.models.dflash import (
     DFlash,
     DFlashConfig,
     add_context,
-    confidence,
     draft_logits,
     empty_context,
     init_dflash,
-    no_memory,
-    pair_scores,
     run_block,
     with_other_pairing,
 )
+from stree_jax.models.dflash_pairs import confidence, no_memory, pair_scores
 from stree_jax.models.heads import head_of
 from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of, weights_read

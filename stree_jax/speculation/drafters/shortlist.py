@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stree_jax.models.dflash import DFlash, no_memory, pair_bias
+from stree_jax.models.dflash import DFlash
+from stree_jax.models.dflash_pairs import no_memory, pair_bias
 
 PARENTS = 4  # tokens of a level from which probabilities are propagated
 
