@@ -37,8 +37,15 @@ TRAIN_NOTES = notes(
     "stree-jax train --text FOLDER --out my-model --work my-model-run",
 )
 DISTILL_NOTES = notes(
-    TEXT_NOTES + RESUME_NOTES,
+    TEXT_NOTES
+    + RESUME_NOTES
+    + """
+
+With --kind dspark, the states of the target are stored in --work (2 bytes per channel,
+layer that is read and token).""",
     "stree-jax distill --target PATH --text FOLDER --out my-drafter --work my-run",
+    "stree-jax distill --target PATH --text FOLDER --out my-drafter --work my-run "
+    "--kind dspark --own-tokens 400000 --length 192",
 )
 HEADS_NOTES = notes(
     TEXT_NOTES
@@ -49,6 +56,17 @@ resumes from the newest save. generate and chat use the heads with --drafter OUT
     "stree-jax heads --target PATH --text FOLDER --out my-heads --work my-run",
 )
 MODEL_SIZE = "Size of the model"
+KINDS = ("model", "dspark")
+# Options of --kind dspark with their defaults, which are not those of argparse: with
+# another kind, a given one is an error.
+BLOCK_OPTIONS = (
+    ("drafts", 5, "tokens that one pass drafts"),
+    ("taps", None, "layers of the target that are read (default: 3, or all of fewer)"),
+    ("rank", 128, "rank of the scores of token pairs"),
+    ("window", 128, "tokens of the text that a layer sees; 0 for all"),
+    ("roots", 32, "blocks in each sequence"),
+    ("tokens", 500_000, "tokens of --text to learn from"),
+)
 TRAINING = "Training"
 
 # Adds a command from its name, help, notes and required arguments.
@@ -75,19 +93,23 @@ def add_training_parsers(command: Command) -> None:
     add(size, "--tokenizer", Path, None, text, metavar="FILE")
     add(size, "--vocab-size", int, 2048, "entries of the tokenizer to train")
 
-    text = "train a Mamba2 draft model for a target, by distillation"
+    text = "train a draft model or a DSpark drafter for a target, by distillation"
     p = command("distill", text, DISTILL_NOTES, f"--target MODEL {paths}")
     add_target(p)
+    text = "what to train: a Mamba2 draft model, or a DSpark drafter, which reads the "
+    text += "target's layers and drafts a block in one pass"
+    add(group(p, MODEL_SIZE), "--kind", str, "model", text, choices=KINDS)
     add_training_options(p, steps=2000, learning_rate=4e-3)
     size = group(p, MODEL_SIZE)
     text = "model width of the draft model (default: half the target's)"
     add(size, "--width", int, None, text)
-    add(size, "--layers", int, 2, "Mamba2 layers of the draft model")
+    add(size, "--layers", int, 2, "layers of the draft model or drafter")
     text = "use the target's embedding and output matrix unchanged, and its width"
     size.add_argument("--target-embedding", action="store_true", help=text)
     text = "tokens of text that the target writes itself before training; if above 0, "
     text += "half of every batch is from it"
     add(group(p, TRAINING), "--own-tokens", int, 0, text)
+    add_block_options(p)
     add_template_option(p)
 
     text = "train Medusa heads for a target"
@@ -129,6 +151,14 @@ def add_training_parsers(command: Command) -> None:
     text = "most contexts of one length, a power of two"
     add(table, "--slots", int, 2**18, text)
     add(table, "--keep", int, 8, "most next tokens stored for a context")
+
+
+def add_block_options(p: argparse.ArgumentParser) -> None:
+    """Adds the options of --kind dspark."""
+    size = group(p, "With --kind dspark")
+    for name, default, text in BLOCK_OPTIONS:
+        text += "" if default is None else f" (default: {default})"
+        add(size, f"--{name}", int, None, text)
 
 
 def add_required(
@@ -237,10 +267,38 @@ def speller(args: argparse.Namespace) -> "Spell | None":
 
 
 def run_distill(args: argparse.Namespace, job: "Job") -> None:
+    if args.kind == "dspark":
+        run_dspark(args, job)
+        return
     from stree_jax.training.distill import DrafterSize, distill_drafter
 
+    for name, *_ in BLOCK_OPTIONS:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name}: only with --kind dspark")
     size = DrafterSize(args.width, args.layers, args.target_embedding)
     distill_drafter(job, args.target, size, args.own_tokens)
+
+
+def run_dspark(args: argparse.Namespace, job: "Job") -> None:
+    from stree_jax.convert.drafters.write import save_drafter
+    from stree_jax.training.dspark import DSparkSize, train_dspark
+
+    if args.width is not None or args.target_embedding:
+        raise ValueError(
+            "--kind dspark: takes the target's width and embedding; leave out --width "
+            "and --target-embedding"
+        )
+    given = {name: getattr(args, name) for name, *_ in BLOCK_OPTIONS}
+    values: dict[str, Any] = {
+        name: default if given[name] is None else given[name]
+        for name, default, _ in BLOCK_OPTIONS
+    }
+    roots, tokens = values.pop("roots"), values.pop("tokens")
+    sizes = dict(roots=roots, tokens=tokens, own_tokens=args.own_tokens)
+    size = DSparkSize(args.layers, **values)
+    drafter, layers = train_dspark(job, args.target, size, **sizes)
+    save_drafter(drafter, args.out, layers)
+    print_status(f"wrote {args.out}: {drafter}")
 
 
 def run_heads(args: argparse.Namespace, job: "Job") -> None:

@@ -21,8 +21,10 @@ from tqdm import tqdm
 from stree_jax.convert.files import read_text
 from stree_jax.models import (
     Model,
+    Taps,
     chain_nodes,
     forward_hidden,
+    forward_tapped,
     init_state,
     param_dtype,
 )
@@ -56,6 +58,42 @@ def keep_hidden(target: Model, windows: np.ndarray, file: Path) -> np.ndarray:
 
     source = _source(target, windows)
     kept = filled(file, (n, L, d), np.uint16, source, READ_AT_ONCE, read, "states")
+    return kept.view(ml_dtypes.bfloat16)
+
+
+@partial(jax.jit, static_argnums=2)
+def tapped_states(model: Model, tokens: jax.Array, taps: Taps) -> jax.Array:
+    """Returns the hidden states and, for each tap, the residual streams, joined to [B,
+    L, 1 + m, d] float32, after each token of [B, L], starting from empty states."""
+    batch, L = tokens.shape
+    state = init_state(model.config, batch, 1, param_dtype(model.params))
+    nodes = chain_nodes(batch, L, model.config.conv_taps)
+    hidden, tapped, *_ = forward_tapped(model, state, tokens, nodes, taps=taps)
+    return jnp.stack([hidden, *tapped], axis=2)
+
+
+def keep_tapped(
+    target: Model, windows: np.ndarray, file: Path, taps: Taps
+) -> np.ndarray:
+    """Returns a target's hidden states and residual streams [n, L, 1 + m, d] bfloat16
+    in windows [n, L + 1], as `keep_hidden` does.
+
+    Args:
+      target: the target.
+      windows: the windows.
+      file: the file.
+      taps: m layers, as in `models.forward_tapped`.
+    """
+    n, L, d = len(windows), windows.shape[1] - 1, target.config.d_model
+
+    def read(begin: int, end: int) -> np.ndarray:
+        part = _padded(windows[begin:end, :L], READ_AT_ONCE)
+        states = np.asarray(tapped_states(target, jnp.asarray(part), taps))
+        return states[: end - begin].astype(ml_dtypes.bfloat16).view(np.uint16)
+
+    source = {**_source(target, windows), "taps": list(taps)}
+    shape = n, L, 1 + len(taps), d
+    kept = filled(file, shape, np.uint16, source, READ_AT_ONCE, read, "states")
     return kept.view(ml_dtypes.bfloat16)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import stree_jax
 from stree_jax.cli import main as cli
+from stree_jax.convert.drafters import open_drafter
 from stree_jax.training import recipe
 from stree_jax.training.corpus import train_tokenizer
 from tests.support.tiny import tiny
@@ -115,3 +116,41 @@ def test_the_end_of_documents_without_the_usual_token(tmp_path):
         recipe.prepare([tmp_path], pieces)
     data = recipe.prepare([tmp_path], pieces, end=0)
     assert (data.train == 0).sum() + (data.heldout == 0).sum() == 1
+
+
+def test_a_dspark_drafter_in_the_public_layout(prepared, capsys):
+    args = ["distill", *options_of(prepared), "--kind", "dspark", "--layers", "1"]
+    args += "--taps 1 --rank 8 --drafts 2 --roots 2 --length 80 --batch 2".split()
+    args += "--steps 2 --tokens 300 --own-tokens 129".split()
+    with jax.numpy_dtype_promotion("standard"):
+        assert cli.main(args) == 0
+    said = capsys.readouterr().err
+    assert "draft 2: first guess " in said and f"wrote {prepared / 'out'}" in said
+    opened = open_drafter(prepared / "out", pytest.fail)
+    assert (opened.target_layers, opened.target) == (1, "")
+    config = opened.block_config
+    assert (config.kind, config.drafts, config.from_root) == ("DSpark", 2, True)
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        (["--drafts", "2"], "--drafts: only with --kind dspark"),
+        (["--kind", "dspark", "--width", "64"], "takes the target's width and"),
+        (["--kind", "dspark", "--tokens", "0"], "--tokens: want at least 1, got 0"),
+        (["--kind", "dspark", "--length", "400"], "--length: want 101..256 tokens"),
+        (["--kind", "dspark", "--own-tokens", "9"], "--length: want 101..192 tokens"),
+        (["--kind", "dspark", "--taps", "2"], "--taps: want 1..1, got 2"),
+        (["--kind", "dspark", "--window", "-1"], "--window: want at least 0, got -1"),
+        (["--kind", "eagle"], "unknown value 'eagle'; known: model, dspark"),
+    ],
+)
+def test_bad_options_of_kinds_write_nothing(option, problem, prepared, capsys):
+    try:
+        code = cli.main(["distill", *options_of(prepared), *option])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    said = capsys.readouterr()
+    assert problem in said.err and said.out == ""
+    assert not (prepared / "work").exists()

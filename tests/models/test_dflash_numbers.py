@@ -4,15 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.dflash import (
-    add_context,
-    confidence,
-    draft_logits,
-    empty_context,
-    no_memory,
-    pair_scores,
-    run_block,
-)
+from stree_jax.models.dflash import add_context, draft_logits, empty_context, run_block
+from stree_jax.models.dflash_pairs import confidence, no_memory, pair_scores
 from tests.support import drafter_reference as reference
 from tests.support.drafter_params import dflash_of
 from tests.support.published_drafters import LAYOUTS, canonical, facts_of, sizes_of

@@ -11,13 +11,8 @@ import pytest
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.agreement import greedy_distribution
-from stree_jax.models.dflash import (
-    add_context,
-    empty_context,
-    no_memory,
-    pair_scores,
-    run_block,
-)
+from stree_jax.models.dflash import add_context, empty_context, run_block
+from stree_jax.models.dflash_pairs import no_memory, pair_scores
 from stree_jax.models.heads import head_of
 from stree_jax.speculation.accept import NAIVE
 from stree_jax.speculation.adaptive.best_first import best_first

@@ -10,7 +10,8 @@ import pytest
 import stree_jax
 from stree_jax import Sampling, draft_vocabulary, with_draft_vocabulary
 from stree_jax.models import cast_params
-from stree_jax.models.dflash import dflash_table, draft_logits, pair_scores
+from stree_jax.models.dflash import dflash_table, draft_logits
+from stree_jax.models.dflash_pairs import pair_scores
 from stree_jax.models.heads import head_of
 from stree_jax.models.memory import size_of, weights_read
 from stree_jax.models.params import by_path

@@ -11,15 +11,8 @@ from stree_jax.checkpoints.drafters import load_drafter
 from stree_jax.checkpoints.load import Model
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, Rope, init_params
 from stree_jax.models.config import named
-from stree_jax.models.dflash import (
-    add_context,
-    confidence,
-    draft_logits,
-    empty_context,
-    no_memory,
-    pair_scores,
-    run_block,
-)
+from stree_jax.models.dflash import add_context, draft_logits, empty_context, run_block
+from stree_jax.models.dflash_pairs import confidence, no_memory, pair_scores
 from stree_jax.models.heads import head_of
 from tests.support import drafter_reference as reference
 from tests.support.published_drafters import write_drafter

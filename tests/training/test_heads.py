@@ -17,15 +17,14 @@ from stree_jax.models import base_model
 from stree_jax.models.heads import Heads, head_of
 from stree_jax.training import heads as training
 from stree_jax.training import kept
-from stree_jax.training.corpus import train_tokenizer
 from stree_jax.training.recipe import Job
 from stree_jax.training.train import TrainConfig
+from tests.support.cycle import cycling_target, write_text
 from tests.support.heads import random_heads, reference_logits
 from tests.support.tiny import REAL, perturbed, tiny
 
 K = 3
 PROMPT, GENERATED, WINDOW = 8, 17, 24
-CYCLE = 30  # tokens that the target repeats in turn
 TRAIN = TrainConfig(
     steps=60,
     batch=8,
@@ -58,38 +57,13 @@ def model():
 
 @pytest.fixture(scope="module")
 def target():
-    """Returns a target that mostly repeats a cycle of tokens that occur in text."""
-    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
-    size, model = tokenizer.get_vocab_size(), tiny(1, layers=("mamba",))
-    config = replace(
-        model.config,
-        vocab_size=size,
-        num_tokens=size,
-        stop_tokens=(0,),
-        tie_embeddings=False,
-    )
-    table = np.random.default_rng(1).standard_normal((size, config.d_model))
-    before = np.zeros((size, config.d_model))
-    before[1 : CYCLE + 1] = np.roll(table[1 : CYCLE + 1], 1, axis=0)
-    params = {
-        **model.params,
-        "embedding": jnp.asarray(4 * table, jnp.float32),
-        "lm_head": jnp.asarray(before, jnp.float32),
-    }
-    return stree_jax.Model(params, config, tokenizer)
+    return cycling_target()
 
 
 @pytest.fixture(scope="module")
 def text(target, tmp_path_factory):
     """Returns a folder of prepared tokens."""
-    folder = tmp_path_factory.mktemp("text")
-    target.tokenizer.save(str(folder / "tokenizer.json"))
-    rng = np.random.default_rng(2)
-    for name, count in (("train", 1500), ("heldout", 400)):
-        np.save(
-            folder / f"{name}.npy", rng.integers(1, CYCLE + 1, count).astype(np.uint16)
-        )
-    return folder
+    return write_text(target, tmp_path_factory.mktemp("text"))
 
 
 # --- counts ---------------------------------------------------------------------------

@@ -32,15 +32,13 @@ from stree_jax.models.dflash import (
     DFlash,
     DFlashConfig,
     add_context,
-    confidence,
     draft_logits,
     empty_context,
     init_dflash,
-    no_memory,
-    pair_scores,
     run_block,
     with_other_pairing,
 )
+from stree_jax.models.dflash_pairs import confidence, no_memory, pair_scores
 from stree_jax.models.heads import head_of
 from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of, weights_read
@@ -63,6 +61,7 @@ from stree_jax.speculation.drafter import (
     Update,
 )
 from stree_jax.speculation.drafters.model import draw_level, empty_draft
+from stree_jax.speculation.drafters.shortlist import chained, reached
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.layout import tree_levels
 from stree_jax.speculation.source import Source, Work
@@ -169,9 +168,12 @@ class DFlashSource(Source):
 
 def block_read(drafter: DFlash, output: Model) -> int:
     """Returns the bytes that one pass reads: all matrices except embeddings and the
-    tables of pairs, of which it reads single rows."""
+    tables of pairs, of which it reads single rows. A Markov head's table of following
+    tokens is read once per level."""
     rows = "embedding", "pairs"
     read = size_of({k: x for k, x in drafter.params.items() if k not in rows})
+    if chained(drafter):
+        read += drafter.config.drafts * size_of(drafter.params["pairs"]["following"])
     return read if drafter.config.head_rows else read + weights_read(output)
 
 
@@ -269,9 +271,14 @@ class DFlashDrafter(Searcher):
         scores = dist.scores(logits, depths[None], normalised=False)
         if dist.sampling is not None and rule.drafting == "coupled":
             scores = scores + jnp.stack(list(map(dist.noise, depths)), axis=1)
-        best, tokens, total = best_scores(
-            scores, count=min(CANDIDATES, dist.num_tokens)
-        )
+        count = min(CANDIDATES, dist.num_tokens)
+        if chained(drafter):
+            heat = pair_temperature(dist, len(root))
+            tokens = reached(drafter, hidden, scores, root, heat, count)
+            best = jnp.take_along_axis(scores, tokens, axis=-1)
+            total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        else:
+            best, tokens, total = best_scores(scores, count=count)
         among = jax.nn.logsumexp(best, axis=-1)
         share = jnp.minimum(among - total[..., 0], -1e-6)  # in logs
         rest = total[..., 0] + jnp.log(-jnp.expm1(share))
@@ -315,6 +322,15 @@ class DFlashDrafter(Searcher):
 
     def key(self) -> str:
         return f"{self.drafter.config} {self.drafter.weight_format}"
+
+
+def pair_temperature(dist: Distribution, batch: int) -> jax.Array:
+    """Returns what pair scores are divided by [B] float32: the temperature, or 1 where
+    decoding is greedy."""
+    if dist.sampling is None:
+        return jnp.ones((batch,), jnp.float32)
+    temperature = dist.sampling.temperature
+    return jnp.where(temperature == 0, 1.0, temperature)
 
 
 def fill_from(
@@ -398,10 +414,8 @@ class ByPairs:
             for x in (found.hidden, found.tokens, found.scores, found.rest)
         )
         pairs, memory = pair_scores(self.drafter, hidden, previous, tokens, memory)
-        if dist.sampling is not None:
-            temperature = dist.sampling.temperature
-            pairs = pairs / jnp.where(temperature == 0, 1.0, temperature)[:, None, None]
-        scores = scores[:, None] + pairs
+        heat = pair_temperature(dist, len(pairs))
+        scores = scores[:, None] + pairs / heat[:, None, None]
         among = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         total = jnp.logaddexp(among, rest[:, None, None])
         best, place = lax.top_k(scores, scores.shape[2])

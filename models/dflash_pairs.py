@@ -1,0 +1,101 @@
+"""Scores of token pairs of block drafters, and their confidence; see `dflash`.
+
+Letters: B rows, Q tokens before a draft, K candidates for it, r rank, d width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from stree_jax.models.dflash import DFlash
+from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.weights.linear import linear
+
+
+def no_memory(drafter: DFlash, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the memory [..., r] of roots for `pair_scores`; r = 0 unless the Markov
+    head is recurrent."""
+    rank = drafter.config.rank if drafter.config.pairs == "rnn" else 0
+    return jnp.zeros((*shape, rank), jnp.float32)
+
+
+def pair_scores(
+    drafter: DFlash,
+    hidden: jax.Array,
+    previous: jax.Array,
+    following: jax.Array,
+    memory: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Scores candidates of one draft after several previous tokens.
+
+    Args:
+      drafter: the drafter.
+      hidden: [B, d] float32, the hidden state that predicts the draft.
+      previous: [B, Q] int32, the tokens before it.
+      following: [B, K] int32, the candidates.
+      memory: [B, Q, r], from the previous draft; see `no_memory`.
+
+    Returns:
+      pair [B, Q, K] float32, to be added to U; and the memory after the draft.
+    """
+    c = drafter.config
+    if not c.pairs:
+        return jnp.zeros((*previous.shape, following.shape[1]), jnp.float32), memory
+    e, memory = _pair_vectors(drafter, hidden, previous, memory)
+    rows = following
+    if drafter.ids is not None:
+        rows = jnp.searchsorted(drafter.ids, following).astype(jnp.int32)
+        rows = jnp.minimum(rows, c.head_rows - 1)
+    after = as_weight(drafter.params["pairs"]["following"]).rows(rows)  # [B, K, r]
+    return jnp.einsum("bqr,bkr->bqk", e, after, precision="highest"), memory
+
+
+def pair_bias(
+    drafter: DFlash, hidden: jax.Array, previous: jax.Array, memory: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `pair_scores` [B, Q, D] of all rows of the head, for training."""
+    e, memory = _pair_vectors(drafter, hidden, previous, memory)
+    return linear(e, drafter.params["pairs"]["following"]), memory
+
+
+def _pair_vectors(
+    drafter: DFlash, hidden: jax.Array, previous: jax.Array, memory: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the vectors [B, Q, r] whose products with a token's row of "following"
+    are pair scores, and the memory after the draft."""
+    c, p = drafter.config, drafter.params["pairs"]
+    e = as_weight(p["previous"]).rows(previous)  # [B, Q, r]
+    h = jnp.broadcast_to(hidden[:, None], (*e.shape[:2], hidden.shape[-1]))
+    if c.pairs == "gated":
+        both = jnp.concatenate([h, e], axis=-1)
+        e = jax.nn.sigmoid(linear(both, p["gate"], p["gate_bias"])) * e
+    elif c.pairs == "selector":
+        e = e * linear(h, p["projection"])
+    elif c.pairs == "rnn":
+        joint = jnp.concatenate([memory, e, h], axis=-1)
+        joint = linear(joint, p["joint"], p["joint_bias"])
+        keep, new, out = jnp.split(joint, 3, axis=-1)
+        keep = jax.nn.sigmoid(keep)
+        memory, e = keep * memory + (1 - keep) * jnp.tanh(new), jnp.tanh(out)
+    return e, memory
+
+
+def confidence(
+    drafter: DFlash, hidden: jax.Array, previous: jax.Array
+) -> jax.Array | None:
+    """Estimates how likely a draft is accepted if the previous token is [B, Q] float32.
+
+    Args:
+      drafter, hidden, previous: as in `pair_scores`.
+
+    Returns:
+      None if the drafter has no confidence head.
+    """
+    c = drafter.config
+    if not c.confidence:
+        return None
+    p = drafter.params["confidence"]
+    x = jnp.broadcast_to(hidden[:, None], (*previous.shape, hidden.shape[-1]))
+    if c.confidence_pairs:
+        e = as_weight(drafter.params["pairs"]["previous"]).rows(previous)
+        x = jnp.concatenate([x, e], axis=-1)
+    return jax.nn.sigmoid(linear(x, p["weight"], p["bias"])[..., 0])
