@@ -1,8 +1,8 @@
-"""Functions that leave rare tokens out of the heads of draft models.
+"""Trims the heads of draft models to some of the tokens.
 
-The head is most of what a drafter with a large vocabulary reads from memory, and most
-of its tokens are rare. A drafter without them is faster and misses few tokens. The
-target can still choose them, so the output does not change.
+A drafter with a large vocabulary reads most of its bytes for the head, and most tokens
+are rare. A drafter without them is faster and misses few tokens. The target can still
+choose them, so the output does not change.
 
 Letters: V tokens of the vocabulary, D rows of the head.
 """
