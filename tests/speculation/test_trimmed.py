@@ -168,3 +168,17 @@ def test_other_drafters_are_refused(targets):
         with_draft_vocabulary("mtp", targets["block"], [50])
     with pytest.raises(ValueError, match="has no MTP layers"):
         with_draft_vocabulary("mtp", targets["block"], IDS)
+
+
+def test_bytes_of_a_round_by_hand(targets):
+    """All matrices once, the pairs' following tokens for each of 5 levels, and single
+    rows of the embedding and the previous tokens."""
+    target, whole, small = pair(targets, "block")
+    d, taps, queries, keys, mlp = 32, 3, 4 * 8, 2 * 2 * 8, 48
+    layer = d * (2 * queries + keys + 3 * mlp) + 2 * d + 2 * 8 + 4  # norms and sinks
+    numbers = taps * d * d + 2 * d + 2 * layer + d + 1  # and the confidence
+    write = writer(target, tree="A", max_new_tokens=4)
+    for drafter, head in ((whole, target.config.vocab_size), (small, len(IDS))):
+        out = write(drafter=drafter)
+        (stage,) = (t for t in out.traffic if t.stage == "block drafter")
+        assert stage.weights == stage.passes * 4 * (numbers + head * (d + 5 * 8))
