@@ -25,7 +25,8 @@ def by_loops(drafter, hidden, scores, root, temperature):
             one = hidden[None, k], jnp.full((1, 1), token, jnp.int32), every, memory
             pairs, memory = pair_scores(drafter, *one)
             z = scores[k] + np.asarray(pairs)[0, 0] / temperature
-            after.append(weight + z - logsumexp(z))
+            among = np.isin(np.arange(REAL), np.argsort(-z, kind="stable")[:K])
+            after.append(np.where(among, weight + z - logsumexp(z), -np.inf))
             memories.append(memory)
         reach = logsumexp(after, axis=0)
         order = np.argsort(-reach, kind="stable").tolist()

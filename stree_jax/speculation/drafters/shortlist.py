@@ -6,6 +6,8 @@ from level to level along the pairs, below the likeliest tokens of the level bef
 
     reach_k(b) = sum over a of reach_{k-1}(a) softmax(U_k + pair_k(a, .))(b)
 
+Tokens a that do not have b among their K best next tokens are left out of the sum.
+
 Letters: B rows, M levels, K candidates, V tokens, d width, r rank.
 """
 
@@ -15,6 +17,7 @@ from jax import lax
 
 from stree_jax.models.dflash import DFlash
 from stree_jax.models.dflash_pairs import no_memory, pair_bias
+from stree_jax.sampling.best import best_scores
 
 PARENTS = 4  # tokens of a level from which probabilities are propagated
 
@@ -47,8 +50,7 @@ def reached(
     Returns:
       [B, M, K] int32.
     """
-    batch, places = len(root), jnp.arange(len(root), dtype=jnp.int32)
-    parents = min(PARENTS, count)
+    batch, parents = len(root), min(PARENTS, count)
 
     def level(
         carry: tuple[jax.Array, jax.Array, jax.Array], inputs: tuple[jax.Array, ...]
@@ -57,17 +59,22 @@ def reached(
         state, own = inputs
         pairs, memory = _bias(drafter, state, previous, memory, own.shape[1])
         after = own[:, None] + pairs / temperature[:, None, None]
-        after = weight[..., None] + jax.nn.log_softmax(after)
-        reach = jax.nn.logsumexp(after, axis=1)
-        greedy = after[:, 0].argmax(axis=-1).astype(jnp.int32)
-        first = reach.at[places, greedy].set(jnp.inf)
-        tokens = lax.top_k(first, count)[1]
-        best = tokens[:, :parents]
-        chosen = jnp.broadcast_to(best[:, None], (batch, parents, parents))
-        above = jnp.take_along_axis(after, chosen, axis=2).argmax(axis=1)
+        best, ids, total = best_scores(after, count=count)  # [B, parents, K]
+        share = jnp.exp(weight[..., None] + best - total).reshape(batch, -1)
+        ids = ids.reshape(batch, -1)
+        same = ids[:, :, None] == ids[:, None]
+        reach = jnp.where(same, share[:, None], 0.0).sum(axis=2)
+        again = jnp.tril(same, -1).any(axis=2)  # a token of an earlier parent
+        order = jnp.where(again, -1.0, reach).at[:, 0].set(jnp.inf)
+        place = lax.top_k(order, count)[1]
+        tokens = jnp.take_along_axis(ids, place, axis=1)
+        chosen = tokens[:, :parents, None, None] == ids.reshape(batch, 1, parents, -1)
+        by_parent = jnp.where(chosen, share.reshape(batch, 1, parents, -1), 0.0).sum(3)
+        above = by_parent.argmax(axis=2)
         memory = jnp.take_along_axis(memory, above[..., None], axis=1)
-        weight = jax.nn.log_softmax(jnp.take_along_axis(reach, best, axis=1))
-        return (best, weight, memory), tokens
+        found = jnp.take_along_axis(reach, place[:, :parents], axis=1)
+        weight = jnp.log(found / found.sum(axis=1, keepdims=True))
+        return (tokens[:, :parents], weight, memory), tokens
 
     only = jnp.where(jnp.arange(parents) == 0, 0.0, -jnp.inf)  # one root
     start = (
