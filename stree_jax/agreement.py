@@ -38,7 +38,7 @@ from stree_jax.speculation.adaptive.search import Query, Searcher
 from stree_jax.speculation.drafter import Drafter, DraftState, Prompts, Update
 from stree_jax.speculation.drafters.lookup import History
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
-from stree_jax.speculation.tree import Budget, Topology, Tree, resolve_tree
+from stree_jax.speculation.tree import Budget, Topology, resolve_tree
 
 PIECE = 512  # tokens of text that are read at once; a longer text is cut
 
@@ -153,20 +153,19 @@ def agreement(
     ids = np.asarray(token_ids, np.int32)
     if ids.ndim != 1 or len(ids) < 2:
         raise ValueError(f"text: want at least 2 tokens, got {ids.shape}")
-    shape = tree if isinstance(tree, Budget) else resolve_tree(tree)
     source = source_of(drafter, target.config)
     source.check(target)
-    if isinstance(shape, Tree):
+    searched = isinstance(tree, Budget)
+    shape = tree if isinstance(tree, Budget) else resolve_tree(tree)
+    if not searched:
         source.check_tree(shape)
-    bound = source.bind(
-        target, shape if isinstance(shape, Tree) else resolve_tree("auto")
-    )
-    if not isinstance(shape, Tree) and not isinstance(bound, Searcher):
+    bound = source.bind(target, resolve_tree("auto") if searched else shape)
+    if searched and not isinstance(bound, Searcher):
         raise ValueError("tree: this drafter does not search for trees")
-    width = source.search_size[0]
-    run = jax.jit(
-        partial(_drafted, tree=shape, width=min(width, target.config.num_tokens))
-    )
+    if not searched:
+        shape = source.filled(shape)
+    width = min(source.search_size[0], target.config.num_tokens)
+    run = jax.jit(partial(_drafted, tree=shape, width=width if searched else 0))
     plain = without_mtp(target)
     pieces = [
         Agreement(*_piece(run, plain, bound, ids[i : i + PIECE], shape.depth))
@@ -196,7 +195,15 @@ def _drafted(
     target: Model, drafter: Any, ids: jax.Array, *, tree: Topology, width: int
 ) -> tuple[jax.Array, ...]:
     """Returns the target's most probable token after each token of a text [S], and the
-    tokens, parents and depths [S, T] of the tree drafted there."""
+    tokens, parents and depths [S, T] of the tree drafted there.
+
+    Args:
+      target, drafter: the target, and a drafter that is bound to it.
+      ids: [S] int32.
+      tree: the tree.
+      width: nodes per level of a search for the best tree; 0 if the drafter fills the
+        tree.
+    """
     S, taps, V = ids.shape[0], drafter.taps, target.config.num_tokens
     state = init_state(target.config, 1, S, param_dtype(target.params))
     nodes = chain_nodes(1, S, target.config.conv_taps)
@@ -228,9 +235,9 @@ def _draft(
     width: int,
     num_tokens: int,
 ) -> tuple[Any, DraftState]:
-    """Drafts one tree greedily."""
+    """Drafts one tree greedily; see `_drafted`."""
     dist = greedy_distribution(root.shape[0], num_tokens)
-    if isinstance(tree, Tree):
+    if not width:
         return drafter.propose(state, root, tree, dist, NAIVE)
     assert isinstance(tree, Budget)
     query = Query(text, dist, NAIVE, width, tree.depth, 8, _always)

@@ -64,6 +64,13 @@ def test_larger_trees_accept_more(target, text):
     assert [found.tokens.shape[1] for found in (small, large)] == [3, 24]
 
 
+def test_prompt_lookup_and_no_drafter(target):
+    found = agreement(target, "lookup", [5, 6, 7, 8] * 6, "chain:3")
+    assert found.tau() > 3
+    with pytest.raises(ValueError, match="needs a drafter"):
+        agreement(target, None, [5, 6, 7], "chain:3")
+
+
 def test_counts_of_a_tree_by_hand():
     found = Agreement(
         tokens=np.array([[1, 5, 6, 7, 8], [5, 1, 2, 3, 4]]),
