@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.models.config import ModelConfig
+from stree_jax.models.config import ModelConfig, blocks
 from stree_jax.models.mixers.attention import (
     AttentionConfig,
     append_both,
@@ -46,14 +46,14 @@ from stree_jax.models.params import (
     Params,
     Path,
     Table,
-    nest,
+    cast_table,
+    init_table,
     parameter_count,
-    stored,
 )
 from stree_jax.models.rope import angles, rotated
 from stree_jax.models.state import State, init_state
 from stree_jax.models.trimmed import scattered
-from stree_jax.models.weights.formats import as_weight, format_named
+from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.linear import as_row, linear
 from stree_jax.models.weights.weight import Format
 from stree_jax.pallas_kernels import rounded_to, tree_attention
@@ -64,7 +64,7 @@ Pairs = Literal["", "vanilla", "gated", "rnn", "selector"]
 
 @dataclass(frozen=True)
 class DFlashLayer:
-    """What the slots see in one layer.
+    """The text and slots that a slot attends to in one layer.
 
     Attributes:
       window: tokens of the text that a slot sees, itself included; 0 for all.
@@ -159,7 +159,7 @@ class DFlashConfig:
             vocab_size=self.vocab_size,
             num_tokens=self.vocab_size,
             d_model=self.d_model,
-            layers=("attention",) * len(self.layers),  # type: ignore[arg-type]
+            layers=blocks(("attention",) * len(self.layers)),
             mixers={"attention": self.attention},
         )
 
@@ -272,14 +272,12 @@ def init_dflash(config: DFlashConfig, key: jax.Array, dtype: Any) -> Params:
       key: random key.
       dtype: dtype or weight format, or its name, such as "int8".
     """
-    format, table = format_named(dtype), dflash_table(config)
-    keys = jax.random.split(key, len(table))
-    return nest(
-        {
-            path: stored(p, p.init(one, p.shape, jnp.float32), format)
-            for one, (path, p) in zip(keys, table.items(), strict=True)
-        }
-    )
+    return init_table(dflash_table(config), key, dtype)
+
+
+def cast_dflash(config: DFlashConfig, params: Params, dtype: Any) -> Params:
+    """Returns the parameters of the same drafter in another dtype or weight format."""
+    return cast_table(dflash_table(config), params, dtype)
 
 
 def half_split_order(head_dim: int, rotated: int) -> np.ndarray:

@@ -47,17 +47,16 @@ from stree_jax.models.params import (
     Params,
     Path,
     Table,
-    by_path,
+    cast_table,
     declare,
+    init_table,
     model_params,
-    nest,
     norm_params,
     parameter_count,
-    stored,
 )
 from stree_jax.models.sharding.shards import WHOLE, Cut
 from stree_jax.models.state import LayerRecord, LayerState, Pending, Records, State
-from stree_jax.models.weights.formats import as_weight, format_named
+from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.weight import Format
 
@@ -207,20 +206,12 @@ def init_eagle(config: EagleConfig, key: jax.Array, dtype: Any) -> Params:
       key: random key.
       dtype: dtype or weight format, or its name, such as "int8".
     """
-    format, table = format_named(dtype), eagle_table(config)
-    keys = jax.random.split(key, len(table))
-    made = {
-        path: stored(p, p.init(one, p.shape, jnp.float32), format)
-        for one, (path, p) in zip(keys, table.items(), strict=True)
-    }
-    return nest(made)
+    return init_table(eagle_table(config), key, dtype)
 
 
 def cast_eagle(config: EagleConfig, params: Params, dtype: Any) -> Params:
     """Returns the parameters of the same drafter in another dtype or weight format."""
-    format, table = format_named(dtype), eagle_table(config)
-    flat = by_path(params)
-    return nest({path: stored(table[path], x, format) for path, x in flat.items()})
+    return cast_table(eagle_table(config), params, dtype)
 
 
 @struct.dataclass

@@ -24,12 +24,11 @@ from stree_jax.models.params import (
     Param,
     Params,
     Path,
-    by_path,
-    nest,
+    cast_table,
+    init_table,
     parameter_count,
-    stored,
 )
-from stree_jax.models.weights.formats import as_weight, format_named
+from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.weight import Format
 
@@ -133,20 +132,12 @@ def init_heads(config: HeadsConfig, key: jax.Array, dtype: Any) -> Params:
       key: random key.
       dtype: dtype or weight format, or its name, such as "int8".
     """
-    format, table = format_named(dtype), head_table(config)
-    keys = jax.random.split(key, len(table))
-    made = {
-        path: stored(p, p.init(one, p.shape, jnp.float32), format)
-        for one, (path, p) in zip(keys, table.items(), strict=True)
-    }
-    return nest(made)
+    return init_table(head_table(config), key, dtype)
 
 
 def cast_heads(config: HeadsConfig, params: Params, dtype: Any) -> Params:
     """Returns the parameters of the same heads in another dtype or weight format."""
-    format, table = format_named(dtype), head_table(config)
-    flat = by_path(params)
-    return nest({path: stored(table[path], x, format) for path, x in flat.items()})
+    return cast_table(head_table(config), params, dtype)
 
 
 def head_logits(heads: Heads, model: Model, hidden: jax.Array, count: int) -> jax.Array:

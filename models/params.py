@@ -16,7 +16,7 @@ from flax import linen as nn
 from flax.traverse_util import unflatten_dict
 
 from stree_jax.models.sharding.shards import Run, run_width
-from stree_jax.models.weights.formats import is_weight
+from stree_jax.models.weights.formats import format_named, is_weight
 from stree_jax.models.weights.weight import Format
 
 Path = tuple[str, ...]
@@ -170,6 +170,28 @@ def stored(param: Param, array: Any, format: Format, columns: int | None = None)
     if param.quantizable:
         return format.store(array, columns)
     return array.astype(array_dtype(param, format.dtype), copy=False)
+
+
+def init_table(table: dict[Path, Param], key: jax.Array, dtype: Any) -> Params:
+    """Initialises new parameters.
+
+    Args:
+      table: the parameters by path.
+      key: random key.
+      dtype: dtype or weight format, or its name, such as "int8".
+    """
+    format, keys = format_named(dtype), jax.random.split(key, len(table))
+    made = {
+        path: stored(p, p.init(one, p.shape, jnp.float32), format)
+        for one, (path, p) in zip(keys, table.items(), strict=True)
+    }
+    return nest(made)
+
+
+def cast_table(table: dict[Path, Param], params: Params, dtype: Any) -> Params:
+    """Returns the same parameters in another dtype or weight format."""
+    format, flat = format_named(dtype), by_path(params)
+    return nest({path: stored(table[path], x, format) for path, x in flat.items()})
 
 
 def by_path(params: Params) -> dict[Path, Any]:

@@ -1,4 +1,4 @@
-"""How often a drafter's drafts agree with its target on a given text.
+"""Counts how often drafts agree with the target on a given text.
 
 At every place of the text the drafter drafts a tree below the text so far, and the
 target's most probable token says which drafts are right. No text is generated: both
@@ -143,7 +143,7 @@ def agreement(
       target: the target model.
       drafter: as in `generate`.
       token_ids: the text, at least 2 tokens. It is read in pieces of `PIECE` tokens,
-        each of which starts anew.
+        without the text before them.
       tree: a static tree or its name; or a `Budget`, for the best tree of so many nodes
         that the drafter finds without prompt lookup.
 

@@ -41,7 +41,7 @@ from stree_jax.models.dflash import (
     DFlashConfig,
     DFlashLayer,
     add_context,
-    dflash_table,
+    cast_dflash,
     draft_logits,
     empty_context,
     init_dflash,
@@ -49,8 +49,6 @@ from stree_jax.models.dflash import (
 )
 from stree_jax.models.dflash_pairs import confidence, no_memory, pair_bias
 from stree_jax.models.heads import head_of
-from stree_jax.models.params import by_path, nest, stored
-from stree_jax.models.weights.formats import format_named
 from stree_jax.training.kept import (
     GENERATED,
     PROMPT,
@@ -134,13 +132,6 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
         confidence=True,
         confidence_pairs=True,
     )
-
-
-def cast_dflash(config: DFlashConfig, params: Params, dtype: Any) -> Params:
-    """Returns the parameters of the same drafter in another dtype or weight format."""
-    format, table = format_named(dtype), dflash_table(config)
-    flat = by_path(params)
-    return nest({path: stored(table[path], x, format) for path, x in flat.items()})
 
 
 def block_states(

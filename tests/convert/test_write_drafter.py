@@ -10,9 +10,8 @@ from stree_jax.convert import CheckpointError
 from stree_jax.convert.drafters import open_drafter
 from stree_jax.convert.drafters.write import config_fields, save_drafter
 from stree_jax.models import AttentionConfig, Rope
-from stree_jax.models.dflash import DFlashLayer
+from stree_jax.models.dflash import DFlashLayer, cast_dflash
 from stree_jax.models.weights.formats import format_named
-from stree_jax.training.dspark import cast_dflash
 from tests.support.dflash import KINDS, dflash_config, random_dflash
 from tests.support.tiny import tiny
 

@@ -195,7 +195,7 @@ class ContextState:
 
 @struct.dataclass
 class Candidates:
-    """What one pass of a block drafter gives.
+    """The candidates of one pass of a block drafter.
 
     Attributes:
       hidden: [B, M, d] float32. The hidden states that predict the drafts.
