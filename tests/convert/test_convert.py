@@ -149,7 +149,9 @@ NEWER = ("lfm2", "lfm2_moe", "minimax", "olmo_hybrid")  # have always had `layer
 def old_spelling(values):
     """Rewrites the config with the field names of transformers 4 and the hub."""
     rope = values.pop("rope_parameters", None)
-    if rope is not None:
+    if rope is not None and "full_attention" in rope:  # one for each type of layer
+        old_spelling_by_layer(values, rope)
+    elif rope is not None:
         for name in ("rope_theta", "partial_rotary_factor"):
             if name in rope:
                 values[name] = rope.pop(name)
@@ -165,6 +167,18 @@ def old_spelling(values):
     elif "layer_types" in values and values["model_type"] not in NEWER:
         kinds = values.pop("layer_types")
         values["layers_block_type"] = [names.get(kind, kind) for kind in kinds]
+
+
+def old_spelling_by_layer(values, rope):
+    """Rewrites the rotary embeddings of a config as in releases of Gemma 3. LFM3 has no
+    older spelling."""
+    if values["model_type"] == "lfm3":
+        values["rope_parameters"] = rope
+        return
+    far, near = rope["full_attention"], rope["sliding_attention"]
+    values["rope_theta"] = far.pop("rope_theta")
+    values["rope_local_base_freq"] = near["rope_theta"]
+    values["rope_scaling"] = None if far["rope_type"] == "default" else far
 
 
 def old_spelling_of_kda(values):

@@ -80,7 +80,7 @@ def test_states_and_logits_match_the_equations(target, case):
 
 
 def test_a_trimmed_head_predicts_only_its_tokens(target):
-    from stree_jax.models.heads import with_trimmed_head
+    from stree_jax.models.trimming import with_trimmed_head
 
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, eagle.D)))
     hidden, ids = hidden.astype(jnp.float32), [7, 3, 40]

@@ -67,6 +67,7 @@ PARSED = {
     "--mesh": "needs several devices: tests/mesh",
     "--llama-python": "needs llama.cpp: tests/bench/test_peers.py",
     "custom_drafter:phrase_drafter": "needs PYTHONPATH: tests/examples",
+    "--draft-vocab": "needs a large vocabulary: tests/convert/test_drafter_pairs.py",
     "peers": "needs a model that llama.cpp reads: tests/bench/test_peers.py",
     "tune": "measures for seconds: tests/test_tuning.py",
     "bench all": "takes an hour: tests/bench",
