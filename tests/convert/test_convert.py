@@ -143,7 +143,8 @@ def test_bin_without_torch_is_one_line(source, monkeypatch):
 # config.json
 
 
-NEWER = ("lfm2", "lfm2_moe", "minimax", "olmo_hybrid")  # have always had `layer_types`
+# Families whose configs have always had `layer_types`, or had it before.
+NEWER = ("gemma3_text", "lfm2", "lfm2_moe", "lfm3", "minimax", "olmo_hybrid")
 
 
 def old_spelling(values):
