@@ -228,7 +228,7 @@ def selective_replay_scan(
       inputs, parents, rows: this step's tree, as in `selective_scan`.
       chain: True if all tokens are queried, and the parent of each is the one before
         it.
-      replays: False if there is no path to replay, whatever `past` has.
+      replays: False if there is no path to replay, even if `past` has one.
 
     Returns:
       y [B, Tq, D] float32, and the replayed state [B, N, D] float32; an empty array

@@ -36,8 +36,8 @@ class Sums(NamedTuple):
 
 
 def columns_per_step(T: int, N: int, num_warps: int) -> int:
-    """Returns the number of columns of which a program holds the decays at a time: so
-    many that they fit in registers."""
+    """Returns the number of columns whose decays a program holds at a time. They fit in
+    registers."""
     return max(1, min(N & -N, 1024 * num_warps // tile(T) ** 2))
 
 

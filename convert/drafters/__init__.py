@@ -199,4 +199,4 @@ def is_drafter_directory(directory: Path) -> bool:
     try:
         return eagle.is_eagle(open_source(directory).tensors)
     except CheckpointError:
-        return False  # whoever loads it as a model reports the fault
+        return False  # loading it as a model then reports the fault

@@ -320,8 +320,8 @@ def _mask_token(f: Fields, vocab: int) -> int:
         raise f.whole.error(MASKS[0], f"{mask} is not one of {vocab} tokens")
     if names.MASK in f.shapes and names.EMBEDDING not in f.shapes:
         raise f.error(
-            f"{names.MASK} is not supported without {names.EMBEDDING}, of which it "
-            "replaces a row"
+            f"{names.MASK} replaces a row of {names.EMBEDDING}, and is not supported "
+            "without it"
         )
     return mask
 

@@ -13,7 +13,7 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import Source
 from stree_jax.convert.tensors import is_finite
 from stree_jax.models import nest, stored
-from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table
+from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table, half_split_order
 from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.weights.weight import Format
 
@@ -189,9 +189,9 @@ def read_dflash(
 
 
 def _half_split(x: np.ndarray, head_dim: int, dim: int) -> np.ndarray:
-    """Reorders the channels of heads [heads * head_dim, ..], of which the first `dim`
+    """Reorders the channels of heads [heads * head_dim, ..] whose first `dim` channels
     rotate in pairs of neighbours, so that channel i rotates with i + dim / 2."""
-    order = [*range(0, dim, 2), *range(1, dim, 2), *range(dim, head_dim)]
+    order = half_split_order(head_dim, dim)
     return x.reshape(-1, head_dim, *x.shape[1:])[:, order].reshape(x.shape)
 
 

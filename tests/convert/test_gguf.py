@@ -84,7 +84,7 @@ def test_the_same_logits_as_transformers(made, name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_windows_that_llama_cpp_ignores_have_no_effect(made, tmp_path, name):
-    """llama.cpp 0.3.36 reads the whole text whatever these files say."""
+    """llama.cpp 0.3.36 ignores the window of these files."""
     directory, file, _ = made(name)
 
     def extra(writer):

@@ -111,7 +111,7 @@ def test_a_chain_of_any_length():
 def test_queried_nodes_have_the_results_of_the_whole_tree():
     args, _ = case(SHAPES["odd"])
     y, _ = run(*args)
-    rows = np.array([1, 4, 7, 9, 99], np.int32)  # the last two are no nodes
+    rows = np.array([1, 4, 7, 9, 99], np.int32)  # the last two are past the nodes
     h0, past, inputs, parents = args
     some = inputs._replace(C=inputs.C[:, rows % 9])
     found, _ = run(h0, past, some, parents, rows=rows)

@@ -309,7 +309,7 @@ def test_bytes_of_a_drafter_are_counted(target):
 
 
 def test_bfloat16_weights(target, prompts):
-    """Of drafter and target, in which another text is exact."""
+    """With both models in bfloat16, text equals plain decoding in bfloat16."""
     half = models.cast_params(target.config, target.params, jnp.bfloat16)
     model = models.Model(half, target.config)
     arguments, fields = KINDS["eagle3"]

@@ -1,4 +1,4 @@
-"""Block drafters with random weights, some of which know which token follows which."""
+"""Random block drafters, and drafters that know pairs of tokens."""
 
 from dataclasses import replace
 

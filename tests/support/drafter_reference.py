@@ -34,7 +34,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a drafter's config says about its computation."""
+    """The options of a drafter's computation, from its config."""
 
     kind: str  # "dflash", "dflash2", "dspark", "eagle3" or "peagle"
     layers: int

@@ -167,7 +167,7 @@ def default_boundaries(kind, layers):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one publisher writes drafters of a kind."""
+    """The layout in which a publisher writes drafters of a kind."""
 
     config: Callable  # facts, sizes -> config.json
     kind: str

@@ -104,6 +104,7 @@ class AdaptiveDrafter(DrafterBase):
     def of_target(self) -> Any:
         return () if self.searcher is None else self.searcher.of_target
 
+    # A property where the base class has a constant, which mypy does not allow.
     @property
     def copies_caches(self) -> bool:  # type: ignore[override]
         return self.searcher is not None and self.searcher.copies_caches

@@ -168,7 +168,7 @@ class DFlashSource(Source):
 
 def block_read(drafter: DFlash, output: Model) -> int:
     """Returns the bytes that one pass reads: all matrices except embeddings and the
-    tables of pairs, of which it reads single rows. A Markov head's table of following
+    tables of pairs, where it reads single rows. A Markov head's table of following
     tokens is read once per level."""
     rows = "embedding", "pairs"
     read = size_of({k: x for k, x in drafter.params.items() if k not in rows})

@@ -68,6 +68,7 @@ class EagleSource(Source):
         make = partial(init_eagle, config, dtype=dtype)
         return cls(Eagle(jax.eval_shape(make, key_of(0)), config))
 
+    # A property where the base class has a constant, which mypy does not allow.
     @property
     def by_level(self) -> bool:  # type: ignore[override]
         return not self.value.config.parallel

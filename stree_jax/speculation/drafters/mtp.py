@@ -126,6 +126,7 @@ def trimmed_mtp(target: Model, ids: Any) -> TrimmedMTP:
 class TrimmedMTPSource(MTPSource):
     """The target's MTP layers with a smaller head."""
 
+    # A value of its own where the base class has a constant.
     value: TrimmedMTP  # type: ignore[assignment]
     name = MTP
 
