@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig
 from stree_jax.models.dflash import DFlash, DFlashConfig
 from stree_jax.models.trimming import trimmed, trimmed_config
+from stree_jax.speculation.drafters.fitted import WithNGrams
 from stree_jax.speculation.drafters.mtp import (
     MTP,
     TrimmedMTP,
@@ -101,7 +103,9 @@ def _encoded(target: Model, text: str | Sequence[int] | None) -> np.ndarray:
 
 
 @with_hints
-def with_draft_vocabulary(drafter: Any, target: Model, ids: Any) -> DFlash | TrimmedMTP:
+def with_draft_vocabulary(
+    drafter: Any, target: Model, ids: Any
+) -> DFlash | WithNGrams | TrimmedMTP:
     """Returns a drafter that drafts only some of the tokens, and so reads less memory.
 
     The output of decoding does not change.
@@ -122,6 +126,8 @@ def with_draft_vocabulary(drafter: Any, target: Model, ids: Any) -> DFlash | Tri
         drafter = default_drafter(target.config)
     if isinstance(drafter, DFlash):
         return trimmed(drafter, target, ids)
+    if isinstance(drafter, WithNGrams):
+        return replace(drafter, drafter=trimmed(drafter.drafter, target, ids))
     if isinstance(drafter, str) and drafter == MTP:
         if not target.config.mtp:
             raise ValueError("drafter: the target has no MTP layers")

@@ -32,8 +32,11 @@ from stree_jax.draft_tokens import (
     unsupported,
 )
 from stree_jax.models import Format, ModelConfig, format_named
+from stree_jax.models.dflash import DFlash
+from stree_jax.models.eagle import Eagle
 from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
 from stree_jax.options import DRAFTERS, suggestion
+from stree_jax.speculation.drafters.fitted import WithNGrams, check_takes_ngrams
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.mtp import MTP
 from stree_jax.speculation.drafters.ngrams import NGrams
@@ -112,8 +115,10 @@ def load_pair(
         that it is stored in. If the target's weights are kept, a draft model is in
         "kept-int8", or in its default dtype if it cannot be kept; published drafters
         are in int8, and heads in their default dtype.
-      ngrams: a file of n-grams that propose tokens for the draft model, or None.
-      ngram_levels: levels of the tree that they propose at a time. If None, 2.
+      ngrams: a file of n-grams that propose tokens for the draft model, or that score
+        pairs of tokens for a DFlash drafter (`WithNGrams`); or None.
+      ngram_levels: levels of the tree that they propose at a time for a draft model. If
+        None, 2.
       ngram_width: tokens that they propose for each node. If None, 1.
       mesh: the devices over which the target is sharded. A draft model is replicated.
       vocabulary: the tokens that MTP layers or a block drafter can draft. If None, all.
@@ -162,14 +167,18 @@ def _loaded_pair(
         kept = isinstance(model.weight_format, KeptFormat)
         return model, load_heads(name, dtype=None if kept else dtype)
     if is_published(name):
-        if table is not None:
-            raise ValueError("--ngrams: proposes tokens for a draft model only")
-        format = model.weight_format
-        if isinstance(format, KeptFormat) or format.name == INT8:
-            dtype = INT8
-        found = load_drafter(name, dtype=dtype, target=model)
+        for option, value in (
+            ("--ngram-levels", ngram_levels),
+            ("--ngram-width", ngram_width),
+        ):
+            if value is not None:
+                raise ValueError(f"{option}: for n-grams of a draft model only")
+        found = _published(name, model, dtype)
         warn_of_other_target(found.config.target, target)
-        return model, found
+        if table is None:
+            return model, found
+        check_takes_ngrams("--ngrams", found)
+        return model, WithNGrams(found, table)
     path = "demo-drafter" if name == DEMO else name
     if isinstance(model.weight_format, KeptFormat):
         with headers(path) as directory:
@@ -180,6 +189,14 @@ def _loaded_pair(
     levels = AHEAD if ngram_levels is None else ngram_levels
     width = WIDTH if ngram_width is None else ngram_width
     return model, Staged(draft_model, table, levels, width)
+
+
+def _published(name: str, target: Model, dtype: str | None) -> DFlash | Eagle:
+    """Loads a published drafter for a target; see `load_pair`."""
+    format = target.weight_format
+    if isinstance(format, KeptFormat) or format.name == INT8:
+        dtype = INT8
+    return load_drafter(name, dtype=dtype, target=target)
 
 
 class PairConfigs(NamedTuple):

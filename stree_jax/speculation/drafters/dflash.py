@@ -38,7 +38,7 @@ from stree_jax.models.dflash import (
     run_block,
     with_other_pairing,
 )
-from stree_jax.models.dflash_pairs import confidence, no_memory, pair_scores
+from stree_jax.models.dflash_pairs import confidence, no_memory
 from stree_jax.models.heads import head_of
 from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of, weights_read
@@ -60,11 +60,18 @@ from stree_jax.speculation.drafter import (
     Reads,
     Update,
 )
+from stree_jax.speculation.drafters.block_candidates import (
+    Candidates,
+    at_depth,
+    pair_temperature,
+)
+from stree_jax.speculation.drafters.fitted import WithNGrams, ngram_pairs
 from stree_jax.speculation.drafters.model import draw_level, empty_draft
+from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.shortlist import chained, reached
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.layout import tree_levels
-from stree_jax.speculation.source import Source, Work
+from stree_jax.speculation.source import Source, Vocabulary, Work
 from stree_jax.speculation.tree import Auto, Topology, Tree
 
 CANDIDATES = 16  # K; DFlash2's selector was trained with 16
@@ -74,9 +81,9 @@ RESCUED = 0.6
 
 @struct.dataclass
 class DFlashSource(Source):
-    """A block drafter of the target."""
+    """A block drafter of the target, possibly with n-grams."""
 
-    value: DFlash
+    value: DFlash | WithNGrams
     name = "block drafter"
     prefers_auto = True
     by_level = False
@@ -92,15 +99,27 @@ class DFlashSource(Source):
         return cls(DFlash(jax.eval_shape(make, key_of(0)), config, ids))
 
     @property
+    def drafter(self) -> DFlash:
+        """The block drafter."""
+        return self.value.drafter if isinstance(self.value, WithNGrams) else self.value
+
+    @property
+    def ngrams(self) -> NGrams | None:
+        """The n-grams that score pairs of tokens, if there are any."""
+        return self.value.ngrams if isinstance(self.value, WithNGrams) else None
+
+    @property
     def drafts(self) -> int:
         """Number of tokens that one pass drafts."""
-        return self.value.config.drafts
+        return self.drafter.config.drafts
 
     def narrower(self) -> Iterator[Source]:
         yield self
 
     def check(self, target: Model) -> None:
-        own, c = self.value.config, target.config
+        if isinstance(self.value, WithNGrams):
+            self.value.check()
+        own, c = self.drafter.config, target.config
         if own.target_width != c.d_model:
             raise ValueError(
                 f"drafter: reads states {own.target_width} wide, but the target's are "
@@ -119,6 +138,10 @@ class DFlashSource(Source):
             )
         for boundary in own.boundaries:
             tap_of(c, boundary)
+
+    def vocabularies(self, name: str) -> Iterator[Vocabulary]:
+        if self.ngrams is not None:
+            yield Vocabulary("n-grams", self.ngrams.num_tokens, None)
 
     def check_tree(self, tree: Topology) -> None:
         if isinstance(tree, Auto):
@@ -142,7 +165,7 @@ class DFlashSource(Source):
         if not isinstance(past, ContextState):
             return
         dtype = param_dtype(target.params)
-        own = jax.eval_shape(lambda: empty_context(self.value, batch, 1, dtype))
+        own = jax.eval_shape(lambda: empty_context(self.drafter, batch, 1, dtype))
         sizes = [
             [x.shape[:2] + x.shape[3:] for x in jax.tree.leaves(s)]
             for s in (own, past.context)
@@ -151,8 +174,9 @@ class DFlashSource(Source):
             raise ValueError("past: of another block drafter")
 
     def bind(self, target: Model, tree: Topology) -> DrafterBase:
-        taps = tuple(tap_of(target.config, b) for b in self.value.config.boundaries)
-        return DFlashDrafter(self.value, head_of(without_mtp(target)), taps)
+        drafter, output = self.drafter, head_of(without_mtp(target))
+        taps = tuple(tap_of(target.config, b) for b in drafter.config.boundaries)
+        return DFlashDrafter(drafter, output, taps, self.ngrams)
 
     @property
     def search_size(self) -> tuple[int, int]:
@@ -163,7 +187,7 @@ class DFlashSource(Source):
         return Acceptance(super().acceptance().p[: self.drafts])
 
     def work(self, target: Model) -> Work:
-        return Work(read_once=block_read(self.value, head_of(without_mtp(target))))
+        return Work(read_once=block_read(self.drafter, head_of(without_mtp(target))))
 
 
 def block_read(drafter: DFlash, output: Model) -> int:
@@ -194,25 +218,6 @@ class ContextState:
 
 
 @struct.dataclass
-class Candidates:
-    """The candidates of one pass of a block drafter.
-
-    Attributes:
-      hidden: [B, M, d] float32. The hidden states that predict the drafts.
-      tokens: [B, M, K] int32. Candidates for each level, best first.
-      logits: [B, M, K] float32. Their logits U.
-      scores: [B, M, K] float32. The logits as `Distribution.best` processes them.
-      rest: [B, M] float32. The log-sum-exp of the scores of all other tokens.
-    """
-
-    hidden: jax.Array
-    tokens: jax.Array
-    logits: jax.Array
-    scores: jax.Array
-    rest: jax.Array
-
-
-@struct.dataclass
 class DFlashDrafter(Searcher):
     """A drafter with a block drafter of the target.
 
@@ -220,11 +225,13 @@ class DFlashDrafter(Searcher):
       drafter: the block drafter.
       output: the target's embedding and head, see `models.heads.head_of`.
       taps: the target's layers that it reads.
+      ngrams: n-grams that score pairs of tokens, if the block drafter does not.
     """
 
     drafter: DFlash
     output: Model
     taps: Taps = struct.field(pytree_node=False)
+    ngrams: NGrams | None = None
     copies_caches = False  # a step reads them before `commit` writes in place
 
     def init(self, prompts: Prompts, past: DraftState | None) -> ContextState:
@@ -268,12 +275,12 @@ class DFlashDrafter(Searcher):
         hidden = run_block(drafter, self.output, state.context, root, slots)[:, :depth]
         logits = draft_logits(drafter, self.output, hidden)[..., : dist.num_tokens]
         depths = jnp.arange(depth, dtype=jnp.int32)
-        scores = dist.scores(logits, depths[None], normalised=False)
+        plain = scores = dist.scores(logits, depths[None], normalised=False)
         if dist.sampling is not None and rule.drafting == "coupled":
             scores = scores + jnp.stack(list(map(dist.noise, depths)), axis=1)
         count = min(CANDIDATES, dist.num_tokens)
+        heat = pair_temperature(dist, len(root))
         if chained(drafter):
-            heat = pair_temperature(dist, len(root))
             tokens = reached(drafter, hidden, scores, root, heat, count)
             best = jnp.take_along_axis(scores, tokens, axis=-1)
             total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
@@ -283,7 +290,13 @@ class DFlashDrafter(Searcher):
         share = jnp.minimum(among - total[..., 0], -1e-6)  # in logs
         rest = total[..., 0] + jnp.log(-jnp.expm1(share))
         logits = jnp.take_along_axis(logits, tokens, axis=-1)
-        return Candidates(hidden, tokens, logits, best, rest)
+        pairs = None
+        if self.ngrams is not None:  # the target's noise is no part of q
+            plain = jnp.take_along_axis(plain, tokens, axis=-1)
+            scale = self.ngrams.scale(dist)
+            pairs = ngram_pairs(self.ngrams, root, tokens, plain, scale)
+            pairs = pairs * heat[:, None, None, None]
+        return Candidates(hidden, tokens, logits, best, rest, pairs)
 
     def search(self, state: ContextState, query: Query) -> tuple[ContextState, Search]:
         batch, W = query.text.length.shape[0], query.width
@@ -321,16 +334,8 @@ class DFlashDrafter(Searcher):
         return [Reads("block drafter", passes, each, state=state.context)]
 
     def key(self) -> str:
-        return f"{self.drafter.config} {self.drafter.weight_format}"
-
-
-def pair_temperature(dist: Distribution, batch: int) -> jax.Array:
-    """Returns what pair scores are divided by [B] float32: the temperature, or 1 where
-    decoding is greedy."""
-    if dist.sampling is None:
-        return jnp.ones((batch,), jnp.float32)
-    temperature = dist.sampling.temperature
-    return jnp.where(temperature == 0, 1.0, temperature)
+        stage = "" if self.ngrams is None else f" {self.ngrams}"
+        return f"{self.drafter.config} {self.drafter.weight_format}{stage}"
 
 
 def fill_from(
@@ -363,13 +368,10 @@ def fill_from(
         draft, memory = carry
         above = levels.inner[depth]
         at = jnp.minimum(above, tree.size - 1)
-        hidden, tokens, logits = (
-            lax.dynamic_index_in_dim(x, depth, axis=1, keepdims=False)
-            for x in (found.hidden, found.tokens, found.logits)
-        )
+        tokens, logits = at_depth((found.tokens, found.logits), depth)
         before = memory[:, jnp.maximum(parents[at], 0)]
         before = jnp.where(depth > 0, before, 0.0)
-        pairs, own = pair_scores(drafter, hidden, draft.tokens[:, at], tokens, before)
+        pairs, own = found.pairs_after(drafter, draft.tokens[:, at], before, depth)
         memory = memory.at[:, above].set(own, mode="drop")
         full = jnp.full((*pairs.shape[:2], dist.num_tokens), -jnp.inf)
         node = jnp.arange(pairs.shape[1], dtype=jnp.int32)[None, :, None]
@@ -409,11 +411,9 @@ class ByPairs:
         The tokens that are no candidates keep the mass that they have without pairs.
         """
         found, dist, width = self.found, self.query.dist, self.query.width
-        hidden, tokens, scores, rest = (
-            lax.dynamic_index_in_dim(x, depth, axis=1, keepdims=False)
-            for x in (found.hidden, found.tokens, found.scores, found.rest)
-        )
-        pairs, memory = pair_scores(self.drafter, hidden, previous, tokens, memory)
+        tables = found.hidden, found.tokens, found.scores, found.rest
+        hidden, tokens, scores, rest = at_depth(tables, depth)
+        pairs, memory = found.pairs_after(self.drafter, previous, memory, depth)
         heat = pair_temperature(dist, len(pairs))
         scores = scores[:, None] + pairs / heat[:, None, None]
         among = jax.nn.logsumexp(scores, axis=-1, keepdims=True)

@@ -14,6 +14,7 @@ from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.drafters.custom import METHODS, Custom
 from stree_jax.speculation.drafters.dflash import DFlashSource
 from stree_jax.speculation.drafters.eagle import EagleSource
+from stree_jax.speculation.drafters.fitted import WithNGrams
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.medusa import HeadsSource
 from stree_jax.speculation.drafters.model import ModelSource
@@ -31,13 +32,14 @@ from stree_jax.speculation.source import Source, not_a_source
 
 AUTO = "auto"  # default drafter of the API and of all commands except the demo
 AnyDrafter = (
-    Model | Heads | DFlash | Eagle | TrimmedMTP | Drafter | str | None
+    Model | Heads | DFlash | WithNGrams | Eagle | TrimmedMTP | Drafter | str | None
 )  # what users pass as `drafter`
 
 SOURCES: dict[type, Any] = {  # by the type of the value that users pass
     Model: ModelSource,
     Heads: HeadsSource,
     DFlash: DFlashSource,
+    WithNGrams: DFlashSource,
     Eagle: EagleSource,
     TrimmedMTP: TrimmedMTPSource,
     NGrams: NGramsSource,

@@ -1,0 +1,157 @@
+"""Scores of token pairs from n-grams, for block drafters that have none.
+
+A plain DFlash drafter gives one distribution q_k for each level k, whatever the token
+before. N-grams say which tokens follow each other: R_k(a, b) = P(b | a), for a
+candidate a of level k - 1 and a candidate b of level k. Both are joined to
+probabilities J of pairs, whose marginals stay the drafter's, by iterative proportional
+fitting (Deming and Stephan 1940):
+
+    J(a, b) = q_{k-1}(a) R_k(a, b)
+    twice:    J(., b) *= q_k(b) / sum over a of J(a, b)
+              J(a, .) *= q_{k-1}(a) / sum over b of J(a, b)
+    once:     J(., b) *= q_k(b) / sum over a of J(a, b)
+    s_k(a, b) = log(J(a, b) / sum over b of J(a, b))
+
+Because only ratios of R matter within a row and within a column, it does not matter how
+likely the n-grams find a token as such, only how much likelier after one than after
+another.
+
+Letters: B rows, M levels, K candidates per level, n order of the n-grams.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from stree_jax.checks import shown
+from stree_jax.models.dflash import DFlash
+from stree_jax.speculation.drafters.ngrams import EMPTY, NGrams, log_prob
+
+ROUNDS = 2  # of rows and columns; more change little
+LOWEST = -60.0  # in place of the log of smaller probabilities
+
+
+@struct.dataclass
+class WithNGrams:
+    """A block drafter without scores of pairs, and n-grams that give it some.
+
+    Attributes:
+      drafter: the block drafter.
+      ngrams: the n-grams, best counted from text of the target.
+    """
+
+    drafter: DFlash
+    ngrams: NGrams
+
+    def check(self) -> None:
+        """Raises ValueError unless the drafter is a block drafter without scores of
+        pairs, and the n-grams are n-grams."""
+        check_takes_ngrams("drafter", self.drafter)
+        if not isinstance(self.ngrams, NGrams):
+            raise ValueError(f"ngrams: want NGrams, got {shown(type(self.ngrams))}")
+
+    def __repr__(self) -> str:
+        return f"{self.drafter} with {self.ngrams}"
+
+
+def check_takes_ngrams(name: str, drafter: Any) -> None:
+    """Raises ValueError unless a drafter can use n-grams as scores of pairs.
+
+    Args:
+      name: name of the option or argument, for the message.
+      drafter: the published drafter.
+    """
+    if not isinstance(drafter, DFlash):
+        raise ValueError(
+            f"{name}: n-grams score pairs of tokens for a DFlash drafter only, got "
+            f"{shown(drafter)}"
+        )
+    if drafter.config.pairs:
+        raise ValueError(
+            f"{name}: this {drafter.config.kind} drafter scores pairs of tokens "
+            "itself; leave the n-grams out"
+        )
+
+
+def fitted_pairs(above: jax.Array, below: jax.Array, pairs: jax.Array) -> jax.Array:
+    """Fits probabilities of pairs to marginals, see the module's docstring.
+
+    Args:
+      above: [..., K] float32. log q_{k-1}, up to a constant.
+      below: [..., L] float32. log q_k, up to a constant.
+      pairs: [..., K, L] float32. log R_k, up to a constant per row.
+
+    Returns:
+      s_k [..., K, L] float32: each row is a distribution, in logs.
+    """
+    above, below = (
+        jnp.maximum(jax.nn.log_softmax(x, axis=-1), LOWEST) for x in (above, below)
+    )
+
+    def rows(joint: jax.Array) -> jax.Array:
+        return jax.nn.log_softmax(joint, axis=-1)
+
+    def columns(joint: jax.Array) -> jax.Array:
+        return jax.nn.log_softmax(joint, axis=-2) + below[..., None, :]
+
+    joint = rows(jnp.maximum(pairs, LOWEST)) + above[..., None]
+    for _ in range(ROUNDS):
+        joint = rows(columns(joint)) + above[..., None]
+    return rows(columns(joint))
+
+
+def ngram_pairs(
+    ngrams: NGrams,
+    root: jax.Array,
+    tokens: jax.Array,
+    scores: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """Scores candidates of each level after those of the level above.
+
+    Args:
+      ngrams: the n-grams.
+      root: [B] int32. Tokens of the roots.
+      tokens: [B, M, K] int32. Candidates for each level, best first.
+      scores: [B, M, K] float32. log q of the candidates, up to a constant per level.
+      scale: [B or 1, 1, 1] float32. Factors of log P, see `NGrams.scale`.
+
+    Returns:
+      s - log q [B, M, K, K] float32, to be added to the scores. The log-sum-exp of a
+      level's scores does not change, so the probability of all other tokens does not
+      either. It is 0 for the first level, whose q_1 is already conditional on the root.
+    """
+    above, below = tokens[:, :-1], tokens[:, 1:]
+    contexts = _contexts(root, above, ngrams.order - 1)[:, :, :, None]
+    every = jnp.broadcast_to(below[:, :, None], (*above.shape, below.shape[-1]))
+    pairs = log_prob(ngrams, contexts, every) * scale[..., None]
+    marginals = jnp.maximum(jax.nn.log_softmax(scores, axis=-1), LOWEST)
+    fitted = fitted_pairs(scores[:, :-1], scores[:, 1:], pairs)
+    return jnp.pad(fitted - marginals[:, 1:, None], ((0, 0), (1, 0), (0, 0), (0, 0)))
+
+
+def _contexts(root: jax.Array, above: jax.Array, length: int) -> jax.Array:
+    """Returns the contexts [B, M - 1, K, length] that end with each of the candidates
+    `above` [B, M - 1, K]: before them are the best candidates of the levels above, and
+    the root [B]."""
+    batch, levels, K = above.shape
+    spine = jnp.concatenate([root[:, None], above[:, :-1, 0]], axis=1)
+    spine = jnp.pad(spine, ((0, 0), (length, 0)), constant_values=EMPTY)
+    parts = [spine[:, i + 2 : i + 2 + levels] for i in range(length - 1)]
+    parts = [jnp.broadcast_to(x[:, :, None], above.shape) for x in parts]
+    return jnp.stack([*parts, above], axis=-1)
+
+
+def after(table: jax.Array, above: jax.Array, previous: jax.Array) -> jax.Array:
+    """Returns the rows [B, Q, K] of a level of `ngram_pairs` that belong to tokens.
+
+    Args:
+      table: [B, K, K] float32. The level.
+      above: [B, K] int32. The candidates to which its rows belong.
+      previous: [B, Q] int32. Tokens, which are among these candidates; the row of other
+        tokens is unspecified.
+    """
+    row = (previous[:, :, None] == above[:, None]).argmax(axis=-1)
+    return jnp.take_along_axis(table, row[..., None], axis=1)
