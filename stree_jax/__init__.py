@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from stree_jax.speculation.accept import Rule as Rule
     from stree_jax.speculation.accept import resolve_rule as resolve_rule
     from stree_jax.speculation.adaptive.policy import StepTimes as StepTimes
+    from stree_jax.speculation.drafters.fitted import WithNGrams as WithNGrams
     from stree_jax.speculation.drafters.ngrams import NGrams as NGrams
     from stree_jax.speculation.drafters.staged import Staged as Staged
     from stree_jax.speculation.loop import generate_tokens as generate_tokens
@@ -73,6 +74,7 @@ _NAMES = {
     "speculation.accept": "Rule resolve_rule",
     "speculation.adaptive.policy": "StepTimes",
     "speculation.loop": "generate_tokens",
+    "speculation.drafters.fitted": "WithNGrams",
     "speculation.drafters.ngrams": "NGrams",
     "speculation.drafters.staged": "Staged",
     "speculation.tree": "NAMED_TREES Auto Beam Tree cartesian chain full_tree layered "

@@ -234,12 +234,14 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     add_model_options(p, dtype=None)
     drafting = group(p, DRAFTING)
     add(drafting, "--tree", str, None, TREE_HELP, metavar="TREE")
-    table = "n-grams that propose tokens for the draft model (from stree-jax ngrams)"
+    table = "n-grams (from stree-jax ngrams) that propose tokens for the draft model, "
+    table += "or that score pairs of tokens for a DFlash drafter"
     add(drafting, "--ngrams", str, None, table, metavar="FILE")
-    levels = "with --ngrams: levels of the tree that the n-grams propose at a time "
+    levels = "with --ngrams and a draft model: levels of the tree that the n-grams "
+    levels += "propose at a time "
     add(drafting, "--ngram-levels", int, None, levels + "(default: 2)")
-    width = "with --ngrams: tokens that the n-grams propose for a node, or with tree "
-    width += "auto for a level (default: 1; 2 with tree auto)"
+    width = "with --ngrams and a draft model: tokens that the n-grams propose for a "
+    width += "node, or with tree auto for a level (default: 1; 2 with tree auto)"
     add(drafting, "--ngram-width", int, None, width)
     add_draft_vocabulary(drafting)
     text = "with --draft-vocab: use the most frequent tokens of this UTF-8 text, best "

@@ -20,7 +20,9 @@ NGRAMS_NOTES = notes(
     """
 generate, chat, tune and serve use the file: with --ngrams FILE it proposes tokens for
 the draft model that it was counted from, which then needs fewer forward passes for the
-same draft; with --drafter FILE it is the drafter itself.""",
+same draft; with --drafter FILE it is the drafter itself. For a DFlash drafter, count
+the text of its target (here --drafter TARGET). With --ngrams FILE the n-grams then say
+which tokens follow each other.""",
     "stree-jax ngrams --drafter SMALL --out ngrams.safetensors",
 )
 TEXT_NOTES = """
@@ -136,7 +138,8 @@ def add_training_parsers(command: Command) -> None:
         "--drafter",
         str,
         "MODEL",
-        "draft model to sample text from: directory, GGUF file, hub id or demo",
+        "draft model to sample text from (for a DFlash drafter, its target): "
+        "directory, GGUF file, hub id or demo",
     )
     add_required(p, "--out", Path, "FILE", "file to create; must not exist", OUTPUT)
     sampling = group(p, SAMPLING)

@@ -11,6 +11,8 @@ import pytest
 from stree_jax.models.trimming import trimmed
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.drafters import dflash
+from stree_jax.speculation.drafters.fitted import WithNGrams
+from stree_jax.training.ngrams import count_grams, katz
 from tests import distribution
 from tests.distribution import MSS, RECURSIVE
 from tests.support.dflash import KINDS, random_dflash
@@ -24,6 +26,7 @@ CASES = {
     "recursive": (RECURSIVE, "bushy", "dspark", None),
     "trimmed": (RECURSIVE, "bushy", "dspark", IDS),
     "recurrent": (LEVIATHAN, "chain", "dspark-rnn", IDS),
+    "n-grams": (RECURSIVE, "bushy", "dflash", None),
 }
 draw_level = dflash.draw_level
 
@@ -38,8 +41,17 @@ def few_candidates(monkeypatch):
     monkeypatch.setattr(dflash, "CANDIDATES", CANDIDATES)
 
 
+def ngrams():
+    """Returns random n-grams, in which some pairs are much likelier than others."""
+    rng, V = np.random.default_rng(0), distribution.VOCAB
+    text = rng.permuted(np.arange(V))[rng.integers(0, 3, (40, 8)) * np.arange(8) % V]
+    return katz(count_grams(text, 3, V), V, slots=512, keep=4)
+
+
 def drafter_of(target, kind, ids):
     drafter = random_dflash(target, **KINDS[kind])
+    if kind == "dflash":
+        return WithNGrams(drafter, ngrams())
     pairs = drafter.params["pairs"]
     pairs = pairs | {"following": 6 * pairs["following"]}  # large enough to matter
     drafter = replace(drafter, params=drafter.params | {"pairs": pairs})
@@ -64,16 +76,20 @@ def _q_of_all_tokens(draft, logits, *rest):
 def _q_without_pairs(drafter, found, root, tree, dist, rule):
     """Draws with the scores of pairs, but q leaves them out."""
     alone = replace(drafter, config=replace(drafter.config, pairs=""))
+    without = replace(found, pairs=None)
     draft = fill_from(drafter, found, root, tree, dist, rule)
-    return replace(draft, q=fill_from(alone, found, root, tree, dist, rule).q)
+    return replace(draft, q=fill_from(alone, without, root, tree, dist, rule).q)
 
 
 fill_from = dflash.fill_from
 MISTAKES = {"draw_level": _q_of_all_tokens, "fill_from": _q_without_pairs}
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_planted_mistakes_are_found(name, experiment):
-    drafter = drafter_of(experiment.target, "dspark", None)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "dspark") for name in MISTAKES), ("fill_from", "dflash")],
+)
+def test_planted_mistakes_are_found(name, kind, experiment):
+    drafter = drafter_of(experiment.target, kind, None)
     with mock.patch.object(dflash, name, MISTAKES[name]):
         assert experiment.p_value(LEVIATHAN, "chain", drafter) < 1e-6
