@@ -36,7 +36,7 @@ from stree_jax.models.dflash import DFlash
 from stree_jax.models.eagle import Eagle
 from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
 from stree_jax.options import DRAFTERS, suggestion
-from stree_jax.speculation.drafters.fitted import WithNGrams, check_takes_ngrams
+from stree_jax.speculation.drafters.fitted import WithNGrams, without_pairs
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.mtp import MTP
 from stree_jax.speculation.drafters.ngrams import NGrams
@@ -177,8 +177,7 @@ def _loaded_pair(
         warn_of_other_target(found.config.target, target)
         if table is None:
             return model, found
-        check_takes_ngrams("--ngrams", found)
-        return model, WithNGrams(found, table)
+        return model, WithNGrams(without_pairs("--ngrams", found), table)
     path = "demo-drafter" if name == DEMO else name
     if isinstance(model.weight_format, KeptFormat):
         with headers(path) as directory:

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 import stree_jax
 from stree_jax.cli import main as cli
+from stree_jax.training.ngrams import count_grams, katz
 from tests.support.published_drafters import write_drafter
 
 SIZES = dict(d=384, vocab=2048, target_layers=6, boundaries=(2, 3, 5), draft_vocab=512)
@@ -16,8 +17,11 @@ SIZES = dict(d=384, vocab=2048, target_layers=6, boundaries=(2, 3, 5), draft_voc
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("drafters")
-    for layout in ("liquid", "redhat-dspark", "speculators-eagle3"):
+    for layout in ("liquid", "redhat-dspark", "speculators-eagle3", "z-lab-flat"):
         write_drafter(path / layout, layout, target="o/target", **SIZES)
+    text, V = np.arange(400)[None] * 7 % SIZES["vocab"], SIZES["vocab"]
+    ngrams = katz(count_grams(text, 2, V), V, slots=1024, keep=2)
+    stree_jax.save_ngrams(ngrams, path / "n.safetensors")
     return path
 
 
@@ -51,21 +55,32 @@ def test_info_and_plan(layout, folder, capsys):
 
 def test_text_is_that_of_plain_decoding(folder, capsys):
     options = "--max-new-tokens", 6, "--json", "--memory", "1GB"
+    ngrams = "--ngrams", folder / "n.safetensors"
     texts = [
-        json.loads(run(capsys, "generate", "def", "--drafter", name, *options)[1])
-        for name in ("none", folder / "liquid")
+        json.loads(run(capsys, "generate", "def", "--drafter", *words, *options)[1])
+        for words in (["none"], [folder / "liquid"], [folder / "z-lab-flat", *ngrams])
     ]
-    assert texts[0]["text"] == texts[1]["text"]
+    assert texts[0]["text"] == texts[1]["text"] == texts[2]["text"]
 
 
 def test_wrong_input_is_one_line(folder, capsys, tmp_path):
     generate = "generate", "def", "--max-new-tokens", 4, "--drafter"
-    ngrams = "--ngrams", tmp_path / "n.safetensors"
+    ngrams = "--ngrams", folder / "n.safetensors"
     assert "no such" in failure(capsys, *generate, tmp_path / "absent")
     drafter = folder / "liquid"
     said = failure(capsys, "info", drafter, "--figure", tmp_path / "f")
     assert "is a drafter, not a model" in said
-    assert failure(capsys, *generate, drafter, *ngrams).startswith("stree-jax: ")
+    said = failure(capsys, *generate, drafter, "--ngrams", tmp_path / "absent")
+    assert said.startswith("stree-jax: ")
+    for name, message in (
+        ("liquid", "--ngrams: this DSpark drafter scores pairs of tokens itself"),
+        ("speculators-eagle3", "for a DFlash drafter only, got Eagle(EAGLE-3"),
+    ):
+        assert message in failure(capsys, *generate, folder / name, *ngrams)
+    said = failure(
+        capsys, *generate, folder / "z-lab-flat", *ngrams, "--ngram-levels", 2
+    )
+    assert "--ngram-levels: for n-grams of a draft model only" in said
     assert "block has 4" in failure(capsys, *generate, drafter, "--tree", "chain:5")
     other = tmp_path / "other"
     write_drafter(other, "liquid", **SIZES | {"target_layers": 8})

@@ -144,6 +144,8 @@ def _models(root):
         qwen.with_mtp(root / name)
         shutil.copy(tokenizer, root / name)
     (root / "Qwen/Qwen3.5-2B/chat_template.jinja").write_text(TEMPLATE)
+    sizes = dict(d=32, vocab=2048, target_layers=4, boundaries=(1, 2, 4))
+    write_drafter(root / "z-lab/Qwen3.5-4B-DFlash", "z-lab-flat", **sizes)
     tokens = byte_level()
     chain = follow(tokens, ["O", "n", "c", "e"])
     write_gguf(root / "model-Q4_K_M.gguf", tokens, chain, eos="</s>")

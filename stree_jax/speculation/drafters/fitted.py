@@ -15,10 +15,9 @@ How likely the n-grams find a token in general does not matter, only how much li
 they find it after a than after the other candidates.
 
 This is one step of iterative proportional fitting (Deming and Stephan 1940). More steps
-would also make the sums over b equal q_{k-1}(a). They accept less: with a DFlash
-drafter of the bundled target, the gain of a tree of 16 nodes falls from ONCE to TWICE.
-Where q_k mostly follows the likeliest token above, they even accept less than q_k
-alone.
+would also make the sums over b equal q_{k-1}(a), but accept less where q_k mostly
+follows the likeliest token above: two rounds of a DFlash drafter of the bundled target
+accept 2.53 tokens per pass on edits, one step 2.58, and q_k alone 2.38.
 
 Letters: B rows, M levels, K candidates per level, n order of the n-grams.
 """
@@ -51,7 +50,7 @@ class WithNGrams:
     def check(self) -> None:
         """Raises ValueError unless the drafter is a block drafter without scores of
         pairs, and the n-grams are n-grams."""
-        check_takes_ngrams("drafter", self.drafter)
+        without_pairs("drafter", self.drafter)
         if not isinstance(self.ngrams, NGrams):
             raise ValueError(f"ngrams: want NGrams, got {shown(type(self.ngrams))}")
 
@@ -59,12 +58,15 @@ class WithNGrams:
         return f"{self.drafter} with {self.ngrams}"
 
 
-def check_takes_ngrams(name: str, drafter: Any) -> None:
-    """Raises ValueError unless a drafter can use n-grams as scores of pairs.
+def without_pairs(name: str, drafter: Any) -> DFlash:
+    """Returns a drafter if it can use n-grams as scores of pairs.
 
     Args:
       name: name of the option or argument, for the message.
       drafter: the published drafter.
+
+    Raises:
+      ValueError: it is not a block drafter, or has scores of pairs.
     """
     if not isinstance(drafter, DFlash):
         raise ValueError(
@@ -76,6 +78,7 @@ def check_takes_ngrams(name: str, drafter: Any) -> None:
             f"{name}: this {drafter.config.kind} drafter scores pairs of tokens "
             "itself; leave the n-grams out"
         )
+    return drafter
 
 
 def fitted_pairs(above: jax.Array, below: jax.Array, pairs: jax.Array) -> jax.Array:
