@@ -27,7 +27,7 @@ from stree_jax.models import (
     param_dtype,
     without_mtp,
 )
-from stree_jax.models.boundaries import boundary_count, tap_of
+from stree_jax.models.boundaries import moved_boundaries, tap_of
 from stree_jax.models.dflash import (
     DFlash,
     DFlashConfig,
@@ -161,6 +161,13 @@ class DFlashSource(Source):
 
     def acceptance(self) -> Acceptance:
         return Acceptance(super().acceptance().p[: self.drafts])
+
+    @property
+    def kind(self) -> str:
+        return self.value.config.kind
+
+    def readings(self, target: Model) -> dict[str, Any]:
+        return readings(self.value, target.config)
 
     def work(self, target: Model) -> Work:
         return Work(read_once=block_read(self.value, head_of(without_mtp(target))))
@@ -448,11 +455,11 @@ def readings(drafter: DFlash, target: ModelConfig) -> dict[str, DFlash]:
     """Returns the drafter as the usual mistakes would read it: the target's layers one
     earlier or later, the first draft one slot earlier or later, and the other pairing
     of rotated channels."""
-    c, found = drafter.config, {}
-    for name, step in (("one layer earlier", -1), ("one layer later", 1)):
-        moved = tuple(b + step for b in c.boundaries)
-        if 0 <= moved[0] and moved[-1] <= boundary_count(target):
-            found[name] = replace(drafter, config=replace(c, boundaries=moved))
+    c = drafter.config
+    found = {
+        name: replace(drafter, config=replace(c, boundaries=moved))
+        for name, moved in moved_boundaries(c.boundaries, target).items()
+    }
     if c.slots > 1:
         other = replace(c, from_root=not c.from_root)
         name = "with drafts from the root's slot"

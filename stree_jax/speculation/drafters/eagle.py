@@ -19,6 +19,7 @@ from flax import struct
 
 from stree_jax.models import (
     Model,
+    ModelConfig,
     State,
     Taps,
     chain_nodes,
@@ -26,7 +27,7 @@ from stree_jax.models import (
     grow,
     logits_of,
 )
-from stree_jax.models.boundaries import tap_of
+from stree_jax.models.boundaries import moved_boundaries, tap_of
 from stree_jax.models.eagle import (
     Eagle,
     EagleConfig,
@@ -123,11 +124,45 @@ class EagleSource(Source):
         c = self.value.config
         return (WIDTH, c.levels) if c.parallel else super().search_size
 
+    @property
+    def kind(self) -> str:
+        return self.value.config.kind
+
+    def readings(self, target: Model) -> dict[str, Any]:
+        c = self.value.config
+        return {
+            name: replace(self.value, config=replace(c, **fields))
+            for name, fields in _other_options(c, target.config).items()
+        }
+
     def work(self, target: Model) -> Work:
         model = eagle_model(self.value, target)
         if self.value.config.parallel:
             return Work(read_once=2 * weights_read(model))
         return Work((model,))
+
+
+def _other_options(c: EagleConfig, target: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Returns the options of an EAGLE drafter that its config may state wrongly, each
+    with another value, by a description."""
+    moved = moved_boundaries(c.boundaries, target)
+    found: dict[str, dict[str, Any]] = {
+        name: dict(boundaries=others) for name, others in moved.items()
+    }
+    if c.fused:
+        return found
+
+    def flip(field: str, spelling: str) -> None:
+        stated = getattr(c, field)
+        name = f"{'without' if stated else 'with'} {spelling}"
+        found[name] = {field: not stated}
+
+    flip("norm_residual", "norm_before_residual")
+    if c.final_norm and not c.parallel:
+        flip("hands_down_normed", "norm_output")
+    if c.input_norm != "none":
+        found["without the norm before fc"] = dict(input_norm="none")
+    return found
 
 
 def taps_of(c: EagleConfig, target: Model) -> Taps:
