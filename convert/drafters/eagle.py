@@ -239,10 +239,13 @@ def _other_target(r: _Reading, width: int) -> CheckpointError:
 def _boundaries(r: _Reading) -> tuple[int, ...]:
     """Reads which residual streams of the target a drafter uses."""
     n, ids = boundary_count(r.target), r.whole.get(TAPS, None)
-    where = r.whole
-    if ids is None and r.nested.get(TAPS, None):
-        where = r.nested
-        ids = _as_boundaries(where, n)
+    where, given = r.whole, r.nested.get(TAPS, None)
+    if given:
+        converted = as_boundaries(r.nested, n)
+        if ids is None:
+            where, ids = r.nested, converted
+        elif ids not in (given, converted):
+            raise where.error(TAPS, f"{ids}, but {r.nested.within}{TAPS} is {given}")
     if ids is None:
         ids = [2, n // 2, n - 3]
         if not ids[0] < ids[1] < ids[2]:
@@ -258,9 +261,12 @@ def _boundaries(r: _Reading) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _as_boundaries(fields: ConfigFields, n: int) -> Any:
-    """Converts NVIDIA's ids: those that begin with 1 are layers whose output is used,
-    others are boundaries, as is a list that ends with the target's last boundary."""
+def as_boundaries(fields: ConfigFields, n: int) -> list[int]:
+    """Converts the ids in NVIDIA's `eagle_config` for a target of n layers.
+
+    Ids that begin with 1 are layers whose output is read, others are boundaries, as is
+    a list that ends with the target's last boundary (gpt-oss).
+    """
     ids = fields.get(TAPS)
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise fields.wants(TAPS, "a list of layers", ids)

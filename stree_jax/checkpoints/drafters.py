@@ -250,17 +250,17 @@ def _block_facts(c: DFlashConfig, format: Format) -> dict[str, Any]:
 def _eagle_facts(opened: OpenedDrafter, format: Format) -> dict[str, Any]:
     """Describes an EAGLE drafter, whose architecture depends on the target, for a
     target of the width that its tensors show."""
-    listed = [
-        fields.get(TAPS, None)
-        for fields in (opened.fields, opened.fields.object("eagle_config"))
-    ]
-    ids = next((ids for ids in listed if ids), None)
+    own, nested = opened.fields, opened.fields.object("eagle_config")
+    ids = own.get(TAPS, None) or nested.get(TAPS, None)
     c = opened.config(_stand_in(opened, ids))
     assert isinstance(c, EagleConfig)
     empty = jax.eval_shape(partial(init_eagle, c, dtype=format), key_of(0))
     kind = "EAGLE-2" if c.fused else "EAGLE-3" if c.mask_token is None else "P-EAGLE"
-    unlisted = "2, n // 2 and n - 3 of a target of n layers"
-    boundaries = list(c.boundaries) if ids or not c.boundaries else unlisted
+    boundaries: Any = list(c.boundaries)
+    if c.boundaries and not ids:
+        boundaries = "2, n // 2 and n - 3 of a target of n layers"
+    elif c.boundaries and boundaries != sorted(ids):
+        boundaries = f"{boundaries}, or {ids} of a target of {max(ids)} layers"
     return {
         "kind": kind,
         "boundaries": boundaries,

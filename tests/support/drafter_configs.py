@@ -363,6 +363,32 @@ def specforge_eagle3(facts, sizes):
     )
 
 
+def nvidia_eagle3(facts, sizes):
+    # Layers whose output is read, and all options, are in `eagle_config`.
+    nested = {
+        "eagle_aux_hidden_state_layer_ids": outputs(facts),
+        "next_layer_regular": True,
+        "norm_before_fc": sizes.norm_before_fc,
+        "norm_before_residual": facts.norm_before_residual,
+        "parallel_draft_heads_num_layers": None,
+        "parallel_draft_step": 1,
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+    }
+    return (
+        eagle_fields(facts, sizes)
+        | rope_fields(facts)
+        | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": sizes.draft_vocab,
+            "eagle_config": nested,
+            "torch_dtype": "bfloat16",
+        }
+    )
+
+
 def speculators_eagle3(facts, sizes, kind="eagle3", drafts=3, **fields):
     names = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
     fields = speculators(facts, sizes, kind, drafts, **fields) | {

@@ -249,6 +249,9 @@ LAYOUTS = {
         narrow=True,
         norm_before_residual=True,
     ),
+    "nvidia-eagle3": Layout(
+        configs.nvidia_eagle3, "eagle3", narrow=True, norm_before_residual=True
+    ),
     "peagle": Layout(configs.peagle, "peagle", narrow=True, own_embed=True),
 }
 
