@@ -116,7 +116,8 @@ def load_pair(
       ngram_levels: levels of the tree that they propose at a time. If None, 2.
       ngram_width: tokens that they propose for each node. If None, 1.
       mesh: the devices over which the target is sharded. A draft model is replicated.
-      vocabulary: the tokens that MTP layers or a block drafter can draft. If None, all.
+      vocabulary: the tokens that MTP layers, a block drafter or EAGLE can draft. If
+        None, all.
 
     Returns:
       the target, and the drafter as `generate` takes it (None for plain decoding).

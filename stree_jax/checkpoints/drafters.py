@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from stree_jax.checkpoints.resolve import headers, local_or_hub, resolve
-from stree_jax.checks import with_hints
+from stree_jax.checks import integer, with_hints
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.drafters import (
@@ -34,6 +34,7 @@ from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table, init_dfl
 from stree_jax.models.eagle import Eagle, EagleConfig, eagle_table, init_eagle
 from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of
+from stree_jax.models.trimming import trimmed_config, trimmed_eagle_config
 from stree_jax.speculation.drafters.dflash import DFlashSource
 
 DEFAULT_TAPS = 3  # layers that an EAGLE-3 drafter without a list reads
@@ -103,17 +104,23 @@ def drafter_config_and_format(
         return opened.config(target), opened.weight_format()
 
 
-def drafter_info(path_or_hub_id: str | Path) -> dict[str, Any]:
+def drafter_info(
+    path_or_hub_id: str | Path, draft_vocab: int | None = None
+) -> dict[str, Any]:
     """Describes a drafter from its config and headers. Reads no weights.
 
     "boundaries" are the places in the target that it reads: after so many layers.
+
+    Args:
+      path_or_hub_id: as in `load_drafter`.
+      draft_vocab: number of tokens that it shall draft. If None, those of its head.
     """
     with _opened(path_or_hub_id) as opened:
         format = opened.weight_format()
         if opened.family == "block":
-            facts = _block_facts(opened.block_config, format)
+            facts = _block_facts(opened.block_config, format, draft_vocab)
         else:
-            facts = _eagle_facts(opened, format)
+            facts = _eagle_facts(opened, format, draft_vocab)
         return {
             "path": str(path_or_hub_id),
             "format": facts.pop("kind"),
@@ -224,7 +231,19 @@ def _equal(opened: OpenedDrafter, name: str, array: Any) -> bool:
     return np.array_equal(own, np.asarray(array.astype(own.dtype)))
 
 
-def _block_facts(c: DFlashConfig, format: Format) -> dict[str, Any]:
+def _checked(rows: int, vocab: int) -> int:
+    """Returns a number of tokens to draft.
+
+    Raises:
+      ValueError: it is out of range.
+    """
+    return integer("draft vocabulary", rows, 1, vocab, f"1..{vocab} tokens")
+
+
+def _block_facts(c: DFlashConfig, format: Format, rows: int | None) -> dict[str, Any]:
+    """Describes a block drafter, with a draft vocabulary if `rows` is not None."""
+    if rows is not None:
+        c = trimmed_config(c, _checked(rows, c.vocab_size))
     empty = jax.eval_shape(partial(init_dflash, c, dtype=format), key_of(0))
     windows = [layer.window for layer in c.layers]
     return {
@@ -247,13 +266,17 @@ def _block_facts(c: DFlashConfig, format: Format) -> dict[str, Any]:
     }
 
 
-def _eagle_facts(opened: OpenedDrafter, format: Format) -> dict[str, Any]:
+def _eagle_facts(
+    opened: OpenedDrafter, format: Format, rows: int | None
+) -> dict[str, Any]:
     """Describes an EAGLE drafter, whose architecture depends on the target, for a
-    target of the width that its tensors show."""
+    target of the width that its tensors show; `rows` is as in `_block_facts`."""
     own, nested = opened.fields, opened.fields.object("eagle_config")
     ids = own.get(TAPS, None) or nested.get(TAPS, None)
     c = opened.config(_stand_in(opened, ids))
     assert isinstance(c, EagleConfig)
+    if rows is not None:
+        c = trimmed_eagle_config(c, _checked(rows, c.vocab_size))
     empty = jax.eval_shape(partial(init_eagle, c, dtype=format), key_of(0))
     kind = "EAGLE-2" if c.fused else "EAGLE-3" if c.mask_token is None else "P-EAGLE"
     boundaries: Any = list(c.boundaries)
