@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stree_jax.cli.common import notes
 from stree_jax.cli.plan import Draw, add_report_options, aligned
-from stree_jax.options import CONTEXT_HELP, DRAFTING, add, group
+from stree_jax.options import CONTEXT_HELP, DRAFTING, add, add_draft_vocabulary, group
 
 if TYPE_CHECKING:
     from stree_jax.models import Format, ModelConfig
@@ -29,8 +29,7 @@ def add_info_options(p: argparse.ArgumentParser) -> None:
     work = group(p, "Workload of the memory estimate")
     add(work, "--batch", int, 1, "sequences decoded together")
     add(work, "--context", int, 2048, CONTEXT_HELP)
-    text = "for a drafter: describe it with a head of N tokens"
-    add(group(p, DRAFTING), "--draft-vocab", int, None, text)
+    add_draft_vocabulary(group(p, DRAFTING))
     add_report_options(p)
 
 
