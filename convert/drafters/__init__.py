@@ -26,6 +26,8 @@ from stree_jax.models.dflash import DFlash, DFlashConfig
 from stree_jax.models.eagle import Eagle, EagleConfig
 from stree_jax.models.weights.kept import KeptFormat
 
+LATENT = ".kv_a_proj"  # in the names of tensors of latent attention
+
 
 @dataclass(frozen=True)
 class OpenedDrafter:
@@ -168,6 +170,11 @@ def open_drafter(directory: Path, warn: Warn | None = None) -> OpenedDrafter:
     """
     files = CheckpointFiles(directory)
     source = logical(open_source(directory), files)
+    if any(LATENT in name for name in source.tensors):
+        raise CheckpointError(
+            f"{directory}: drafters with latent attention (MLA, as in "
+            "Eagle3DeepseekV2ForCausalLM) are not supported"
+        )
     if eagle.is_eagle(source.tensors):
         return OpenedDrafter(files, source, "eagle", warn)
     opened = OpenedDrafter(files, source, "block", warn)
