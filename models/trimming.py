@@ -21,6 +21,11 @@ from stree_jax.models.model import Model, derived
 from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.plain import PlainWeight
 
+TRIMMED = {
+    ("head",),
+    ("pairs", "following"),
+}  # matrices with a row for each draft token
+
 
 def head_name(config: ModelConfig) -> str:
     """Returns the name of the parameter that is the model's head."""

@@ -8,11 +8,13 @@ import numpy as np
 
 from stree_jax.checkpoints.load import Model
 from stree_jax.checks import integer, shown, with_hints
+from stree_jax.convert.drafters.kept import with_rows
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig
 from stree_jax.models.dflash import DFlash, DFlashConfig
 from stree_jax.models.eagle import Eagle, EagleConfig
 from stree_jax.models.trimming import (
+    TRIMMED,
     trimmed,
     trimmed_config,
     trimmed_eagle,
@@ -173,7 +175,8 @@ def narrowed_config(drafter: Any, target: ModelConfig, count: int, kept: Any) ->
         raise unsupported(config)
     if isinstance(config, DFlashConfig):
         own = trimmed_config(config, count, target.logits_divisor)
-        return drafter._replace(config=own)
+        kept_rows = with_rows(drafter.kept, TRIMMED, own.head_rows)
+        return DrafterConfig(own, kept_rows)
     if isinstance(config, EagleConfig):
         return drafter._replace(config=trimmed_eagle_config(config, count))
     raise unsupported(config)

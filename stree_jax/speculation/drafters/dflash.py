@@ -10,7 +10,6 @@ level, W nodes of a level with tree "auto", V tokens, d width of the drafter.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -32,16 +31,16 @@ from stree_jax.models.dflash import (
     DFlash,
     DFlashConfig,
     add_context,
+    dflash_table,
     draft_logits,
     empty_context,
-    init_dflash,
     run_block,
     with_other_pairing,
 )
 from stree_jax.models.dflash_pairs import confidence, no_memory, pair_scores
 from stree_jax.models.heads import head_of
-from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of, weights_read
+from stree_jax.models.params import abstract_table
 from stree_jax.sampling.best import best_scores
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
@@ -85,11 +84,11 @@ class DFlashSource(Source):
     @classmethod
     def abstract(cls, config: DFlashConfig, dtype: Any) -> Source:
         """Returns a source of `jax.ShapeDtypeStruct`."""
-        make = partial(init_dflash, config, dtype=dtype)
+        params = abstract_table(dflash_table(config), dtype)
         ids: Any = None
         if 0 < config.head_rows < config.vocab_size:
             ids = jax.ShapeDtypeStruct((config.head_rows,), jnp.int32)
-        return cls(DFlash(jax.eval_shape(make, key_of(0)), config, ids))
+        return cls(DFlash(params, config, ids))
 
     @property
     def drafts(self) -> int:
