@@ -19,7 +19,8 @@ class Sizes:
     kv_heads: int = 2
     head_dim: int = 8
     hidden: int = 48
-    layers: int = 2  # EAGLE-3 heads always have one
+    layers: int = 2  # of block drafters and P-EAGLE
+    eagle3_layers: int = 1
     slots: int = 4
     rank: int = 16
     draft_vocab: int = 40  # of layouts with a vocabulary of their own

@@ -260,7 +260,7 @@ def facts_of(layout, sizes):
     """Returns what a drafter in the layout computes."""
     common = {
         "kind": layout.kind,
-        "layers": 1 if layout.kind == "eagle3" else sizes.layers,
+        "layers": sizes.eagle3_layers if layout.kind == "eagle3" else sizes.layers,
         "head_dim": sizes.head_dim,
         "boundaries": sizes.boundaries,
         "theta": 1_000_000.0,
