@@ -18,8 +18,7 @@ from stree_jax.models.config import ModelConfig
 from stree_jax.models.dflash import DFlash, DFlashConfig
 from stree_jax.models.eagle import Eagle, EagleConfig
 from stree_jax.models.model import Model, derived
-from stree_jax.models.weights.formats import as_weight
-from stree_jax.models.weights.plain import PlainWeight
+from stree_jax.models.weights.formats import gathered
 
 TRIMMED = {
     ("head",),
@@ -30,12 +29,6 @@ TRIMMED = {
 def head_name(config: ModelConfig) -> str:
     """Returns the name of the parameter that is the model's head."""
     return "embedding" if config.tie_embeddings else "lm_head"
-
-
-def gathered(matrix: Any, ids: jax.Array) -> Any:
-    """Returns the rows with ids [D] int32 of a parameter, in its storage."""
-    found = as_weight(matrix).gathered(ids)
-    return found.array if isinstance(found, PlainWeight) else found
 
 
 def trimmed_head(target: Model, ids: Any) -> Any:

@@ -11,7 +11,8 @@ import stree_jax
 from stree_jax.agreement import Agreement, agreement
 from stree_jax.cli.check import check
 from stree_jax.cli.main import main
-from stree_jax.models.dflash import with_other_pairing
+from stree_jax.models.dflash import cast_dflash, with_other_pairing
+from stree_jax.models.weights.formats import as_weight
 from stree_jax.speculation.drafters.dflash import readings
 from stree_jax.speculation.tree import Budget
 from tests.support.dflash import follower, random_dflash, with_bigrams
@@ -122,20 +123,23 @@ def test_counts_of_a_tree_by_hand():
     assert found.after_siblings() == [(1.0, 1)]
 
 
-def test_readings_are_the_usual_mistakes(target):
+@pytest.mark.parametrize("dtype", ["float32", "int8", "kept"])
+def test_readings_are_the_usual_mistakes(dtype, target):
     drafter = random_dflash(target, boundaries=(1,))
+    params = cast_dflash(drafter.config, drafter.params, dtype)
+    drafter = replace(drafter, params=params)
     found = readings(drafter, target.config)
     assert found["one layer later"].config.boundaries == (2,)
     assert found["one layer earlier"].config.boundaries == (0,)
     assert all(x.config != drafter.config for x in found.values())
     twice = with_other_pairing(with_other_pairing(drafter))
     assert twice.config == drafter.config
-    same = jnp.array_equal(
-        twice.params["layers_0"]["q"], drafter.params["layers_0"]["q"]
+    other = found["with the other rotary pairing"]
+    own, same, moved = (
+        as_weight(x.params["layers_0"]["kv"]).matrix() for x in (drafter, twice, other)
     )
-    assert same
-    other = found["with the other rotary pairing"].params["layers_0"]
-    assert not jnp.array_equal(other["kv"], drafter.params["layers_0"]["kv"])
+    np.testing.assert_array_equal(same, own)
+    assert not jnp.array_equal(moved, own)
 
 
 def test_the_command_reports_positions(tmp_path, capsys):

@@ -10,6 +10,7 @@ import pytest
 import stree_jax
 from stree_jax import reported
 from stree_jax.cli.check import check
+from stree_jax.cli.main import main
 from stree_jax.convert.drafters.eagle import read_eagle
 from tests.support import eagle
 from tests.support.tiny import tiny_delta
@@ -111,3 +112,24 @@ def test_reported_figures_are_plausible():
         assert all(1 < length <= row.drafts + 1 for length in row.lengths.values())
     for usual in reported.USUAL.values():
         assert all(0 < low < high <= 8 for low, high in usual)
+
+
+def test_the_command_names_the_mistake(tmp_path, capsys, monkeypatch):
+    found = {
+        "tokens": 9,
+        "drafter": "DSpark",
+        "kind": "DSpark",
+        "by_position": [(0.2, 8)],
+        "chain": 1.2,
+        "tree": 0.0,
+        "readings": {"one layer later": [0.8, 0.5]},
+        "better": "one layer later",
+    }
+    monkeypatch.setattr("stree_jax.cli.check.check", lambda *_: found)
+    file = tmp_path / "text.txt"
+    file.write_text("def add(a, b):")
+    assert main(["check-drafter", "--text", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "read one layer later: first drafts agree 80.0%, second" in out
+    assert "warning: read one layer later, the drafter agrees much better" in out
+    assert out.splitlines()[-1].startswith("usual for DSpark")

@@ -464,6 +464,6 @@ def readings(drafter: DFlash, target: ModelConfig) -> dict[str, DFlash]:
         if c.from_root:
             name = "without a draft from the root's slot"
         found[name] = replace(drafter, config=other)
-    if c.attention.rope is not None and drafter.weight_format.plain:
+    if c.attention.rope is not None:
         found["with the other rotary pairing"] = with_other_pairing(drafter)
     return found

@@ -30,8 +30,8 @@ from stree_jax.models import (
     param_dtype,
 )
 from stree_jax.models.memory import weights_read
-from stree_jax.models.trimming import gathered, head_name, trimmed_head, with_head
-from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.trimming import head_name, trimmed_head, with_head
+from stree_jax.models.weights.formats import as_weight, gathered
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.best_first import by_model, nothing_grown
