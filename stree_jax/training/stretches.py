@@ -23,7 +23,14 @@ import numpy as np
 
 from stree_jax.checkpoints.load import Model, load
 from stree_jax.convert.hub import hub_name
-from stree_jax.models import AttentionConfig, ModelConfig, Rope, base_model, logits_of
+from stree_jax.models import (
+    AttentionConfig,
+    ModelConfig,
+    Rope,
+    Taps,
+    base_model,
+    logits_of,
+)
 from stree_jax.models import Model as BareModel
 from stree_jax.models.boundaries import boundary_count, tap_of
 from stree_jax.models.heads import head_of
@@ -197,8 +204,8 @@ def weighted(losses: jax.Array) -> jax.Array:
     """Returns the mean of losses [N, M] with weights ~ exp(-k / `DECAY`) of draft
     k."""
     weights = np.exp(-np.arange(losses.shape[1]) / DECAY)
-    weights = jnp.asarray(weights / weights.sum(), jnp.float32)
-    return (losses.mean(axis=0) * weights).sum()
+    each = losses.mean(axis=0)
+    return (each * jnp.asarray(weights / weights.sum(), jnp.float32)).sum()
 
 
 # Examples
@@ -293,6 +300,38 @@ def prepare_stretches(
     return loaded, prepare_for(job, loaded, str(target))
 
 
+def _read(
+    target: BareModel,
+    taps: Taps,
+    window: int,
+    stream: np.ndarray,
+    file: Path,
+    count: int,
+    own: int,
+) -> list[Stretches]:
+    """Returns windows of a text with the target's states, and what the target wrote (if
+    any) with its states.
+
+    Args:
+      target: the target.
+      taps: the residual streams.
+      window: tokens of a window.
+      stream: [n], the tokens of the text.
+      file: beginning of the names of the files.
+      count: number of windows.
+      own: number of texts that the target writes.
+    """
+    texts = spread_windows(stream, window, count)
+    states = keep_tapped(target, texts, file.with_suffix(".text"), taps)
+    found = [Stretches(texts[:, :-1], states, 0)]
+    if own:
+        prompts = spread_windows(stream, window, own)
+        texts = keep_own_text(target, prompts, file.with_suffix(".own"))
+        states = keep_tapped(target, texts, file.with_suffix(".own_states"), taps)
+        found.append(Stretches(texts[:, :-1], states, PROMPT - 1))
+    return found
+
+
 def train_on_stretches(
     job: Job,
     target: Model,
@@ -317,27 +356,12 @@ def train_on_stretches(
     """
     bare, drafts = base_model(target), subject.drafts
     taps = tuple(tap_of(target.config, b) for b in subject.config.boundaries)
-    window, own_tokens = amounts.window, amounts.own_tokens
-
-    def sources(name: str, stream: np.ndarray, read: int, own: int) -> list[Stretches]:
-        """Returns the text with its states, and what the target wrote (if any)."""
-        texts = spread_windows(stream, window, read)
-        states = keep_tapped(bare, texts, job.work / f"{name}.text", taps)
-        found = [Stretches(texts[:, :-1], states, 0)]
-        if own:
-            prompts = spread_windows(stream, window, own)
-            texts = keep_own_text(bare, prompts, job.work / f"{name}.own")
-            states = keep_tapped(bare, texts, job.work / f"{name}.own_states", taps)
-            found.append(Stretches(texts[:, :-1], states, PROMPT - 1))
-        return found
-
-    count = (
-        max(math.ceil(amounts.tokens / window), 1),
-        math.ceil(own_tokens / GENERATED),
-    )
-    held = sources("heldout", data.heldout, HELD_OUT, HELD_OUT * bool(own_tokens))
-    count = max(math.ceil(windows), 1), math.ceil(own_texts)
-    learnt = sources("train", data.train, *count)
+    own = bool(amounts.own_tokens)
+    read = partial(_read, bare, taps, amounts.window)
+    held = read(data.heldout, job.work / "heldout", HELD_OUT, HELD_OUT * own)
+    windows = max(math.ceil(amounts.tokens / amounts.window), 1)
+    own_texts = math.ceil(amounts.own_tokens / GENERATED)
+    learnt = read(data.train, job.work / "train", windows, own_texts)
     examples = stretch_examples(job.train, learnt, held, amounts.roots, drafts)
     settings = {"drafter": repr(subject.config), "drafts": drafts}
     params, _ = learn(
