@@ -57,6 +57,40 @@ def test_figures_equal_those_of_decoding(target, text):
     assert calls < 40
 
 
+@pytest.mark.parametrize("tree", ["A", "auto"])
+def test_figures_equal_those_of_sampling(target, tree):
+    """On a sampled text, drafts with the target's noise are accepted as in sampling."""
+    prompt, sampling = [3, 9, 4], stree_jax.Sampling(0.7, seed=5)
+    options = dict(max_new_tokens=40, stop_tokens=(), sampling=sampling)
+    plain = stree_jax.generate(target, [prompt], drafter=None, **options)
+    text = prompt + plain.tokens[0]
+    drafter = with_bigrams(random_dflash(target, pairs="vanilla", rank=8), [text])
+    shape = Budget(6, 3) if tree == "auto" else tree
+    found = agreement(target, drafter, text, shape, sampling=sampling, prompt=3)
+    assert (found.target[3:, 0] == text[4:]).all()
+    accepted = found.accepted()
+    if tree == "auto":  # the size of trees in a generation depends on their times
+        assert found.after(2).tau() > 1.5
+        other = agreement(target, drafter, text, shape, sampling=sampling, prompt=2)
+        assert other.after(2).tau() < found.after(2).tau()  # of other noise
+        return
+    at, calls = 2, 0
+    while at < len(text) - 1:
+        path = np.where(accepted[at], found.depth[at], 0).max()
+        at, calls = at + 1 + path, calls + 1
+    out = stree_jax.generate(target, [prompt], drafter=drafter, tree=tree, **options)
+    assert out.tokens == plain.tokens
+    assert out.target_calls.tolist() == [calls]
+    assert calls < 36
+
+
+def test_sampling_needs_a_seed_and_no_penalty(target):
+    for bad, what in (({}, "seed"), ({"seed": 1, "repetition_penalty": 2}, "penalty")):
+        with pytest.raises(ValueError, match=what):
+            sampling = stree_jax.Sampling(1, **bad)
+            agreement(target, "lookup", [3, 4, 5], "chain:1", sampling=sampling)
+
+
 def test_larger_trees_accept_more(target, text):
     drafter = with_bigrams(random_dflash(target, pairs="vanilla", rank=8), [text])
     small, large = (agreement(target, drafter, text, Budget(n, 4)) for n in (3, 24))

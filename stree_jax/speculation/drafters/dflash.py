@@ -54,7 +54,6 @@ from stree_jax.speculation.adaptive.best_first import (
 from stree_jax.speculation.adaptive.search import Query, Search, Searcher, any_level
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import (
-    DrafterBase,
     DraftState,
     Prompts,
     Reads,
@@ -150,7 +149,7 @@ class DFlashSource(Source):
         if sizes[0] != sizes[1]:
             raise ValueError("past: of another block drafter")
 
-    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+    def bind(self, target: Model, tree: Topology) -> "DFlashDrafter":
         taps = tuple(tap_of(target.config, b) for b in self.value.config.boundaries)
         return DFlashDrafter(self.value, head_of(without_mtp(target)), taps)
 
