@@ -88,7 +88,7 @@ def reached(
         jnp.broadcast_to(only[None], (batch, parents)),
         no_memory(drafter, (batch, parents)),
     )
-    inputs = [jnp.moveaxis(x, 1, 0) for x in (hidden, near, near_ids, rest)]
+    inputs = tuple(jnp.moveaxis(x, 1, 0) for x in (hidden, near, near_ids, rest))
     return jnp.moveaxis(lax.scan(level, start, inputs)[1], 0, 1)
 
 
