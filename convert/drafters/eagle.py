@@ -42,8 +42,8 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, nest, stored
 from stree_jax.models.boundaries import boundary_count
-from stree_jax.models.config import blocks
-from stree_jax.models.eagle import FIRST, Eagle, EagleConfig, eagle_table
+from stree_jax.models.config import Block
+from stree_jax.models.eagle import Eagle, EagleConfig, eagle_mixers, eagle_table
 from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.weights.formats import format_named
 
@@ -125,7 +125,7 @@ def eagle_config(
     layers, mixers = _layers(r, d, eps)
     config = EagleConfig(
         d_model=d,
-        layers=blocks(layers),
+        layers=layers,
         mixers=mixers,
         norm_eps=eps,
         target_width=target.d_model,
@@ -138,8 +138,10 @@ def eagle_config(
     return config
 
 
-def _layers(r: _Reading, d: int, eps: float) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Reads the names of the layers, and their mixers."""
+def _layers(
+    r: _Reading, d: int, eps: float
+) -> tuple[tuple[Block, ...], dict[str, Any]]:
+    """Reads the layers and their mixers."""
     layer, names = r.layer, r.shapes
     count = 1
     while f"{ATTENTION.format(i=count)}q_proj.weight" in names:
@@ -163,17 +165,7 @@ def _layers(r: _Reading, d: int, eps: float) -> tuple[tuple[str, ...], dict[str,
         layer.size("intermediate_size"),
         bias=f"{MLP.format(i=0)}down_proj.bias" in names,
     )
-    windows = [_window(r, i) for i in range(count)]
-    found: list[str] = []
-    mixers: dict[str, Any] = {"mlp": mlp}
-    for i, window in enumerate(windows):
-        name = "attention_near" if window else "attention"
-        one = replace(attention, window=window)
-        if i == 0:
-            name, one = FIRST, replace(one, d_out=d)
-        found += [name, "mlp"]
-        mixers[name] = one
-    return tuple(found), mixers
+    return eagle_mixers(attention, mlp, d, [_window(r, i) for i in range(count)])
 
 
 def _window(r: _Reading, i: int) -> int:

@@ -59,7 +59,7 @@ from stree_jax.speculation.drafter import (
     Update,
 )
 from stree_jax.speculation.drafters.model import draw_level, empty_draft
-from stree_jax.speculation.drafters.shortlist import chained, reached
+from stree_jax.speculation.drafters.shortlist import chained, log_rest, reached
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.layout import tree_levels
 from stree_jax.speculation.source import Source, Work
@@ -173,12 +173,9 @@ class DFlashSource(Source):
 
 def block_read(drafter: DFlash, output: Model) -> int:
     """Returns the bytes that one pass reads: all matrices except embeddings and the
-    tables of pairs, where it reads single rows. A Markov head's table of following
-    tokens is read once per level."""
+    tables of pairs, where it reads single rows."""
     rows = "embedding", "pairs"
     read = size_of({k: x for k, x in drafter.params.items() if k not in rows})
-    if chained(drafter):
-        read += drafter.config.drafts * size_of(drafter.params["pairs"]["following"])
     return read if drafter.config.head_rows else read + weights_read(output)
 
 
@@ -284,9 +281,7 @@ class DFlashDrafter(Searcher):
             total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         else:
             best, tokens, total = best_scores(scores, count=count)
-        among = jax.nn.logsumexp(best, axis=-1)
-        share = jnp.minimum(among - total[..., 0], -1e-6)  # in logs
-        rest = total[..., 0] + jnp.log(-jnp.expm1(share))
+        rest = log_rest(best, total)
         logits = jnp.take_along_axis(logits, tokens, axis=-1)
         return Candidates(hidden, tokens, logits, best, rest)
 

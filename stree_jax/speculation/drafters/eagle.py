@@ -23,6 +23,7 @@ from stree_jax.models import (
     State,
     Taps,
     chain_nodes,
+    extend,
     forward_hidden,
     grow,
     logits_of,
@@ -221,6 +222,35 @@ class EagleDrafter(MTPDrafter):
             return replace(past, state=grown, passes=jnp.zeros_like(prompts.lengths))
         new = super().init(prompts, None)
         return EagleState(new.state, new.hidden, new.passes)
+
+    def observe(self, state: Any, update: Update) -> Any:
+        """Returns the state after a chunk of the prompts.
+
+        In a drafter of one layer, keys and values depend on no attention, and only the
+        last pair needs the whole layer. It is run alone, after all keys and values are
+        in the cache, so that nothing is written to the cache after it is read.
+        """
+        model = self.model
+        if len(model.config.layers) > 2:
+            return self.commit(state, update)
+        previous = self.previous(update)
+        # XLA drops what only the unused hidden states need.
+        _, after = extend(
+            model, state.state, update.tokens, update.length, previous=previous
+        )
+        token, vector = (
+            update.last_of(x, x[:, 0])[:, None] for x in (update.tokens, previous)
+        )
+        has_any = update.length > 0
+        hidden, *_ = forward_hidden(
+            model,
+            replace(after, length=after.length - has_any.astype(jnp.int32)),
+            token,
+            chain_nodes(len(token), 1, model.config.conv_taps),
+            previous=vector,
+        )
+        hidden = jnp.where(has_any[:, None, None], hidden, state.hidden)
+        return replace(state, state=after, hidden=hidden)
 
     @property
     def of_target(self) -> Any:
