@@ -1,9 +1,10 @@
 """Compares drafters: draft models, heads, block drafters, MTP layers, prompt lookup.
 
-Two kinds of figures. On the target's own answers, every drafter drafts at every place,
-as a chain and as the best tree of a number of nodes; block drafters also as the best
-tree of their marginals, which ignore what is drafted before a token. These figures do
-not depend on the machine, and are without prompt lookup. Then decoding is measured.
+Two kinds of figures. On the target's own answers, greedy and sampled, every drafter
+drafts at every place, as a chain and as the best tree of a number of nodes; block
+drafters with scores of pairs also by their marginals, which ignore what is drafted
+before a token. These figures do not depend on the machine, and are without prompt
+lookup. Then decoding is measured.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from stree_jax.agreement import Agreement, agreement, joined
 from stree_jax.bench import tables
 from stree_jax.bench.arms import PLAIN, Arm, Workload, measure_arms, workload
 from stree_jax.bench.inputs import load_prompts
+from stree_jax.bench.marginals import Marginals
 from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
 from stree_jax.bench.prompts import Prompt
@@ -25,6 +27,7 @@ from stree_jax.models.dflash import DFlash
 from stree_jax.models.memory import weights_read
 from stree_jax.options import add
 from stree_jax.pair import load_pair
+from stree_jax.sampling.settings import Sampling
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.source import Source
@@ -57,10 +60,11 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     work = workload(target, none, arms, prompts, args.max_new_tokens, args.batch)
     work = replace(work, others=found)
     agreed = [
-        {"set": title, "drafter": name} | row
+        {"set": title, "temperature": t, "drafter": name} | row
         for title, texts in prompts.items()
+        for t in args.temperatures
         for name, drafter in found.items()
-        for row in agreements(work, texts, drafter, args.nodes, args.levels)
+        for row in agreements(work, texts, drafter, t, args.nodes, args.levels)
     ]
     jax.clear_caches()  # programs of all drafters together exhaust memory maps
     report = measure_arms(NAME, {"": work}, prompts, args.temperatures, run)
@@ -79,41 +83,49 @@ def agreements(
     work: Workload,
     texts: list[Prompt],
     drafter: AnyDrafter,
+    temperature: float,
     nodes: int,
     levels: int,
 ) -> list[dict[str, Any]]:
-    """Returns a row for each way to draft, on the target's greedy answers."""
+    """Returns a row for each way to draft, on the target's answers."""
     target = work.target
+    settings = [Sampling(temperature, seed=i) for i in range(len(texts))]
     answers = generate(
         target,
         list(texts),
         max_new_tokens=work.max_new_tokens,
         stop_tokens=(),
         drafter=LOOKUP,
+        sampling=settings,
     )
     prompts = encode_prompts(target, list(texts))
     depth = _depth(source_of(drafter, target.config), levels)
     rows = []
     for way, other, tree in ways(drafter, nodes, depth):
         parts = []
-        for ids, own in zip(prompts, answers.tokens, strict=True):
-            found = agreement(target, other, [*ids, *own], tree)
-            parts.append(found.after(len(ids) - 1))
+        for ids, own, sampling in zip(prompts, answers.tokens, settings, strict=True):
+            text, start = [*ids, *own], len(ids)
+            found = agreement(
+                target, other, text, tree, sampling=sampling, prompt=start
+            )
+            parts.append(found.after(start - 1))
         rows.append({"way": way} | figures_of(joined(parts)))
     return rows
 
 
 def ways(
     drafter: AnyDrafter, nodes: int, depth: int
-) -> list[tuple[str, AnyDrafter, Any]]:
+) -> list[tuple[str, AnyDrafter | Source, Any]]:
     """Returns the ways to draft: name, drafter and tree."""
     best = Budget(nodes, depth)
-    found = [("chain", drafter, f"chain:{depth}"), (f"tree of {nodes}", drafter, best)]
+    found: list[tuple[str, AnyDrafter | Source, Any]] = [
+        ("chain", drafter, f"chain:{depth}"),
+        (f"tree of {nodes}", drafter, best),
+    ]
     if isinstance(drafter, DFlash) and drafter.config.pairs:
-        alone = replace(drafter.config, pairs="", confidence=False)
-        unpaired = replace(drafter, config=alone)
-        found.insert(1, ("chain of marginals", unpaired, f"chain:{depth}"))
-        found.insert(2, (f"tree of marginals, {nodes}", unpaired, best))
+        alone = Marginals(drafter)
+        found.insert(1, ("chain of marginals", alone, f"chain:{depth}"))
+        found.insert(2, (f"tree of marginals, {nodes}", alone, best))
     return found
 
 
@@ -148,8 +160,8 @@ def table(report: dict[str, Any]) -> str:
         known = level < len(found) and found[level][1]
         return f"{found[level][0]:.0%} of {found[level][1]}" if known else ""
 
-    agreed: list[Any] = [("set", "set"), ("drafter", "drafter"), ("drafts", "way")]
-    agreed += [("tau", "tau", ".2f")]
+    agreed: list[Any] = [("set", "set"), ("T", "temperature", "g")]
+    agreed += [("drafter", "drafter"), ("drafts", "way"), ("tau", "tau", ".2f")]
     for k in (0, 1, 3):
         agreed.append((f"draft {k + 1} right", lambda row, k=k: share(row, k)))
     for k in range(SIDES):
@@ -167,7 +179,7 @@ def table(report: dict[str, Any]) -> str:
     read = ", ".join(f"{k} {v / 1e6:.2f} MB" for k, v in report["bytes"].items())
     return "\n\n".join(
         [
-            "Drafts at every place of the target's greedy answers.",
+            "Drafts at every place of the target's answers.",
             tables.table(agreed, report["agreement"]),
             tables.table(arms, report["results"]),
             f"Read in a round: {read}.",

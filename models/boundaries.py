@@ -40,3 +40,21 @@ def tap_of(config: ModelConfig, boundary: int) -> int:
             f"target has {most} layers; use the model that it was trained on"
         )
     return boundary * layers_per_boundary(config) - 1
+
+
+def moved_boundaries(
+    boundaries: tuple[int, ...], config: ModelConfig
+) -> dict[str, tuple[int, ...]]:
+    """Returns the boundaries as they would be if a drafter's config counted from the
+    other end of a layer, by a description. Lists that the model does not have are left
+    out."""
+    steps, most = (
+        {"one layer earlier": -1, "one layer later": 1},
+        boundary_count(config),
+    )
+    moved = {name: tuple(b + n for b in boundaries) for name, n in steps.items()}
+    return {
+        name: found
+        for name, found in moved.items()
+        if found and 0 <= min(found) and max(found) <= most
+    }

@@ -53,7 +53,7 @@ from stree_jax.models.params import (
 from stree_jax.models.rope import angles, rotated
 from stree_jax.models.state import State, init_state
 from stree_jax.models.trimmed import scattered
-from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.weights.formats import as_weight, gathered
 from stree_jax.models.weights.linear import as_row, linear
 from stree_jax.models.weights.weight import Format
 from stree_jax.pallas_kernels import rounded_to, tree_attention
@@ -289,20 +289,21 @@ def half_split_order(head_dim: int, rotated: int) -> np.ndarray:
 
 def with_channels(drafter: DFlash, order: np.ndarray) -> DFlash:
     """Returns the drafter with the channels of its query and key heads in another order
-    [head_dim]. Its weights must be plain arrays."""
+    [head_dim]."""
     a, params = drafter.config.attention, dict(drafter.params)
-    keys = a.num_kv_heads * a.head_dim
 
-    def reordered(rows: jax.Array) -> jax.Array:
-        return rows.reshape(-1, a.head_dim, rows.shape[-1])[:, order].reshape(
-            rows.shape
-        )
+    def rows(heads: int, others: int = 0) -> jax.Array:
+        first = np.arange(heads)[:, None] * a.head_dim
+        rest = heads * a.head_dim + np.arange(others * a.head_dim)
+        ids = np.concatenate([(first + order).reshape(-1), rest])
+        return jnp.asarray(ids, jnp.int32)
 
+    queries = rows(a.num_heads)
+    keys = rows(a.num_kv_heads, a.num_kv_heads)
     for i in range(len(drafter.config.layers)):
         own = dict(params[f"layers_{i}"])
-        kv = own["kv"]
-        own["q"] = reordered(own["q"])
-        own["kv"] = jnp.concatenate([reordered(kv[:keys]), kv[keys:]])
+        own["q"] = gathered(own["q"], queries)
+        own["kv"] = gathered(own["kv"], keys)
         for name in {"q_norm", "k_norm"} & own.keys():
             own[name] = own[name][order]
         params[f"layers_{i}"] = own

@@ -18,6 +18,7 @@ Letters: m residual streams, dt width of the target, d width of the drafter, V t
 the vocabulary, D rows of the head.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -27,8 +28,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.config import Block, ModelConfig
+from stree_jax.models.config import Block, ModelConfig, blocks
 from stree_jax.models.mixers import mixer_of
+from stree_jax.models.mixers.attention import AttentionConfig
+from stree_jax.models.mixers.mlp import MLPConfig
 from stree_jax.models.model import (
     LanguageModel,
     LayerOutput,
@@ -123,6 +126,28 @@ class EagleConfig(ModelConfig):
     def parallel(self) -> bool:
         """True if all levels of a tree are drafted in one pass (P-EAGLE)."""
         return self.mask_token is not None
+
+
+def eagle_mixers(
+    attention: AttentionConfig, mlp: MLPConfig, d: int, windows: Sequence[int]
+) -> tuple[tuple[Block, ...], dict[str, Any]]:
+    """Returns the layers of a drafter and their mixers.
+
+    Args:
+      attention: the attention of the layers, without a window.
+      mlp: the MLP of the layers.
+      d: the drafter's width.
+      windows: the sliding window of each layer in tokens; 0 for all.
+    """
+    names: list[str] = []
+    mixers: dict[str, Any] = {"mlp": mlp}
+    for i, window in enumerate(windows):
+        name, d_out = "attention_near" if window else "attention", 0
+        if i == 0:
+            name, d_out = FIRST, d
+        names += [name, "mlp"]
+        mixers[name] = replace(attention, window=window, d_out=d_out)
+    return blocks(names), mixers
 
 
 def _project_params(c: EagleConfig) -> Table:

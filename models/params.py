@@ -188,6 +188,19 @@ def init_table(table: dict[Path, Param], key: jax.Array, dtype: Any) -> Params:
     return nest(made)
 
 
+def abstract_table(table: dict[Path, Param], dtype: Any) -> Params:
+    """Returns `jax.ShapeDtypeStruct`s for the parameters in a dtype or weight format;
+    see `init_table`."""
+    format = format_named(dtype)
+
+    def abstract(path: Path, param: Param) -> Any:
+        if param.quantizable:
+            return format.abstract(param.shape, path)
+        return jax.ShapeDtypeStruct(param.shape, array_dtype(param, format.dtype))
+
+    return nest({path: abstract(path, param) for path, param in table.items()})
+
+
 def cast_table(table: dict[Path, Param], params: Params, dtype: Any) -> Params:
     """Returns the same parameters in another dtype or weight format."""
     format, flat = format_named(dtype), by_path(params)

@@ -5,6 +5,9 @@ target's most probable token says which drafts are right. No text is generated: 
 read the same tokens, so that the figures of two drafters, or of two ways to read the
 same drafter, can be compared place by place.
 
+A text that the target sampled is compared with itself: its tokens are what the target
+chose, and drafts are made as during sampling, with the target's noise.
+
 Letters: n places, T nodes, M depth of the trees, S tokens of a piece of text.
 """
 
@@ -30,7 +33,8 @@ from stree_jax.models import (
 from stree_jax.models.argmax import argmax
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
-from stree_jax.speculation.accept import NAIVE
+from stree_jax.sampling.settings import Sampling, SamplingRows, sampling_rows
+from stree_jax.speculation.accept import NAIVE, Rule
 from stree_jax.speculation.adaptive.best_first import best_first
 from stree_jax.speculation.adaptive.calibration import PRIOR
 from stree_jax.speculation.adaptive.pool import best_tree
@@ -38,8 +42,10 @@ from stree_jax.speculation.adaptive.search import Query, Searcher
 from stree_jax.speculation.drafter import Drafter, DraftState, Prompts, Update
 from stree_jax.speculation.drafters.lookup import History
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
+from stree_jax.speculation.source import Source
 from stree_jax.speculation.tree import Budget, Topology, resolve_tree
 
+COUPLED = Rule("naive", "coupled")
 PIECE = 512  # tokens of text that are read at once; a longer text is cut
 
 
@@ -52,7 +58,8 @@ class Agreement:
       parents: [n, T] int32, -1 for the root and less for padding.
       depth: [n, T] int32.
       text: [n, M] int32, the tokens after each place; -1 after the end.
-      target: [n, M] int32, the target's most probable tokens at these places.
+      target: [n, M] int32, the target's most probable tokens at these places; for a
+        sampled text, the text's tokens.
     """
 
     tokens: np.ndarray
@@ -133,9 +140,12 @@ class Agreement:
 
 def agreement(
     target: Model,
-    drafter: AnyDrafter,
+    drafter: AnyDrafter | Source,
     token_ids: Sequence[int] | np.ndarray,
     tree: Topology | str | Sequence[int],
+    *,
+    sampling: Sampling | None = None,
+    prompt: int = 1,
 ) -> Agreement:
     """Drafts a tree at every place of a text.
 
@@ -146,13 +156,19 @@ def agreement(
         without the text before them.
       tree: a static tree or its name; or a `Budget`, for the best tree of so many nodes
         that the drafter finds without prompt lookup.
+      sampling: the settings with which the target sampled the text, with their seed;
+        None for other texts.
+      prompt: with `sampling`, the number of tokens before the sampled ones. The drafts
+        before place `prompt - 1` are then of no use, see `Agreement.after`.
 
     Raises:
-      ValueError: the drafter does not fit the target, or does not draft such trees.
+      ValueError: the drafter does not fit the target, or does not draft such trees; or
+        `sampling` has a repetition penalty or no seed.
     """
     ids = np.asarray(token_ids, np.int32)
     if ids.ndim != 1 or len(ids) < 2:
         raise ValueError(f"text: want at least 2 tokens, got {ids.shape}")
+    rows = None if sampling is None else _rows_of(sampling)
     source = source_of(drafter, target.config)
     source.check(target)
     searched = isinstance(tree, Budget)
@@ -166,40 +182,63 @@ def agreement(
         shape = source.filled(shape)
     width = min(source.search_size[0], target.config.num_tokens)
     run = jax.jit(partial(_drafted, tree=shape, width=width if searched else 0))
-    plain = without_mtp(target)
+    asked = without_mtp(target), bound, rows
     pieces = [
-        Agreement(*_piece(run, plain, bound, ids[i : i + PIECE], shape.depth))
+        Agreement(*_piece(run, asked, ids[i : i + PIECE], i - prompt, shape.depth))
         for i in range(0, len(ids) - 1, PIECE)
     ]
     return joined(pieces)
 
 
+def _rows_of(sampling: Sampling) -> SamplingRows | None:
+    """Returns the settings as arrays, or None if they are greedy."""
+    if sampling.repetition_penalty != 1:
+        raise ValueError("sampling: want no repetition penalty")
+    if sampling.seed is None:
+        raise ValueError("sampling: want the seed that was used")
+    return None if sampling.temperature == 0 else sampling_rows([sampling])
+
+
 def _piece(
-    run: Any, target: Model, drafter: Drafter, ids: np.ndarray, depth: int
+    run: Any,
+    asked: tuple[Model, Drafter, SamplingRows | None],
+    ids: np.ndarray,
+    place: int,
+    depth: int,
 ) -> Iterator[np.ndarray]:
-    """Yields the fields of `Agreement` for one piece of text."""
+    """Yields the fields of `Agreement` for one piece of text, whose first token has
+    this place in the target's output."""
     padded = np.zeros(PIECE if len(ids) > 64 else 64, np.int32)
     padded[: len(ids)] = ids
-    best, tokens, parents, levels = run(target, drafter, jnp.asarray(padded))
+    best, tokens, parents, levels = run(*asked, jnp.asarray(padded), jnp.int32(place))
     n = len(ids) - 1
     for table in (tokens, parents, levels):
         yield np.asarray(table)[:n]
-    place = np.arange(n)[:, None] + np.arange(depth)[None]
+    after = np.arange(n)[:, None] + np.arange(depth)[None]
     text = np.append(ids[1:], np.full(depth, -1, np.int32))
-    yield text[place]
+    yield text[after]
     chosen = np.append(np.asarray(best)[:n], np.full(depth, -1, np.int32))
-    yield chosen[place]
+    yield chosen[after] if asked[2] is None else text[after]
 
 
 def _drafted(
-    target: Model, drafter: Any, ids: jax.Array, *, tree: Topology, width: int
+    target: Model,
+    drafter: Any,
+    sampling: SamplingRows | None,
+    ids: jax.Array,
+    place: jax.Array,
+    *,
+    tree: Topology,
+    width: int,
 ) -> tuple[jax.Array, ...]:
     """Returns the target's most probable token after each token of a text [S], and the
     tokens, parents and depths [S, T] of the tree drafted there.
 
     Args:
       target, drafter: the target, and a drafter that is bound to it.
+      sampling: the settings of the text, or None.
       ids: [S] int32.
+      place: [] int32. Place of the first token in the target's output.
       tree: the tree.
       width: nodes per level of a search for the best tree; 0 if the drafter fills the
         tree.
@@ -214,7 +253,8 @@ def _drafted(
 
     def step(drafting: DraftState, i: jax.Array) -> tuple[DraftState, tuple]:
         text = History(ids[None], one * (i + 1))
-        draft, after = _draft(drafter, drafting, text, ids[i][None], tree, width, V)
+        dist = text_distribution(sampling, jnp.maximum(place + i + 1, 0)[None], V)
+        draft, after = _draft(drafter, drafting, text, ids[i][None], dist, tree, width)
         row = partial(lax.dynamic_slice_in_dim, start_index=i, slice_size=1, axis=1)
         token = ids[jnp.minimum(i + 1, S - 1)][None, None]
         update = Update(token, one, row(hidden), tuple(map(row, tapped)))
@@ -231,18 +271,18 @@ def _draft(
     state: DraftState,
     text: History,
     root: jax.Array,
+    dist: Distribution,
     tree: Topology,
     width: int,
-    num_tokens: int,
 ) -> tuple[Any, DraftState]:
-    """Drafts one tree greedily; see `_drafted`."""
-    dist = greedy_distribution(root.shape[0], num_tokens)
+    """Drafts one tree; see `_drafted`."""
+    rule = NAIVE if dist.sampling is None else COUPLED
     if not width:
-        return drafter.propose(state, root, tree, dist, NAIVE)
+        return drafter.propose(state, root, tree, dist, rule)
     assert isinstance(tree, Budget)
-    query = Query(text, dist, NAIVE, width, tree.depth, 8, _always)
+    query = Query(text, dist, rule, width, tree.depth, 8, _always)
     state, search = drafter.search(state, query)
-    asked = search.at_root, search.guesser, root, dist, NAIVE, jnp.asarray(PRIOR)
+    asked = search.at_root, search.guesser, root, dist, rule, jnp.asarray(PRIOR)
     grown = best_first(*asked, search.start, search.go_on)
     return best_tree(grown.pool, root, tree)[0], state
 
@@ -252,11 +292,15 @@ def _always(levels: jax.Array, value: jax.Array, passes: float = 1.0) -> jax.Arr
     return jnp.bool_(True)
 
 
-def greedy_distribution(batch: int, num_tokens: int) -> Distribution:
-    """Returns the distribution of greedy rows."""
-    none = jnp.zeros((batch,), jnp.int32)
-    requests = Requests(none, None, jnp.full((batch, 1), -1, jnp.int32), None, None)
-    return Distribution(requests, none, None, num_tokens)
+def text_distribution(
+    sampling: SamplingRows | None, place: jax.Array, num_tokens: int
+) -> Distribution:
+    """Returns the distribution of the tokens at places [B] of the target's output,
+    without limits; greedy if `sampling` is None."""
+    none = jnp.zeros_like(place)
+    stops = jnp.full((len(place), 1), -1, jnp.int32)
+    requests = Requests(none, None, stops, None, sampling)
+    return Distribution(requests, place, None, num_tokens)
 
 
 def joined(parts: Sequence[Agreement]) -> Agreement:

@@ -9,10 +9,18 @@ import numpy as np
 
 from stree_jax.checkpoints.load import Model
 from stree_jax.checks import integer, shown, with_hints
+from stree_jax.convert.drafters.kept import with_rows
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig
 from stree_jax.models.dflash import DFlash, DFlashConfig
-from stree_jax.models.trimming import trimmed, trimmed_config
+from stree_jax.models.eagle import Eagle, EagleConfig
+from stree_jax.models.trimming import (
+    TRIMMED,
+    trimmed,
+    trimmed_config,
+    trimmed_eagle,
+    trimmed_eagle_config,
+)
 from stree_jax.speculation.drafters.fitted import WithNGrams
 from stree_jax.speculation.drafters.mtp import (
     MTP,
@@ -105,18 +113,20 @@ def _encoded(target: Model, text: str | Sequence[int] | None) -> np.ndarray:
 @with_hints
 def with_draft_vocabulary(
     drafter: Any, target: Model, ids: Any
-) -> DFlash | WithNGrams | TrimmedMTP:
+) -> DFlash | WithNGrams | Eagle | TrimmedMTP:
     """Returns a drafter that drafts only some of the tokens, and so reads less memory.
 
     The output of decoding does not change.
 
     Args:
-      drafter: a block drafter, "mtp", or "auto" for a target with MTP layers.
+      drafter: a block drafter, an EAGLE drafter, "mtp", or "auto" for a target with MTP
+        layers.
       target: the target model.
       ids: the tokens, as from `draft_vocabulary`.
 
     Raises:
-      ValueError: the drafter is of another kind, or a token is outside the vocabulary.
+      ValueError: the drafter is of another kind, a token is outside the vocabulary, or
+        the head of an EAGLE drafter has no more tokens.
     """
     ids = np.unique(np.asarray(ids, np.int32))
     V = target.config.num_tokens
@@ -128,6 +138,8 @@ def with_draft_vocabulary(
         return trimmed(drafter, target, ids)
     if isinstance(drafter, WithNGrams):
         return replace(drafter, drafter=trimmed(drafter.drafter, target, ids))
+    if isinstance(drafter, Eagle):
+        return trimmed_eagle(drafter, target, ids)
     if isinstance(drafter, str) and drafter == MTP:
         if not target.config.mtp:
             raise ValueError("drafter: the target has no MTP layers")
@@ -138,8 +150,8 @@ def with_draft_vocabulary(
 def unsupported(drafter: Any) -> ValueError:
     """Returns the error for a drafter whose head cannot be trimmed."""
     return ValueError(
-        "draft vocabulary: for MTP layers and block drafters (DFlash, DFlash2, DSpark) "
-        f"only, got {shown(drafter)}"
+        "draft vocabulary: for MTP layers, EAGLE and block drafters (DFlash, DFlash2, "
+        f"DSpark) only, got {shown(drafter)}"
     )
 
 
@@ -153,7 +165,7 @@ def narrowed_config(drafter: Any, target: ModelConfig, count: int, kept: Any) ->
     """Returns the architecture of a drafter with a draft vocabulary.
 
     Args:
-      drafter: "mtp", or the `DrafterConfig` of a block drafter.
+      drafter: "mtp", or the `DrafterConfig` of a block or EAGLE drafter.
       target: the target's architecture.
       count: number of tokens.
       kept: format of the target's weights.
@@ -162,7 +174,13 @@ def narrowed_config(drafter: Any, target: ModelConfig, count: int, kept: Any) ->
     count = integer("draft vocabulary", count, 1, target.num_tokens, what)
     if isinstance(drafter, str) and drafter == MTP:
         return DrafterConfig(TrimmedMTPConfig(target, count), kept)
-    if isinstance(drafter, DrafterConfig) and isinstance(drafter.config, DFlashConfig):
-        config = trimmed_config(drafter.config, target, count)
-        return drafter._replace(config=config)
-    raise unsupported(getattr(drafter, "config", drafter))
+    config = getattr(drafter, "config", drafter)
+    if not isinstance(drafter, DrafterConfig):
+        raise unsupported(config)
+    if isinstance(config, DFlashConfig):
+        own = trimmed_config(config, count, target.logits_divisor)
+        kept_rows = with_rows(drafter.kept, TRIMMED, own.head_rows)
+        return DrafterConfig(own, kept_rows)
+    if isinstance(config, EagleConfig):
+        return drafter._replace(config=trimmed_eagle_config(config, count))
+    raise unsupported(config)

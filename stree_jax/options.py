@@ -251,8 +251,8 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
 
 def add_draft_vocabulary(p: Group) -> None:
     """Adds `--draft-vocab`."""
-    text = "with MTP layers or a block drafter such as DSpark: draft only N tokens, so "
-    text += "that drafting reads less memory, such as 32768 (default: all tokens)"
+    text = "with MTP layers, a block drafter such as DSpark, or EAGLE: draft only N "
+    text += "tokens, so that drafting reads less memory, such as 32768 (default: all)"
     add(p, "--draft-vocab", int, None, text)
 
 

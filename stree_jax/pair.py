@@ -6,7 +6,9 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from stree_jax.checkpoints.drafters import (
-    drafter_config_and_format,
+    INT8,
+    drafter_config,
+    format_for_kept,
     is_drafter,
     load_drafter,
     warn_of_other_target,
@@ -31,7 +33,7 @@ from stree_jax.draft_tokens import (
     narrowed_config,
     unsupported,
 )
-from stree_jax.models import Format, ModelConfig, format_named
+from stree_jax.models import Format, ModelConfig
 from stree_jax.models.dflash import DFlash
 from stree_jax.models.eagle import Eagle
 from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
@@ -50,7 +52,6 @@ from stree_jax.speculation.drafters.table import (
 from stree_jax.speculation.tree import DEEPEST
 
 DEMO, NO_DRAFTER = "demo", "none"
-INT8 = "int8"  # Format of a published drafter if the target is quantized
 MAX_NGRAM_WIDTH = 16  # maximum guesses per node of a `Staged` drafter
 
 
@@ -114,14 +115,16 @@ def load_pair(
       dtype: dtype of the weights, as for `load`. If None, each model keeps the dtype
         that it is stored in. If the target's weights are kept, a draft model is in
         "kept-int8", or in its default dtype if it cannot be kept; published drafters
-        are in int8, and heads in their default dtype.
+        are in "kept-int8", or in int8 if they cannot be kept; heads are in their
+        default dtype.
       ngrams: a file of n-grams that propose tokens for the draft model, or that score
         pairs of tokens for a DFlash drafter (`WithNGrams`); or None.
       ngram_levels: levels of the tree that they propose at a time for a draft model. If
         None, 2.
       ngram_width: tokens that they propose for each node. If None, 1.
       mesh: the devices over which the target is sharded. A draft model is replicated.
-      vocabulary: the tokens that MTP layers or a block drafter can draft. If None, all.
+      vocabulary: the tokens that MTP layers, a block drafter or EAGLE can draft. If
+        None, all.
 
     Returns:
       the target, and the drafter as `generate` takes it (None for plain decoding).
@@ -193,7 +196,9 @@ def _loaded_pair(
 def _published(name: str, target: Model, dtype: str | None) -> DFlash | Eagle:
     """Loads a published drafter for a target; see `load_pair`."""
     format = target.weight_format
-    if isinstance(format, KeptFormat) or format.name == INT8:
+    if isinstance(format, KeptFormat):
+        dtype = format_for_kept(name).name
+    elif format.name == INT8:
         dtype = INT8
     return load_drafter(name, dtype=dtype, target=target)
 
@@ -253,8 +258,7 @@ def _drafter_config(
     if _are_heads(drafter):
         return DrafterConfig(*heads_config_and_format(drafter))
     if is_published(drafter):
-        config, _ = drafter_config_and_format(drafter, target)
-        return DrafterConfig(config, format_named(INT8))
+        return DrafterConfig(drafter_config(drafter, target), format_for_kept(drafter))
     with headers("demo-drafter" if drafter == DEMO else drafter) as directory:
         found = described(directory)
         return DrafterConfig(found.config, found.weight_format(KEPT_INT8))

@@ -8,6 +8,7 @@ packages of the tests:
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 from dataclasses import asdict, replace
@@ -29,9 +30,24 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
 )
 
 from tests.support import drafter_reference as reference
-from tests.support.drafter_cases import BLOCK, EAGLE, FILE, PEAGLE, inputs, prepared
+from tests.support.drafter_cases import (
+    BLOCK,
+    EAGLE,
+    FILE,
+    PEAGLE,
+    SEED,
+    inputs,
+    prepared,
+)
 from tests.support.drafter_params import half_split
-from tests.support.published_drafters import LAYOUTS, published_name, write_drafter
+from tests.support.published_drafters import (
+    LAYOUTS,
+    canonical,
+    facts_of,
+    published_name,
+    sizes_of,
+    write_drafter,
+)
 
 
 def layer_config(facts, sizes):
@@ -190,6 +206,24 @@ def eagle_scores(arrays, facts, sizes, taps, tokens, count, depth):
     return seen[0][count - 1 :]
 
 
+def two_layers(q_norms):
+    """Returns the largest difference of EAGLE-3 drafters with two layers of Llama or
+    Qwen3, over all combinations of their norms."""
+    norms, found = [{}, {"norm_before_fc": True}, {"fc_norm": True}], []
+    layouts = "speculators-eagle3", "specforge-eagle3"  # norm_before_residual or not
+    for name, norm, output in itertools.product(layouts, norms, (False, True)):
+        options = norm | {"norm_output": output, "q_norms": q_norms}
+        sizes = sizes_of("eagle3", options | {"eagle3_layers": 2})
+        facts = facts_of(LAYOUTS[name], sizes)
+        arrays = canonical(LAYOUTS[name], SEED, sizes)
+        taps, tokens, count = inputs(facts, sizes)
+        theirs = eagle_scores(arrays, facts, sizes, taps, tokens, count, 3)
+        read, path = (tokens[:count], taps[:count], 3), tokens[count : count + 3]
+        _, ours = reference.eagle_draft(arrays, facts, *read, path=path)
+        found.append(difference(theirs, ours))
+    return max(found)
+
+
 def z_lab_tokens(layout, causal, window, root):
     """Returns (states [slots, d], greedy draft tokens) of z-lab's code for a directory,
     and those of the reference."""
@@ -253,6 +287,8 @@ def main():
         print(f"speculators, {case}: {worst:.1e}")
         stored[case] = {"best": theirs.max(-1).tolist(), "confidence": sure.tolist()}
         stored[case]["row"] = theirs.argmax(-1).tolist()
+    for name, q_norms in (("Llama", False), ("Qwen3", True)):
+        print(f"speculators, EAGLE-3, two layers, {name}: {two_layers(q_norms):.1e}")
     with tempfile.TemporaryDirectory() as root:
         for layout in [n for n in LAYOUTS if n.startswith("z-lab")]:
             for causal in (False, True):

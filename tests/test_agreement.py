@@ -11,7 +11,8 @@ import stree_jax
 from stree_jax.agreement import Agreement, agreement
 from stree_jax.cli.check import check
 from stree_jax.cli.main import main
-from stree_jax.models.dflash import with_other_pairing
+from stree_jax.models.dflash import cast_dflash, with_other_pairing
+from stree_jax.models.weights.formats import as_weight
 from stree_jax.speculation.drafters.dflash import readings
 from stree_jax.speculation.tree import Budget
 from tests.support.dflash import follower, random_dflash, with_bigrams
@@ -57,6 +58,40 @@ def test_figures_equal_those_of_decoding(target, text):
     assert calls < 40
 
 
+@pytest.mark.parametrize("tree", ["A", "auto"])
+def test_figures_equal_those_of_sampling(target, tree):
+    """On a sampled text, drafts with the target's noise are accepted as in sampling."""
+    prompt, sampling = [3, 9, 4], stree_jax.Sampling(0.7, seed=5)
+    options = dict(max_new_tokens=40, stop_tokens=(), sampling=sampling)
+    plain = stree_jax.generate(target, [prompt], drafter=None, **options)
+    text = prompt + plain.tokens[0]
+    drafter = with_bigrams(random_dflash(target, pairs="vanilla", rank=8), [text])
+    shape = Budget(6, 3) if tree == "auto" else tree
+    found = agreement(target, drafter, text, shape, sampling=sampling, prompt=3)
+    assert (found.target[3:, 0] == text[4:]).all()
+    accepted = found.accepted()
+    if tree == "auto":  # the size of trees in a generation depends on their times
+        assert found.after(2).tau() > 1.5
+        other = agreement(target, drafter, text, shape, sampling=sampling, prompt=2)
+        assert other.after(2).tau() < found.after(2).tau()  # of other noise
+        return
+    at, calls = 2, 0
+    while at < len(text) - 1:
+        path = np.where(accepted[at], found.depth[at], 0).max()
+        at, calls = at + 1 + path, calls + 1
+    out = stree_jax.generate(target, [prompt], drafter=drafter, tree=tree, **options)
+    assert out.tokens == plain.tokens
+    assert out.target_calls.tolist() == [calls]
+    assert calls < 36
+
+
+def test_sampling_needs_a_seed_and_no_penalty(target):
+    for bad, what in (({}, "seed"), ({"seed": 1, "repetition_penalty": 2}, "penalty")):
+        with pytest.raises(ValueError, match=what):
+            sampling = stree_jax.Sampling(1, **bad)
+            agreement(target, "lookup", [3, 4, 5], "chain:1", sampling=sampling)
+
+
 def test_larger_trees_accept_more(target, text):
     drafter = with_bigrams(random_dflash(target, pairs="vanilla", rank=8), [text])
     small, large = (agreement(target, drafter, text, Budget(n, 4)) for n in (3, 24))
@@ -88,20 +123,23 @@ def test_counts_of_a_tree_by_hand():
     assert found.after_siblings() == [(1.0, 1)]
 
 
-def test_readings_are_the_usual_mistakes(target):
+@pytest.mark.parametrize("dtype", ["float32", "int8", "kept"])
+def test_readings_are_the_usual_mistakes(dtype, target):
     drafter = random_dflash(target, boundaries=(1,))
+    params = cast_dflash(drafter.config, drafter.params, dtype)
+    drafter = replace(drafter, params=params)
     found = readings(drafter, target.config)
     assert found["one layer later"].config.boundaries == (2,)
     assert found["one layer earlier"].config.boundaries == (0,)
     assert all(x.config != drafter.config for x in found.values())
     twice = with_other_pairing(with_other_pairing(drafter))
     assert twice.config == drafter.config
-    same = jnp.array_equal(
-        twice.params["layers_0"]["q"], drafter.params["layers_0"]["q"]
+    other = found["with the other rotary pairing"]
+    own, same, moved = (
+        as_weight(x.params["layers_0"]["kv"]).matrix() for x in (drafter, twice, other)
     )
-    assert same
-    other = found["with the other rotary pairing"].params["layers_0"]
-    assert not jnp.array_equal(other["kv"], drafter.params["layers_0"]["kv"])
+    np.testing.assert_array_equal(same, own)
+    assert not jnp.array_equal(moved, own)
 
 
 def test_the_command_reports_positions(tmp_path, capsys):
@@ -111,6 +149,7 @@ def test_the_command_reports_positions(tmp_path, capsys):
     assert main([*options, "--drafter", "demo"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert len(report["by_position"]) == 2 and report["chain"] > 1
+    assert report["reported"] == [] and report["usual"] is None
     file.write_text("")
     assert main(options) == 2
     assert "want at least 2 tokens of text" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """Reads published drafters: block drafters (DFlash, DFlash2, DSpark) and EAGLE."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -16,15 +16,19 @@ from stree_jax.convert.drafters.fields import (
     has_drafter_fields as has_drafter_fields,
 )
 from stree_jax.convert.drafters.fields import target_name
+from stree_jax.convert.drafters.kept import layout_of
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.keeping import kept_kinds
 from stree_jax.convert.quantized import logical, scheme_names
 from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import weights_named
 from stree_jax.models import Format, ModelConfig
-from stree_jax.models.dflash import DFlash, DFlashConfig
+from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table
 from stree_jax.models.eagle import Eagle, EagleConfig
-from stree_jax.models.weights.kept import KeptFormat
+from stree_jax.models.weights.kept import KeptFormat, Layout
+
+LATENT = ".kv_a_proj"  # in the names of tensors of latent attention
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,22 @@ class OpenedDrafter:
     def weight_format(self, dtype: Any = None) -> Format:
         """Returns the format of the weights in memory; see `load_drafter`."""
         found = None if dtype is None else weights_named(dtype)
+        if isinstance(found, KeptFormat) and kept_kinds(self.layout):
+            return replace(found, layout=self.layout)
         if found is None or isinstance(found, KeptFormat):
             return weights_named(source_dtype(self.source))
         return found
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Storage of the matrices in dtype "kept"; empty for EAGLE drafters, which are
+        dequantized."""
+        if self.family == "eagle":
+            return ()
+        c = self.block_config
+        turned = dflash.interleaved(self.files.json(), self.file)
+        sources = names.kept_sources(self.source, c, turned)
+        return layout_of(self.source, dflash_table(c), sources)
 
     @property
     def quantized(self) -> str | None:
@@ -168,6 +185,11 @@ def open_drafter(directory: Path, warn: Warn | None = None) -> OpenedDrafter:
     """
     files = CheckpointFiles(directory)
     source = logical(open_source(directory), files)
+    if any(LATENT in name for name in source.tensors):
+        raise CheckpointError(
+            f"{directory}: drafters with latent attention (MLA, as in "
+            "Eagle3DeepseekV2ForCausalLM) are not supported"
+        )
     if eagle.is_eagle(source.tensors):
         return OpenedDrafter(files, source, "eagle", warn)
     opened = OpenedDrafter(files, source, "block", warn)

@@ -42,8 +42,8 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, nest, stored
 from stree_jax.models.boundaries import boundary_count
-from stree_jax.models.config import blocks
-from stree_jax.models.eagle import FIRST, Eagle, EagleConfig, eagle_table
+from stree_jax.models.config import Block
+from stree_jax.models.eagle import Eagle, EagleConfig, eagle_mixers, eagle_table
 from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.weights.formats import format_named
 
@@ -125,7 +125,7 @@ def eagle_config(
     layers, mixers = _layers(r, d, eps)
     config = EagleConfig(
         d_model=d,
-        layers=blocks(layers),
+        layers=layers,
         mixers=mixers,
         norm_eps=eps,
         target_width=target.d_model,
@@ -138,8 +138,10 @@ def eagle_config(
     return config
 
 
-def _layers(r: _Reading, d: int, eps: float) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Reads the names of the layers, and their mixers."""
+def _layers(
+    r: _Reading, d: int, eps: float
+) -> tuple[tuple[Block, ...], dict[str, Any]]:
+    """Reads the layers and their mixers."""
     layer, names = r.layer, r.shapes
     count = 1
     while f"{ATTENTION.format(i=count)}q_proj.weight" in names:
@@ -163,17 +165,7 @@ def _layers(r: _Reading, d: int, eps: float) -> tuple[tuple[str, ...], dict[str,
         layer.size("intermediate_size"),
         bias=f"{MLP.format(i=0)}down_proj.bias" in names,
     )
-    windows = [_window(r, i) for i in range(count)]
-    found: list[str] = []
-    mixers: dict[str, Any] = {"mlp": mlp}
-    for i, window in enumerate(windows):
-        name = "attention_near" if window else "attention"
-        one = replace(attention, window=window)
-        if i == 0:
-            name, one = FIRST, replace(one, d_out=d)
-        found += [name, "mlp"]
-        mixers[name] = one
-    return tuple(found), mixers
+    return eagle_mixers(attention, mlp, d, [_window(r, i) for i in range(count)])
 
 
 def _window(r: _Reading, i: int) -> int:
@@ -239,10 +231,13 @@ def _other_target(r: _Reading, width: int) -> CheckpointError:
 def _boundaries(r: _Reading) -> tuple[int, ...]:
     """Reads which residual streams of the target a drafter uses."""
     n, ids = boundary_count(r.target), r.whole.get(TAPS, None)
-    where = r.whole
-    if ids is None and r.nested.get(TAPS, None):
-        where = r.nested
-        ids = _as_boundaries(where, n)
+    where, given = r.whole, r.nested.get(TAPS, None)
+    if given:
+        converted = as_boundaries(r.nested, n)
+        if ids is None:
+            where, ids = r.nested, converted
+        elif ids not in (given, converted):
+            raise where.error(TAPS, f"{ids}, but {r.nested.within}{TAPS} is {given}")
     if ids is None:
         ids = [2, n // 2, n - 3]
         if not ids[0] < ids[1] < ids[2]:
@@ -258,9 +253,12 @@ def _boundaries(r: _Reading) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _as_boundaries(fields: ConfigFields, n: int) -> Any:
-    """Converts NVIDIA's ids: those that begin with 1 are layers whose output is used,
-    others are boundaries, as is a list that ends with the target's last boundary."""
+def as_boundaries(fields: ConfigFields, n: int) -> list[int]:
+    """Converts the ids in NVIDIA's `eagle_config` for a target of n layers.
+
+    Ids that begin with 1 are layers whose output is read, others are boundaries, as is
+    a list that ends with the target's last boundary (gpt-oss).
+    """
     ids = fields.get(TAPS)
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise fields.wants(TAPS, "a list of layers", ids)

@@ -1,7 +1,7 @@
 """Names of the tensors of block drafters, and their reading."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.convert.drafters.fields import Fields
+from stree_jax.convert.drafters.kept import can_be_kept, kept
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import Source
 from stree_jax.convert.tensors import is_finite
 from stree_jax.models import nest, stored
 from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table, half_split_order
 from stree_jax.models.params import Path as ParamPath
-from stree_jax.models.weights.weight import Format
+from stree_jax.models.weights.kept import KeptFormat
+from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Format
 
 EMBEDDING, HEAD, IDS, USED = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 MASK, MASK_FILE = "mask_embedding", "mask_embedding.pt"
@@ -159,33 +161,92 @@ def read_dflash(
     """
     files = {plain_name(name): name for name in source.tensors}
     ids, order = _head_ids(source, files, c)
+    table, sources = dflash_table(c), _sources(files, c)
+    packed = kept_sources(source, c, interleaved)
     turned = c.attention.rope.dim if interleaved and c.attention.rope else 0
-    dtype = format.dtype if format.plain else np.dtype(np.float32)
     params: dict[ParamPath, Any] = {}
-    for path, names in tensor_names(c).items():
-        param = dflash_table(c)[path]
-        if path == ("confidence", "bias") and names[0] not in files:
+    for path, param in table.items():
+        tensors = sources[path]
+        own = order if path in {("head",), ("pairs", "following")} else None
+        if path == ("confidence", "bias") and not tensors:
             params[path] = stored(param, jnp.zeros(param.shape), format)
             continue
-        parts = []
-        for name in _present(path, names, files):
-            part = source.read(files[name], dtype)
-            if not is_finite(part):
-                raise CheckpointError(
-                    f"{source.directory}: {name}: has NaN or infinity"
-                )
-            if turned and re.search(r"\.[qk]_(proj|norm)\.", name):
-                part = _half_split(part, c.attention.head_dim, turned)
-            parts.append(part)
-        whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        if order is not None and path in {("head",), ("pairs", "following")}:
-            whole = whole[order]
+        if isinstance(format, KeptFormat) and path in packed:
+            if can_be_kept(source, param, tensors):
+                params[path] = kept(source, tensors, format, own)
+                continue
+        whole = _whole(source, path, tensors, _read_dtype(format), c, turned)
+        if own is not None:
+            whole = whole[own]
         if path == ("embedding",) and MASK in files:
             mask = source.read(files[MASK]).reshape(-1)
             whole = np.array(whole)
             whole[c.mask_token] = mask
         params[path] = stored(param, jnp.asarray(whole), format)
     return DFlash(nest(params), c, ids)
+
+
+def _read_dtype(format: Format) -> np.dtype:
+    """Returns the dtype in which quantized tensors are read that are not kept."""
+    if isinstance(format, KeptFormat):
+        return BFLOAT16
+    return format.dtype if format.plain else FLOAT32
+
+
+def _sources(files: Mapping[str, str], c: DFlashConfig) -> dict[ParamPath, list[str]]:
+    """Returns the stored tensors of each parameter. The bias of a confidence head may
+    be missing."""
+    return {
+        path: [files[n] for n in _present(path, names, files) if n in files]
+        for path, names in tensor_names(c).items()
+    }
+
+
+def kept_sources(
+    source: Source, c: DFlashConfig, interleaved: bool
+) -> dict[ParamPath, list[str]]:
+    """Returns the stored tensors of the parameters that are read without a change other
+    than the order of the head's rows; see `read_dflash` for the arguments."""
+    files = {plain_name(name): name for name in source.tensors}
+    found = _sources(files, c)
+    changed = ["embedding"] if MASK in files else []
+    if interleaved:
+        changed += ["q", "kv"]
+    return {path: tensors for path, tensors in found.items() if path[-1] not in changed}
+
+
+def _whole(
+    source: Source,
+    path: ParamPath,
+    tensors: Sequence[str],
+    dtype: np.dtype,
+    c: DFlashConfig,
+    turned: int,
+) -> np.ndarray:
+    """Reads a parameter as an array.
+
+    Args:
+      source: the tensors.
+      path: the parameter.
+      tensors: names of its tensors, whose rows are stacked.
+      dtype: dtype of quantized tensors.
+      c: the architecture.
+      turned: channels of a head that rotate in pairs of neighbours, or 0.
+
+    Raises:
+      CheckpointError: a weight is NaN or infinite.
+    """
+    parts = []
+    for name in tensors:
+        part = source.read(name, dtype)
+        if not is_finite(part):
+            raise CheckpointError(
+                f"{source.directory}: {plain_name(name)}: has NaN or infinity"
+            )
+        if turned and re.search(r"\.[qk]_(proj|norm)\.", name):
+            part = _half_split(part, c.attention.head_dim, turned)
+        parts.append(part)
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _half_split(x: np.ndarray, head_dim: int, dim: int) -> np.ndarray:

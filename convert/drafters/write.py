@@ -1,5 +1,6 @@
-"""Writes block drafters in the layout of DeepSpec, which `convert.drafters` and other
-programs read: config.json and model.safetensors."""
+"""Writes drafters in layouts that `convert.drafters` and other programs read:
+config.json and model.safetensors. Block drafters have the layout of DeepSpec, EAGLE-3
+drafters that of its authors."""
 
 import json
 from os import PathLike
@@ -11,9 +12,11 @@ import numpy as np
 
 from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.drafters import names
+from stree_jax.convert.drafters.write_eagle import eagle_fields, eagle_tensors
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.store import dtype_named
 from stree_jax.models.dflash import DFlash, DFlashConfig
+from stree_jax.models.eagle import Eagle
 from stree_jax.models.params import by_path
 
 WEIGHTS = "model.safetensors"
@@ -25,15 +28,18 @@ ARCHITECTURES = {
 
 
 def save_drafter(
-    drafter: DFlash, dst: str | PathLike[str], target_layers: int | None = None
+    drafter: DFlash | Eagle,
+    dst: str | PathLike[str],
+    target_layers: int | None = None,
 ) -> None:
-    """Writes a block drafter, atomically; dst must not exist.
+    """Writes a block drafter or an EAGLE-3 drafter, atomically; dst must not exist.
 
     Args:
       drafter: the drafter.
       dst: the directory to create.
       target_layers: number of the target's layers, as `boundary_count` counts them,
-        against which a reader checks the target. If None, it is not written.
+        against which a reader of a block drafter checks the target. If None, it is not
+        written.
 
     Raises:
       CheckpointError: the layout cannot express the drafter, or dst cannot be written.
@@ -41,11 +47,15 @@ def save_drafter(
     from safetensors.numpy import save_file
 
     dtype = dtype_named(drafter.weight_format)
-    fields = config_fields(drafter.config) | {"dtype": dtype.name}
+    if isinstance(drafter, Eagle):
+        fields, arrays = eagle_fields(drafter.config), eagle_tensors(drafter, dtype)
+    else:
+        fields, arrays = config_fields(drafter.config), tensors(drafter, dtype)
+    fields["dtype"] = dtype.name
     if target_layers is not None:
         fields["num_target_layers"] = target_layers
     with atomic_directory(Path(dst)) as temporary:
-        save_file(tensors(drafter, dtype), temporary / WEIGHTS, {"format": "pt"})
+        save_file(arrays, temporary / WEIGHTS, {"format": "pt"})
         text = json.dumps(fields, indent=2) + "\n"
         (temporary / "config.json").write_text(text, encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from stree_jax.models.weights.experts import Experts
@@ -39,6 +40,12 @@ def is_weight(leaf: Any) -> bool:
 def as_weight(leaf: Any) -> Weight:
     """Returns a parameter as a `Weight`; wraps a plain array in `PlainWeight`."""
     return leaf if isinstance(leaf, Weight) else PlainWeight(leaf)
+
+
+def gathered(matrix: Any, ids: jax.Array) -> Any:
+    """Returns the rows with ids [D] int32 of a parameter, in its storage."""
+    found = as_weight(matrix).gathered(ids)
+    return found.array if isinstance(found, PlainWeight) else found
 
 
 def stack_of(experts: Any) -> Weight:

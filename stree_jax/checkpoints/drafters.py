@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from stree_jax.checkpoints.resolve import headers, local_or_hub, resolve
-from stree_jax.checks import with_hints
+from stree_jax.checks import integer, with_hints
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.drafters import (
@@ -28,14 +28,18 @@ from stree_jax.convert.drafters.names import EMBEDDING, HEAD, MASK, MASK_FILE
 from stree_jax.convert.hub import HubName, hub_name, repository
 from stree_jax.convert.source import read_json
 from stree_jax.convert.store import weights_named
-from stree_jax.models import Format, MLPConfig, Model, ModelConfig
+from stree_jax.models import Format, MLPConfig, Model, ModelConfig, format_named
 from stree_jax.models.boundaries import boundary_count
-from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table, init_dflash
+from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table
 from stree_jax.models.eagle import Eagle, EagleConfig, eagle_table, init_eagle
 from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of
+from stree_jax.models.params import abstract_table
+from stree_jax.models.trimming import trimmed_config, trimmed_eagle_config
+from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
 from stree_jax.speculation.drafters.dflash import DFlashSource
 
+INT8 = "int8"  # format of a drafter without kept matrices if its target is quantized
 DEFAULT_TAPS = 3  # layers that an EAGLE-3 drafter without a list reads
 # Parts of a model's name that say how its weights are stored.
 _STORAGE = re.compile(
@@ -66,8 +70,9 @@ def load_drafter(
     Args:
       path_or_hub_id: a directory, or OWNER/NAME on the hub.
       dtype: "float32", "bfloat16" or "int8". If None, bfloat16 and quantized weights
-        are bfloat16 in memory, and all others float32. Quantized weights are not kept
-        as they are, so "kept" means the same as None.
+        are bfloat16 in memory, and all others float32. "kept" and "kept-int8" keep the
+        quantized matrices of block drafters as they are; for drafters without such
+        matrices they mean the same as None.
       target: the model that it drafts for. EAGLE drafters need it. If given, the
         drafter is checked against it, and a copy of its embedding or head is not kept
         twice.
@@ -88,11 +93,10 @@ def load_drafter(
         return opened.read(known, opened.weight_format(dtype), config)
 
 
-def drafter_config_and_format(
+def drafter_config(
     path_or_hub_id: str | Path, target: ModelConfig
-) -> tuple[DFlashConfig | EagleConfig, Format]:
-    """Returns a drafter's architecture and the default format of its weights, without
-    reading weights.
+) -> DFlashConfig | EagleConfig:
+    """Returns a drafter's architecture, without reading weights.
 
     Args:
       path_or_hub_id: as in `load_drafter`.
@@ -100,20 +104,40 @@ def drafter_config_and_format(
     """
     with _opened(path_or_hub_id) as opened:
         _check_target(opened, Model({}, target))
-        return opened.config(target), opened.weight_format()
+        return opened.config(target)
 
 
-def drafter_info(path_or_hub_id: str | Path) -> dict[str, Any]:
+def format_for_kept(path_or_hub_id: str | Path) -> Format:
+    """Returns the default format of a drafter's weights if its target's are kept, from
+    headers: "kept-int8" if quantized matrices of the drafter can be kept, else int8."""
+    with _opened(path_or_hub_id) as opened:
+        found = opened.weight_format(KEPT_INT8)
+    return found if isinstance(found, KeptFormat) else format_named(INT8)
+
+
+def drafter_info(
+    path_or_hub_id: str | Path, draft_vocab: int | None = None
+) -> dict[str, Any]:
     """Describes a drafter from its config and headers. Reads no weights.
 
     "boundaries" are the places in the target that it reads: after so many layers.
+    "kept_weight_bytes" is the size if quantized matrices are kept, which is the default
+    for targets whose weights are kept; it is absent if there are none.
+
+    Args:
+      path_or_hub_id: as in `load_drafter`.
+      draft_vocab: number of tokens that it shall draft. If None, those of its head.
     """
     with _opened(path_or_hub_id) as opened:
         format = opened.weight_format()
         if opened.family == "block":
-            facts = _block_facts(opened.block_config, format)
+            facts = _block_facts(opened.block_config, format, draft_vocab)
+            kept = opened.weight_format(KEPT_INT8)
+            if draft_vocab is None and isinstance(kept, KeptFormat):
+                packed = abstract_table(dflash_table(opened.block_config), kept)
+                facts["kept_weight_bytes"] = size_of(packed)
         else:
-            facts = _eagle_facts(opened, format)
+            facts = _eagle_facts(opened, format, draft_vocab)
         return {
             "path": str(path_or_hub_id),
             "format": facts.pop("kind"),
@@ -224,8 +248,20 @@ def _equal(opened: OpenedDrafter, name: str, array: Any) -> bool:
     return np.array_equal(own, np.asarray(array.astype(own.dtype)))
 
 
-def _block_facts(c: DFlashConfig, format: Format) -> dict[str, Any]:
-    empty = jax.eval_shape(partial(init_dflash, c, dtype=format), key_of(0))
+def _checked(rows: int, vocab: int) -> int:
+    """Returns a number of tokens to draft.
+
+    Raises:
+      ValueError: it is out of range.
+    """
+    return integer("draft vocabulary", rows, 1, vocab, f"1..{vocab} tokens")
+
+
+def _block_facts(c: DFlashConfig, format: Format, rows: int | None) -> dict[str, Any]:
+    """Describes a block drafter, with a draft vocabulary if `rows` is not None."""
+    if rows is not None:
+        c = trimmed_config(c, _checked(rows, c.vocab_size))
+    empty = abstract_table(dflash_table(c), format)
     windows = [layer.window for layer in c.layers]
     return {
         "kind": c.kind,
@@ -247,20 +283,24 @@ def _block_facts(c: DFlashConfig, format: Format) -> dict[str, Any]:
     }
 
 
-def _eagle_facts(opened: OpenedDrafter, format: Format) -> dict[str, Any]:
+def _eagle_facts(
+    opened: OpenedDrafter, format: Format, rows: int | None
+) -> dict[str, Any]:
     """Describes an EAGLE drafter, whose architecture depends on the target, for a
-    target of the width that its tensors show."""
-    listed = [
-        fields.get(TAPS, None)
-        for fields in (opened.fields, opened.fields.object("eagle_config"))
-    ]
-    ids = next((ids for ids in listed if ids), None)
+    target of the width that its tensors show; `rows` is as in `_block_facts`."""
+    own, nested = opened.fields, opened.fields.object("eagle_config")
+    ids = own.get(TAPS, None) or nested.get(TAPS, None)
     c = opened.config(_stand_in(opened, ids))
     assert isinstance(c, EagleConfig)
+    if rows is not None:
+        c = trimmed_eagle_config(c, _checked(rows, c.vocab_size))
     empty = jax.eval_shape(partial(init_eagle, c, dtype=format), key_of(0))
     kind = "EAGLE-2" if c.fused else "EAGLE-3" if c.mask_token is None else "P-EAGLE"
-    unlisted = "2, n // 2 and n - 3 of a target of n layers"
-    boundaries = list(c.boundaries) if ids or not c.boundaries else unlisted
+    boundaries: Any = list(c.boundaries)
+    if c.boundaries and not ids:
+        boundaries = "2, n // 2 and n - 3 of a target of n layers"
+    elif c.boundaries and boundaries != sorted(ids):
+        boundaries = f"{boundaries}, or {ids} of a target of {max(ids)} layers"
     return {
         "kind": kind,
         "boundaries": boundaries,

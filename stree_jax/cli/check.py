@@ -5,6 +5,7 @@ Imports nothing heavy before it runs: --help is fast.
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,14 @@ drafts one token per level, and the table says how often the draft is the target
 probable token, where the drafts before it are the text's own. A drafter and a target
 that belong together agree on 60 to 90 % of the first drafts in the kind of text that
 the drafter was trained for (the target's own answers, in its chat template); a mistake
-in reading the drafter leaves 10 to 60 %. For block drafters the command also tries the
-usual mistakes, and says if one of them agrees better.""",
+in reading the drafter leaves 10 to 60 %. For published drafters and MTP layers the
+command also tries the usual mistakes, says if one of them agrees better, and prints
+what makers and users report.""",
     "stree-jax check-drafter --model OWNER/MODEL --drafter OWNER/NAME --text chat.txt",
 )
 LEVELS, NODES = 7, 16
-BETTER = 0.1  # a reading that agrees this much more often is probably the right one
+# A reading with so many more right drafts, of the first two, is probably the right one.
+BETTER = 0.1
 
 
 def add_check_options(p: argparse.ArgumentParser) -> None:
@@ -45,6 +48,7 @@ def run_check(args: argparse.Namespace) -> None:
     from stree_jax.convert.files import read_text
     from stree_jax.generation import encode_prompts
     from stree_jax.pair import load_pair
+    from stree_jax.reported import as_json, as_lines
 
     if args.tokens < 2 or args.levels < 1:
         raise ValueError("want --tokens of 2 or more and --levels of 1 or more")
@@ -54,8 +58,10 @@ def run_check(args: argparse.Namespace) -> None:
     if len(ids) < 2:
         raise ValueError(f"{args.text}: want at least 2 tokens of text")
     report = check(target, drafter, ids, args.levels)
+    name = drafter if isinstance(drafter, str) else args.drafter
+    names = report["kind"], name or "", args.model
     if args.json:
-        print(json.dumps(report))
+        print(json.dumps(report | as_json(*names)))
         return
     print(f"{report['tokens']} tokens; drafter: {report['drafter']}\n")
     print("draft  agrees  places")
@@ -65,11 +71,18 @@ def run_check(args: argparse.Namespace) -> None:
     print(f"\ntokens per pass on this text: chain {report['chain']:.2f}")
     if report["tree"]:
         print(f"  with the best tree of {NODES} nodes {report['tree']:.2f}")
-    for name, share in report["readings"].items():
-        print(f"read {name}: first drafts agree {share:.1%}")
+    for name, shares in report["readings"].items():
+        print(f"read {name}: {_shown(shares)}")
     if report["better"]:
         print(f"warning: read {report['better']}, the drafter agrees much better; its")
         print("config seems to be wrong, or it belongs to another target")
+    for line in as_lines(*names):
+        print(line)
+
+
+def _shown(shares: list[float]) -> str:
+    names = zip(("first", "second"), shares, strict=False)
+    return ", ".join(f"{name} drafts agree {share:.1%}" for name, share in names)
 
 
 def check(target: Any, drafter: Any, ids: Sequence[int], levels: int) -> dict[str, Any]:
@@ -83,24 +96,26 @@ def check(target: Any, drafter: Any, ids: Sequence[int], levels: int) -> dict[st
     """
     from stree_jax.agreement import agreement
     from stree_jax.models.dflash import DFlash
-    from stree_jax.speculation.drafters.dflash import readings
     from stree_jax.speculation.drafters.table import source_of
     from stree_jax.speculation.tree import Budget
 
     source = source_of(drafter, target.config)
     depth = min(levels, source.search_size[1])
     chain = agreement(target, drafter, ids, f"chain:{depth}")
-    tree, others = 0.0, {}
+    tree, short = 0.0, f"chain:{min(depth, 2)}"
     if isinstance(source.value, DFlash):
         tree = agreement(target, drafter, ids, Budget(NODES, depth)).tau()
-        for name, other in readings(source.value, target.config).items():
-            others[name] = _first(agreement(target, other, ids, "chain:1"))
-    best = max(others, key=lambda name: others[name], default=None)
-    better = best is not None and others[best] > _first(chain) + BETTER
+    others = {
+        name: _shares(agreement(target, other, ids, short))
+        for name, other in source.readings(target).items()
+    }
+    best = max(others, key=lambda name: _right(others[name]), default=None)
+    better = best is not None and _right(others[best]) > _right(_shares(chain)) + BETTER
     named = source.name if isinstance(source.value, str) else repr(source.value)
     return {
         "tokens": len(ids),
         "drafter": named,
+        "kind": source.kind,
         "by_position": chain.by_position(),
         "chain": chain.tau(),
         "tree": tree,
@@ -109,6 +124,12 @@ def check(target: Any, drafter: Any, ids: Sequence[int], levels: int) -> dict[st
     }
 
 
-def _first(found: "Agreement") -> float:
-    """Returns how often first drafts agree."""
-    return found.by_position()[0][0]
+def _shares(found: "Agreement") -> list[float]:
+    """Returns how often the first two drafts agree, or the first if there is one
+    level."""
+    return [share for share, _ in found.by_position()[:2]]
+
+
+def _right(shares: list[float]) -> float:
+    """Returns the expected number of right drafts."""
+    return sum(math.prod(shares[:n]) for n in range(1, len(shares) + 1))

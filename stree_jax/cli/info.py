@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stree_jax.cli.common import notes
 from stree_jax.cli.plan import Draw, add_report_options, aligned
-from stree_jax.options import CONTEXT_HELP, add, group
+from stree_jax.options import CONTEXT_HELP, DRAFTING, add, add_draft_vocabulary, group
 
 if TYPE_CHECKING:
     from stree_jax.models import Format, ModelConfig
@@ -18,6 +18,7 @@ NOTES = notes(
     "Reads configuration and headers only: no weights are loaded or downloaded.",
     "stree-jax info OWNER/NAME",
     "stree-jax info model-Q4_K_M.gguf --context 8192",
+    "stree-jax info OWNER/DRAFTER --draft-vocab 32768",
 )
 
 
@@ -28,6 +29,7 @@ def add_info_options(p: argparse.ArgumentParser) -> None:
     work = group(p, "Workload of the memory estimate")
     add(work, "--batch", int, 1, "sequences decoded together")
     add(work, "--context", int, 2048, CONTEXT_HELP)
+    add_draft_vocabulary(group(p, DRAFTING))
     add_report_options(p)
 
 
@@ -39,6 +41,8 @@ def run_info(args: argparse.Namespace, draw: Draw) -> None:
     if is_published(args.path):
         print_drafter(args)
         return
+    if args.draft_vocab is not None:
+        raise ValueError(f"--draft-vocab: {args.path} is a model, not a drafter")
     contents, config, format = info_and_config(args.path)
     decoding = plain_decoding(config, format, args.batch, args.context)
     if args.figure:
@@ -60,11 +64,13 @@ def print_drafter(args: argparse.Namespace) -> None:
 
     if args.figure:
         raise ValueError(f"--figure: {args.path} is a drafter, not a model")
-    contents = drafter_info(args.path)
+    contents = drafter_info(args.path, args.draft_vocab)
     if args.json:
         print(json.dumps(contents))
-    else:
-        print_aligned(contents)
+        return
+    rows, vocab = contents["draft_vocab_size"], contents["vocab_size"]
+    some = f"{rows:,} of {vocab:,} tokens" if rows < vocab else f"all {vocab:,} tokens"
+    print_aligned(contents | {"draft_vocab_size": some})
 
 
 def print_aligned(contents: dict[str, Any]) -> None:

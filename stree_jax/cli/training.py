@@ -43,11 +43,13 @@ DISTILL_NOTES = notes(
     + RESUME_NOTES
     + """
 
-With --kind dspark, the states of the target are stored in --work (2 bytes per channel,
-layer that is read and token).""",
+With --kind dspark or eagle3, the states of the target are stored in --work (2 bytes per
+channel, layer that is read and token).""",
     "stree-jax distill --target PATH --text FOLDER --out my-drafter --work my-run",
     "stree-jax distill --target PATH --text FOLDER --out my-drafter --work my-run "
     "--kind dspark --own-tokens 400000 --length 192",
+    "stree-jax distill --target PATH --text FOLDER --out my-drafter --work my-run "
+    "--kind eagle3 --own-tokens 400000 --length 192",
 )
 HEADS_NOTES = notes(
     TEXT_NOTES
@@ -58,16 +60,23 @@ resumes from the newest save. generate and chat use the heads with --drafter OUT
     "stree-jax heads --target PATH --text FOLDER --out my-heads --work my-run",
 )
 MODEL_SIZE = "Size of the model"
-KINDS = ("model", "dspark")
-# Options of --kind dspark with their defaults, which are not those of argparse: with
+KINDS = ("model", "dspark", "eagle3")
+LAYERS = {"model": 2, "dspark": 2, "eagle3": 1}
+READERS = KINDS[1:]  # kinds that read the target's residual streams
+# Options of these kinds, with their defaults, which are not those of argparse: with
 # another kind, a given one is an error.
-BLOCK_OPTIONS = (
-    ("drafts", 5, "tokens that one pass drafts"),
-    ("taps", None, "layers of the target that are read (default: 3, or all of fewer)"),
-    ("rank", 128, "rank of the scores of token pairs"),
-    ("window", 128, "tokens of the text that a layer sees; 0 for all"),
-    ("roots", 32, "blocks in each sequence"),
-    ("tokens", 500_000, "tokens of --text to learn from"),
+READER_OPTIONS = (
+    ("drafts", 5, "tokens that are drafted in a row", READERS),
+    (
+        "taps",
+        None,
+        "layers of the target that are read (default: 3, or all of fewer)",
+        READERS,
+    ),
+    ("window", 128, "tokens of the text that a layer sees; 0 for all", READERS),
+    ("rank", 128, "rank of the scores of token pairs", ("dspark",)),
+    ("roots", 32, "places in each sequence at which drafts begin", READERS),
+    ("tokens", 500_000, "tokens of --text to learn from", READERS),
 )
 TRAINING = "Training"
 
@@ -95,23 +104,26 @@ def add_training_parsers(command: Command) -> None:
     add(size, "--tokenizer", Path, None, text, metavar="FILE")
     add(size, "--vocab-size", int, 2048, "entries of the tokenizer to train")
 
-    text = "train a draft model or a DSpark drafter for a target, by distillation"
+    text = "train a draft model, or a DSpark or EAGLE-3 drafter, for a target, by "
+    text += "distillation"
     p = command("distill", text, DISTILL_NOTES, f"--target MODEL {paths}")
     add_target(p)
-    text = "what to train: a Mamba2 draft model, or a DSpark drafter, which reads the "
-    text += "target's layers and drafts a block in one pass"
+    text = "what to train: a Mamba2 draft model, or a drafter that reads the target's "
+    text += "layers: a DSpark drafter drafts a block in one pass, an EAGLE-3 drafter "
+    text += "drafts level by level"
     add(group(p, MODEL_SIZE), "--kind", str, "model", text, choices=KINDS)
     add_training_options(p, steps=2000, learning_rate=4e-3)
     size = group(p, MODEL_SIZE)
     text = "model width of the draft model (default: half the target's)"
     add(size, "--width", int, None, text)
-    add(size, "--layers", int, 2, "layers of the draft model or drafter")
+    text = "layers of the draft model or drafter (default: 2; 1 with --kind eagle3)"
+    add(size, "--layers", int, None, text)
     text = "use the target's embedding and output matrix unchanged, and its width"
     size.add_argument("--target-embedding", action="store_true", help=text)
     text = "tokens of text that the target writes itself before training; if above 0, "
     text += "half of every batch is from it"
     add(group(p, TRAINING), "--own-tokens", int, 0, text)
-    add_block_options(p)
+    add_reader_options(p)
     add_template_option(p)
 
     text = "train Medusa heads for a target"
@@ -156,11 +168,12 @@ def add_training_parsers(command: Command) -> None:
     add(table, "--keep", int, 8, "most next tokens stored for a context")
 
 
-def add_block_options(p: argparse.ArgumentParser) -> None:
-    """Adds the options of --kind dspark."""
-    size = group(p, "With --kind dspark")
-    for name, default, text in BLOCK_OPTIONS:
+def add_reader_options(p: argparse.ArgumentParser) -> None:
+    """Adds the options of the kinds `READERS`."""
+    size = group(p, f"With --kind {' or '.join(READERS)}")
+    for name, default, text, kinds in READER_OPTIONS:
         text += "" if default is None else f" (default: {default})"
+        text += "" if kinds == READERS else f"; only with --kind {', '.join(kinds)}"
         add(size, f"--{name}", int, None, text)
 
 
@@ -270,37 +283,58 @@ def speller(args: argparse.Namespace) -> "Spell | None":
 
 
 def run_distill(args: argparse.Namespace, job: "Job") -> None:
-    if args.kind == "dspark":
-        run_dspark(args, job)
+    values = reader_options(args)
+    layers = LAYERS[args.kind] if args.layers is None else args.layers
+    if args.kind in READERS:
+        train_reader(args, job, layers, values)
         return
     from stree_jax.training.distill import DrafterSize, distill_drafter
 
-    for name, *_ in BLOCK_OPTIONS:
-        if getattr(args, name) is not None:
-            raise ValueError(f"--{name}: only with --kind dspark")
-    size = DrafterSize(args.width, args.layers, args.target_embedding)
+    size = DrafterSize(args.width, layers, args.target_embedding)
     distill_drafter(job, args.target, size, args.own_tokens)
 
 
-def run_dspark(args: argparse.Namespace, job: "Job") -> None:
+def reader_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the values of the options that belong to a kind.
+
+    Raises:
+      ValueError: an option of another kind is given.
+    """
+    values: dict[str, Any] = {}
+    for name, default, _, kinds in READER_OPTIONS:
+        given = getattr(args, name)
+        if args.kind in kinds:
+            values[name] = default if given is None else given
+        elif given is not None:
+            raise ValueError(f"--{name}: only with --kind {' or '.join(kinds)}")
+    return values
+
+
+def train_reader(
+    args: argparse.Namespace, job: "Job", layers: int, values: dict[str, Any]
+) -> None:
+    """Trains a drafter of one of the kinds `READERS` and writes it."""
     from stree_jax.convert.drafters.write import save_drafter
-    from stree_jax.training.dspark import DSparkSize, train_dspark
+    from stree_jax.training.stretches import Amounts
 
     if args.width is not None or args.target_embedding:
         raise ValueError(
-            "--kind dspark: takes the target's width and embedding; leave out --width "
-            "and --target-embedding"
+            f"--kind {args.kind}: takes the target's width and embedding; leave out "
+            "--width and --target-embedding"
         )
-    given = {name: getattr(args, name) for name, *_ in BLOCK_OPTIONS}
-    values: dict[str, Any] = {
-        name: default if given[name] is None else given[name]
-        for name, default, _ in BLOCK_OPTIONS
-    }
-    roots, tokens = values.pop("roots"), values.pop("tokens")
-    sizes = dict(roots=roots, tokens=tokens, own_tokens=args.own_tokens)
-    size = DSparkSize(args.layers, **values)
-    drafter, layers = train_dspark(job, args.target, size, **sizes)
-    save_drafter(drafter, args.out, layers)
+    amounts = Amounts(values.pop("roots"), values.pop("tokens"), args.own_tokens)
+    drafter: Any
+    if args.kind == "dspark":
+        from stree_jax.training.dspark import DSparkSize, train_dspark
+
+        size = DSparkSize(layers, **values)
+        drafter, count = train_dspark(job, args.target, size, amounts)
+    else:
+        from stree_jax.training.eagle import EagleSize, train_eagle
+
+        eagle_size = EagleSize(layers, **values)
+        drafter, count = train_eagle(job, args.target, eagle_size, amounts)
+    save_drafter(drafter, args.out, count)
     print_status(f"wrote {args.out}: {drafter}")
 
 

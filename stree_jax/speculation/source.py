@@ -125,6 +125,11 @@ class Source:
         return self if self.prefers_auto else None
 
     @property
+    def kind(self) -> str:
+        """The published name of its method, such as "DSpark"; "" without one."""
+        return ""
+
+    @property
     def count(self) -> int:
         """Number of parts, such as heads; 0 if it is not divided into parts."""
         return 0
@@ -181,6 +186,12 @@ class Source:
         # A row sums to at most 1.
         ranks[1:] *= min(1, (1 - self.top1) / ranks[1:].sum())
         return Acceptance(np.tile(ranks, (DEEPEST, 1)))
+
+    def readings(self, target: Model) -> dict[str, Any]:
+        """Returns the drafter as the usual mistakes in its config would have it read,
+        by a description. The values are drafters or sources; `check-drafter` tries
+        them."""
+        return {}
 
     def work(self, target: Model) -> Work:
         """Returns the work of drafting for a target."""

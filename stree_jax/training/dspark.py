@@ -1,10 +1,7 @@
 """Trains a DSpark drafter on a frozen target (arXiv 2607.05147).
 
-The target first reads a text and text of its own, and its hidden states and the
-residual streams that the drafter reads are stored in files. A training example is a
-stretch of text in which blocks begin at random tokens, the roots. All blocks of a
-stretch run in one pass over the stretch's context rows; a block sees the rows before
-its root. The tokens before each draft are the text's.
+Training examples are those of `training.stretches`. All blocks of a stretch run in one
+pass over the stretch's context rows; a block sees the rows before its root.
 
 With the target's distribution p and the drafter's q at draft k = 1, 2, ..:
 
@@ -15,15 +12,10 @@ is the probability that the draft is accepted, which the confidence c estimates.
 the drafter's distribution without the Markov head, from which some programs take the
 candidates; without a loss of its own, the right token is often missing there.
 
-Letters: B stretches, T tokens of a stretch, A roots in a stretch, M drafts of a block,
-m residual streams, d width, V tokens of the vocabulary, r rank.
+Letters: those of `training.stretches`; r rank.
 """
 
-import math
-import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.load import Model, load
-from stree_jax.convert.hub import hub_name
-from stree_jax.models import AttentionConfig, ModelConfig, Rope, base_model, logits_of
+from stree_jax.checkpoints.load import Model
 from stree_jax.models import Model as BareModel
-from stree_jax.models.boundaries import boundary_count, tap_of
+from stree_jax.models import ModelConfig
+from stree_jax.models.boundaries import boundary_count
 from stree_jax.models.dflash import (
     DFlash,
     DFlashConfig,
@@ -48,21 +39,23 @@ from stree_jax.models.dflash import (
     run_block,
 )
 from stree_jax.models.dflash_pairs import confidence, no_memory, pair_bias
-from stree_jax.models.heads import head_of
-from stree_jax.training.kept import (
-    GENERATED,
-    PROMPT,
-    keep_own_text,
-    keep_tapped,
-    spread_windows,
+from stree_jax.training.recipe import Job
+from stree_jax.training.stretches import (
+    Amounts,
+    attention_of,
+    check_least,
+    divergences,
+    draft_slots,
+    prepare_stretches,
+    published_name,
+    spread_boundaries,
+    target_log_probs,
+    train_on_stretches,
+    weighted,
 )
-from stree_jax.training.recipe import Job, prepare_for
-from stree_jax.training.train import Batch, Examples, Params, TrainConfig, learn
+from stree_jax.training.train import Batch, Params
 
-HELD_OUT = 64  # held-out windows of each source
-DECAY = 4.0  # drafts over which the weight falls to 1/e
 ALONE = 0.25  # weight of the loss without the Markov head
-HEAD = 64  # channels of an attention head
 
 
 @dataclass(frozen=True)
@@ -101,28 +94,16 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
     Raises:
       ValueError: the size does not fit the target.
     """
-    d, last = target.d_model, boundary_count(target)
-    taps = min(3, last) if size.taps is None else size.taps
-    if not 1 <= taps <= last:
-        raise ValueError(f"--taps: want 1..{last}, got {taps}")
-    if d % HEAD:
-        raise ValueError(f"target: want a width divisible by {HEAD}, got {d}")
-    for name in ("layers", "drafts", "rank", "window"):
-        value, least = getattr(size, name), int(name != "window")
-        if value < least:
-            raise ValueError(f"--{name}: want at least {least}, got {value}")
-    heads = d // HEAD
-    # As many key as query heads: slots read the text only through the values.
-    attention = AttentionConfig(
-        *(heads, heads, HEAD), rope=Rope(1e4, HEAD), qk_norm_eps=1e-6
-    )
+    d = target.d_model
+    check_least(size, layers=1, drafts=1, rank=1, window=0)
     return DFlashConfig(
         d_model=d,
         vocab_size=target.vocab_size,
         target_width=d,
-        boundaries=tuple(last * (i + 1) // taps for i in range(taps)),
+        boundaries=spread_boundaries(target, size.taps),
         layers=(DFlashLayer(size.window, size.causal),) * size.layers,
-        attention=attention,
+        # As many key as query heads: slots read the text only through the values.
+        attention=replace(attention_of(target), qk_norm_eps=1e-6),
         d_mlp=size.mlp or d // 2,
         slots=size.drafts,
         mask_token=mask,
@@ -200,7 +181,7 @@ def block_scores(
     Args:
       drafter: the drafter.
       output: the target's embedding and head.
-      batch: see `Blocks.loss`.
+      batch: see `StretchSubject.log_probs`.
 
     Returns:
       Log-probabilities [B A, M, V] of the target, of the drafter, and of the drafter
@@ -208,28 +189,25 @@ def block_scores(
     """
     states, tokens, places = batch["states"], batch["tokens"], batch["places"]
     M, V = drafter.config.drafts, output.config.num_tokens
-    slots = places[..., None] + jnp.arange(M, dtype=jnp.int32)[None, None]
-    rows = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
-    hidden = block_states(
-        drafter, output, states[:, :, 1:], tokens[rows, places], places
-    )
-    previous = tokens[rows[..., None], slots].reshape(-1, M)
+    rows, slots = draft_slots(batch, M)
+    previous = tokens[rows, slots]
+    hidden = block_states(drafter, output, states[:, :, 1:], previous[..., 0], places)
     hidden = hidden.reshape(-1, *hidden.shape[2:])
-    alone, logits, sure = forced(drafter, output, hidden, previous)
+    alone, logits, sure = forced(drafter, output, hidden, previous.reshape(-1, M))
     assert sure is not None  # `dspark_config` has a confidence head
-    wanted = logits_of(output, states[:, :, 0].astype(jnp.float32))[..., :V]
-    wanted = jax.nn.log_softmax(jax.lax.stop_gradient(wanted))
-    wanted = wanted[rows[..., None], slots].reshape(-1, M, V)
     one, other = (jax.nn.log_softmax(x[..., :V]) for x in (logits, alone))
-    return wanted, one, other, sure
+    return target_log_probs(output, batch, M), one, other, sure
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A block drafter that is trained. The teacher is the target's embedding and
-    head."""
+    """A block drafter that is trained, see `StretchSubject`."""
 
     config: DFlashConfig
+
+    @property
+    def drafts(self) -> int:
+        return self.config.drafts
 
     def init(self, key: jax.Array) -> Params:
         return init_dflash(self.config, key, jnp.float32)
@@ -237,111 +215,26 @@ class Blocks:
     def cast(self, params: Params, dtype: Any) -> Params:
         return cast_dflash(self.config, params, dtype)
 
+    def log_probs(
+        self, params: Params, batch: Batch, output: BareModel
+    ) -> tuple[jax.Array, jax.Array]:
+        return block_scores(DFlash(params, self.config), output, batch)[:2]
+
     def loss(self, params: Params, batch: Batch, teacher: BareModel) -> jax.Array:
         """Returns the mean loss of the drafts, in nats.
 
         Args:
           params: the drafter's parameters.
-          batch: "states" [B, T, 1 + m, d], the target's hidden states and residual
-            streams; "tokens" [B, T] int32; "places" [B, A] int32 of the roots, at most
-            T - M.
+          batch: see `StretchSubject.log_probs`.
           teacher: the target's embedding and head.
         """
-        drafter = DFlash(params, self.config)
-        p, q, alone, sure = block_scores(drafter, teacher, batch)
-        weights = np.exp(-np.arange(self.config.drafts) / DECAY)
-        kl = (jnp.exp(p) * (p - q + ALONE * (p - alone))).sum(axis=-1)
-        apart = jnp.abs(jnp.exp(p) - jnp.exp(q)).sum(axis=-1) / 2
+        p, q, alone, sure = block_scores(DFlash(params, self.config), teacher, batch)
+        kl, apart = divergences(p, q)
+        kl += ALONE * divergences(p, alone)[0]
         accepted = jax.lax.stop_gradient(1 - apart)
         sure = jnp.clip(sure, 1e-6, 1 - 1e-6)
         bce = -accepted * jnp.log(sure) - (1 - accepted) * jnp.log1p(-sure)
-        each = (kl + apart + bce).mean(axis=0)
-        return (each * jnp.asarray(weights / weights.sum(), jnp.float32)).sum()
-
-
-@dataclass(frozen=True)
-class Stretches:
-    """Texts of one source with a target's states.
-
-    Attributes:
-      tokens: [n, L] ints.
-      states: [n, L, 1 + m, d], see `Blocks.loss`.
-      first: the first token that is a root.
-    """
-
-    tokens: np.ndarray
-    states: np.ndarray
-    first: int
-
-    def cut(self, rng: np.random.Generator, length: int, roots: int, M: int) -> Batch:
-        """Returns a random stretch of a random text, with random roots. Text that the
-        target wrote keeps its end, so that roots are not in the prompt."""
-        row, L = rng.integers(0, len(self.tokens)), self.tokens.shape[1]
-        start = L - length if self.first else rng.integers(0, L - length + 1)
-        least = max(self.first - int(start), 1)
-        places = least + rng.permutation(length - M + 1 - least)[:roots]
-        part = slice(start, start + length)
-        return {
-            "states": self.states[row, part],
-            "tokens": self.tokens[row, part].astype(np.int32),
-            "places": np.sort(places).astype(np.int32),
-        }
-
-
-def block_examples(
-    train: TrainConfig,
-    learnt: Sequence[Stretches],
-    held: Sequence[Stretches],
-    roots: int,
-    drafts: int,
-) -> Examples:
-    """Returns examples whose rows are from the sources in turn.
-
-    Args:
-      train: the training settings; `length` is T.
-      learnt, held: the sources, for training and evaluation.
-      roots: A.
-      drafts: M.
-    """
-
-    def batch(rng: np.random.Generator, sources: Sequence[Stretches]) -> Batch:
-        size = train.length, roots, drafts
-        rows = [sources[i % len(sources)].cut(rng, *size) for i in range(train.batch)]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-    def batches(step: int) -> Iterator[Batch]:
-        while True:
-            yield batch(np.random.default_rng([train.seed, step]), learnt)
-            step += 1
-
-    count = max(len(held) * HELD_OUT // train.batch, 1)
-    rng = np.random.default_rng([train.seed, 0, 1])
-    settings = {"sources": [list(s.states.shape) for s in learnt], "roots": roots}
-    return Examples(batches, [batch(rng, held) for _ in range(count)], settings)
-
-
-@partial(jax.jit, static_argnums=0)
-def _agreements(
-    config: DFlashConfig, params: Params, batch: Batch, output: BareModel
-) -> tuple[jax.Array, jax.Array]:
-    p, q, *_ = block_scores(DFlash(params, config), output, batch)
-    right = p.argmax(axis=-1) == q.argmax(axis=-1)
-    return right, jnp.minimum(jnp.exp(p), jnp.exp(q)).sum(axis=-1)
-
-
-def agreement(
-    drafter: DFlash, output: BareModel, batches: Sequence[Batch]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns by draft how often drafter and target agree on the likeliest token after
-    the text's tokens, and the mean probability of acceptance, [M] each."""
-    found = [
-        _agreements(
-            drafter.config, drafter.params, jax.tree.map(jnp.asarray, b), output
-        )
-        for b in batches
-    ]
-    right, accepted = (np.concatenate(x) for x in zip(*found, strict=True))
-    return right.mean(axis=0), accepted.mean(axis=0)
+        return weighted(kl + apart + bce)
 
 
 def rarest_token(tokens: np.ndarray, target: ModelConfig) -> int:
@@ -351,63 +244,20 @@ def rarest_token(tokens: np.ndarray, target: ModelConfig) -> int:
     return int(target.num_tokens - 1 - counts[::-1].argmin())
 
 
-def published_name(target: str | Path | Model) -> str:
-    """Returns the hub id of a target, or "" if it is not from the hub."""
-    if not isinstance(target, str) or Path(target).exists():
-        return ""
-    found = hub_name(target)
-    return "" if found is None else found.repo
-
-
-def check_sizes(
-    length: int, drafts: int, roots: int, tokens: int, own_tokens: int, window: int
-) -> None:
-    """Raises ValueError for sizes that do not fit together, before the target reads
-    text."""
-    least_of = {
-        "roots": (roots, 1),
-        "tokens": (tokens, 1),
-        "own-tokens": (own_tokens, 0),
-    }
-    for name, (value, least) in least_of.items():
-        if value < least:
-            raise ValueError(f"--{name}: want at least {least}, got {value}")
-    most = min(window, PROMPT + GENERATED - 1) if own_tokens else window
-    least = PROMPT + drafts + roots
-    if not least <= length <= most:
-        raise ValueError(
-            f"--length: want {least}..{most} tokens for {roots} blocks of {drafts} "
-            f"drafts, got {length}"
-        )
-
-
 def train_dspark(
     job: Job,
     target: str | Path | Model,
-    size: DSparkSize = DSparkSize(),
-    *,
-    roots: int = 32,
-    tokens: int = 500_000,
-    own_tokens: int = 400_000,
-    window: int = 256,
+    size: DSparkSize,
+    amounts: Amounts,
     dtype: str = "float32",
 ) -> tuple[DFlash, int]:
     """Trains a DSpark drafter for a target.
 
-    Half of the examples are from the text. The others are written greedily by the
-    target from beginnings of the text, and their roots are in what it wrote.
-
     Args:
-      job: the text, the folders, and the training settings. `work` must have space for
-        the states, 2 (1 + taps) d bytes per token, and the saves. The caller writes
-        `out`.
+      job: as in `train_on_stretches`.
       target: the target model, or its path or name.
       size: the size of the drafter.
-      roots: A, blocks in each stretch of `length` tokens.
-      tokens: number of tokens of text to read, spread evenly over the text.
-      own_tokens: number of tokens that the target generates. If 0, the drafter learns
-        from the text only.
-      window: number of tokens that the target reads from an empty state.
+      amounts: how much text is used.
       dtype: dtype of the target during training.
 
     Returns:
@@ -416,45 +266,9 @@ def train_dspark(
     Raises:
       ValueError: the arguments or files are invalid.
     """
-    job.check()
-    check_sizes(job.train.length, size.drafts, roots, tokens, own_tokens, window)
-    loaded = target if isinstance(target, Model) else load(target, dtype=dtype)
-    data, bare = prepare_for(job, loaded, str(target)), base_model(loaded)
+    loaded, data = prepare_stretches(job, target, size.drafts, amounts, dtype)
     mask = rarest_token(np.asarray(data.train), loaded.config)
     config = dspark_config(loaded.config, size, mask)
     config = replace(config, target=published_name(target))
-    taps = tuple(tap_of(loaded.config, b) for b in config.boundaries)
-
-    def sources(name: str, stream: np.ndarray, read: int, own: int) -> list[Stretches]:
-        """Returns the text with its states, and what the target wrote (if any)."""
-        texts = spread_windows(stream, window, read)
-        states = keep_tapped(bare, texts, job.work / f"{name}.text", taps)
-        found = [Stretches(texts[:, :-1], states, 0)]
-        if own:
-            prompts = spread_windows(stream, window, own)
-            texts = keep_own_text(bare, prompts, job.work / f"{name}.own")
-            states = keep_tapped(bare, texts, job.work / f"{name}.own_states", taps)
-            found.append(Stretches(texts[:, :-1], states, PROMPT - 1))
-        return found
-
-    count = max(math.ceil(tokens / window), 1), math.ceil(own_tokens / GENERATED)
-    held = sources("heldout", data.heldout, HELD_OUT, HELD_OUT * bool(own_tokens))
-    learnt = sources("train", data.train, *count)
-    examples = block_examples(job.train, learnt, held, roots, size.drafts)
-    settings = examples.settings | {"drafter": repr(config)}
-    params, _ = learn(
-        Blocks(config),
-        job.train,
-        replace(examples, settings=settings),
-        job.work / "saves",
-        teacher=head_of(bare),
-        minutes=job.minutes,
-        save_minutes=job.save_minutes,
-    )
-    trained = DFlash(cast_dflash(config, params, jnp.bfloat16), config)
-    final = block_examples(job.train, held[-1:], held[-1:], roots, size.drafts)
-    right, accepted = agreement(trained, head_of(bare), final.heldout)
-    for k in range(size.drafts):
-        shares = f"first guess {right[k]:.1%}, accepted {accepted[k]:.1%}"
-        print(f"stree-jax: draft {k + 1}: {shares}", file=sys.stderr)
-    return trained, boundary_count(loaded.config)
+    params = train_on_stretches(job, loaded, data, Blocks(config), amounts)
+    return DFlash(params, config), boundary_count(loaded.config)

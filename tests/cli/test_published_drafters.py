@@ -53,6 +53,26 @@ def test_info_and_plan(layout, folder, capsys):
     assert code == 0 and name in {choice["drafter"] for choice in choices}
 
 
+def test_info_shows_the_draft_vocabulary(folder, capsys):
+    shown = {"liquid": "all 2,048 tokens", "redhat-dspark": "512 of 2,048 tokens"}
+    for layout, text in shown.items():
+        assert text in run(capsys, "info", folder / layout)[1]
+    options = folder / "liquid", "--draft-vocab", 256
+    assert "256 of 2,048 tokens" in run(capsys, "info", *options)[1]
+    found = [
+        json.loads(run(capsys, "info", folder / "liquid", *more, "--json")[1])
+        for more in ((), ("--draft-vocab", 256))
+    ]
+    # A head of its own, and fewer rows of the pair scores
+    added = 2 * 256 * SIZES["d"] - 2 * (2048 - 256) * 16
+    assert found[1]["weight_bytes"] - found[0]["weight_bytes"] == added
+    said = failure(capsys, "info", folder / "speculators-eagle3", "--draft-vocab", 600)
+    assert "the drafter's head has only 512 tokens" in said
+    assert "is a model, not a drafter" in failure(
+        capsys, "info", "demo", "--draft-vocab", 5
+    )
+
+
 def test_text_is_that_of_plain_decoding(folder, capsys):
     options = "--max-new-tokens", 6, "--json", "--memory", "1GB"
     ngrams = "--ngrams", folder / "n.safetensors"

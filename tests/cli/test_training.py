@@ -132,17 +132,35 @@ def test_a_dspark_drafter_in_the_public_layout(prepared, capsys):
     assert (config.kind, config.drafts, config.from_root) == ("DSpark", 2, True)
 
 
+def test_an_eagle_drafter_in_the_public_layout(prepared, capsys):
+    args = ["distill", *options_of(prepared), "--kind", "eagle3"]
+    args += "--taps 1 --drafts 2 --roots 2 --length 80 --batch 2".split()
+    args += "--steps 2 --tokens 300 --own-tokens 129".split()
+    with jax.numpy_dtype_promotion("standard"):
+        assert cli.main(args) == 0
+    said = capsys.readouterr().err
+    assert "draft 2: first guess " in said and f"wrote {prepared / 'out'}" in said
+    target = stree_jax.load(prepared / "target")
+    drafter = stree_jax.load_drafter(prepared / "out", target=target)
+    c = drafter.config
+    assert (c.kind, c.boundaries, c.own_head, len(c.layers)) == (
+        *("EAGLE-3", (1,), False, 2),
+    )
+
+
 @pytest.mark.parametrize(
     ("option", "problem"),
     [
-        (["--drafts", "2"], "--drafts: only with --kind dspark"),
+        (["--drafts", "2"], "--drafts: only with --kind dspark or eagle3"),
+        (["--kind", "eagle3", "--rank", "2"], "--rank: only with --kind dspark"),
+        (["--kind", "eagle3", "--width", "64"], "--kind eagle3: takes the target's"),
         (["--kind", "dspark", "--width", "64"], "takes the target's width and"),
         (["--kind", "dspark", "--tokens", "0"], "--tokens: want at least 1, got 0"),
         (["--kind", "dspark", "--length", "400"], "--length: want 101..256 tokens"),
         (["--kind", "dspark", "--own-tokens", "9"], "--length: want 101..192 tokens"),
         (["--kind", "dspark", "--taps", "2"], "--taps: want 1..1, got 2"),
         (["--kind", "dspark", "--window", "-1"], "--window: want at least 0, got -1"),
-        (["--kind", "eagle"], "unknown value 'eagle'; known: model, dspark"),
+        (["--kind", "eagle"], "unknown value 'eagle'"),
     ],
 )
 def test_bad_options_of_kinds_write_nothing(option, problem, prepared, capsys):

@@ -3,13 +3,18 @@ scores differ from the reference."""
 
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stree_jax.checkpoints.drafters import load_drafter, warn_of_other_target
+from stree_jax.checkpoints.drafters import (
+    drafter_info,
+    load_drafter,
+    warn_of_other_target,
+)
 from stree_jax.convert import CheckpointError
 from tests.support.loaded_drafters import errors, tiny_target, write_of
 
@@ -201,6 +206,26 @@ def test_refused_tensors(case, target, tmp_path):
     with pytest.raises(CheckpointError, match=said) as caught:
         load_drafter(tmp_path / "d", target=target)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lacking", [(), ("q_proj", "k_proj", "v_proj")])
+def test_latent_attention_is_refused_by_name(lacking, target, tmp_path):
+    """With and without a low rank of the queries."""
+
+    def change(tensors):
+        own = "midlayer.self_attn."
+        for name in lacking:
+            del tensors[f"{own}{name}.weight"]
+        tensors[f"{own}kv_a_proj_with_mqa.weight"] = torch.ones(20, 64)
+
+    write_of(target, tmp_path / "d", "specforge-eagle3")
+    edited(tmp_path / "d", at("", architectures=["Eagle3DeepseekV2ForCausalLM"]))
+    with_tensors(tmp_path / "d", change)
+    said = r"latent attention \(MLA, as in Eagle3DeepseekV2ForCausalLM\)"
+    for read in (drafter_info, partial(load_drafter, target=target)):
+        with pytest.raises(CheckpointError, match=said) as caught:
+            read(tmp_path / "d")
+        assert "\n" not in str(caught.value)
 
 
 def test_a_pickled_mask_embedding_is_not_read(target, tmp_path):

@@ -82,7 +82,8 @@ def test_other_tensors_are_no_eagle_drafter():
     assert not is_eagle(["layers.0.input_layernorm.weight"])
 
 
-LAYOUTS = ["yuhuili", "specforge-eagle3", "speculators-eagle3", "peagle"]
+LAYOUTS = ["yuhuili", "specforge-eagle3", "speculators-eagle3", "nvidia-eagle3"]
+LAYOUTS += ["peagle"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -188,6 +189,11 @@ REFUSED = {
         {TAPS: [1, 2, 9]},
         changed(),
         "does not fit a target of 3 layers",
+    ),
+    "two lists of layers": (
+        {"eagle_config": {TAPS: [0, 2, 3]}},
+        changed(),
+        r"\[1, 2, 3\], but eagle_config.*ids is \[0, 2, 3\]",
     ),
     "no layers": ({TAPS: None}, changed(), f"{TAPS}: is missing"),
     "ids as offsets": (

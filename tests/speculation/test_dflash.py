@@ -10,7 +10,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.agreement import greedy_distribution
+from stree_jax.agreement import text_distribution
 from stree_jax.models.dflash import add_context, empty_context, run_block
 from stree_jax.models.dflash_pairs import no_memory, pair_scores
 from stree_jax.models.heads import head_of
@@ -226,7 +226,7 @@ def test_trees_are_the_best_of_all_paths(kind, target):
     update = Update(prompts.token_ids[:, 1:], jnp.asarray([9]), taps[0], taps)
     state = bound.commit(bound.init(prompts, None), update)
     history = History(prompts.token_ids, prompts.lengths)
-    dist = greedy_distribution(1, target.config.num_tokens)
+    dist = text_distribution(None, jnp.zeros((1,), jnp.int32), target.config.num_tokens)
     query = Query(history, dist, NAIVE, 8, 3, 8, lambda *_: jnp.bool_(True))
     _, search = bound.search(state, query)
     asked = search.at_root, search.guesser, prompts.token_ids[:, -1], dist, NAIVE

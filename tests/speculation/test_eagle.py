@@ -19,6 +19,7 @@ from stree_jax.sizing.memory import BufferSizes, memory_of
 from stree_jax.speculation.adaptive.best_first import best_first
 from stree_jax.speculation.adaptive.calibration import PRIOR
 from stree_jax.speculation.adaptive.search import Query
+from stree_jax.speculation.drafter import Update
 from stree_jax.speculation.drafters import model as model_drafter
 from stree_jax.speculation.drafters.eagle import EagleDrafter
 from stree_jax.speculation.drafters.lookup import History
@@ -280,6 +281,38 @@ def test_a_search_of_width_one_drafts_a_chain(target, prompts, kind):
     chain, _ = drafter.propose(d.drafting, d.root, resolve_tree("chain:5"), *asked)
     found = searched(drafter, d.drafting, d.root)
     assert found.tolist() == chain.tokens[:, 1:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle2"])
+def test_prompts_are_read_by_keys_and_values(target, prompts, kind):
+    """The state is that of whole passes. No MLP runs on the tokens of a chunk."""
+    drafter, _ = made(target, kind)
+    d, plan = begin(target, prompts, max_new_tokens=4, drafter=drafter, tree="chain:2")
+    rng, (B, T) = np.random.default_rng(0), (3, 17)
+    hidden = jnp.asarray(rng.standard_normal((B, T, eagle.D)), jnp.float32)
+    tokens = jnp.asarray(rng.integers(0, eagle.REAL, (B, T)), jnp.int32)
+    taps = (hidden,) * len(plan.spec.drafter.taps)
+    update = Update(tokens, jnp.asarray([T, 0, 3], jnp.int32), hidden, taps)
+    observe, commit = (
+        jax.jit(lambda drafter, *args, name=name: getattr(drafter, name)(*args))
+        for name in ("observe", "commit")
+    )
+    args = plan.spec.drafter, d.drafting, update
+    found, wanted = observe(*args), commit(*args)
+    lengths = np.asarray(wanted.state.length)
+    np.testing.assert_array_equal(found.state.length, lengths)
+    np.testing.assert_allclose(found.hidden, wanted.hidden, atol=2e-5)
+    caches = zip(
+        *(jax.tree.leaves(x.state.layers) for x in (found, wanted)), strict=True
+    )
+    for one, other in caches:
+        for b in range(B):
+            np.testing.assert_array_equal(
+                *(x[b, :, : lengths[b]] for x in (one, other))
+            )
+    shape = f"f32[{B},{T},{eagle.HIDDEN}]"  # inside the MLP
+    programs = (f.lower(*args).compile().as_text() for f in (observe, commit))
+    assert [shape in program for program in programs] == [False, True]
 
 
 def test_a_conversation_can_continue(target, prompts):

@@ -14,18 +14,21 @@ from tests.support.tiny import REAL, tiny
 M, K = 3, 6
 
 
-def by_loops(drafter, hidden, scores, root, temperature):
+def by_loops(drafter, hidden, scores, root, temperature, considered):
     """Returns the candidates [M][K] of one row."""
     every = jnp.arange(REAL, dtype=jnp.int32)[None]
     above = [(root, 0.0, no_memory(drafter, (1, 1)))]
     found = []
     for k in range(M):
         after, memories = [], []
+        near = np.isin(np.arange(REAL), np.argsort(-scores[k])[:considered])
         for token, weight, memory in above:
             one = hidden[None, k], jnp.full((1, 1), token, jnp.int32), every, memory
             pairs, memory = pair_scores(drafter, *one)
-            z = scores[k] + np.asarray(pairs)[0, 0] / temperature
-            among = np.isin(np.arange(REAL), np.argsort(-z, kind="stable")[:K])
+            bias = np.where(near, np.asarray(pairs)[0, 0] / temperature, 0)
+            z = scores[k] + bias
+            best = np.argsort(-np.where(near, z, -np.inf), kind="stable")[:K]
+            among = np.isin(np.arange(REAL), best)
             after.append(np.where(among, weight + z - logsumexp(z), -np.inf))
             memories.append(memory)
         reach = logsumexp(after, axis=0)
@@ -41,8 +44,10 @@ def by_loops(drafter, hidden, scores, root, temperature):
     return found
 
 
+@pytest.mark.parametrize("considered", [12, 256])
 @pytest.mark.parametrize("kind", ["dspark", "dspark-gated", "dspark-rnn"])
-def test_candidates_are_those_of_plain_loops(kind):
+def test_candidates_are_those_of_plain_loops(kind, considered, monkeypatch):
+    monkeypatch.setattr(shortlist, "CONSIDERED", considered)
     model = tiny(1, layers=("attention", "mlp"))
     options = dict(slots=M + 1) | KINDS[kind] | dict(head_rows=30)
     drafter, rng = random_dflash(model, **options), np.random.default_rng(0)
@@ -54,9 +59,10 @@ def test_candidates_are_those_of_plain_loops(kind):
     scores = np.where(known, rng.standard_normal((2, M, REAL)), -np.inf)
     root, heat = jnp.asarray([3, 9], jnp.int32), jnp.asarray([1.0, 0.5], jnp.float32)
     args = hidden, jnp.asarray(scores, jnp.float32), root, heat
-    found = jax.jit(shortlist.reached, static_argnums=5)(drafter, *args, K)
+    found = jax.jit(lambda *args: shortlist.reached(*args, K))(drafter, *args)
     for b in range(2):
-        want = by_loops(drafter, hidden[b], scores[b], int(root[b]), float(heat[b]))
+        row = drafter, hidden[b], scores[b], int(root[b]), float(heat[b])
+        want = by_loops(*row, considered)
         assert found[b].tolist() == want
     alone = np.argsort(-scores, axis=-1)[..., :K]
     assert (np.sort(found, axis=-1) != np.sort(alone, axis=-1)).any()

@@ -9,18 +9,21 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling, draft_vocabulary, with_draft_vocabulary
-from stree_jax.models import cast_params
+from stree_jax.convert.drafters.eagle import read_eagle
+from stree_jax.models import cast_params, logits_of
 from stree_jax.models.dflash import dflash_table, draft_logits
 from stree_jax.models.dflash_pairs import pair_scores
+from stree_jax.models.eagle import eagle_model, eagle_table
 from stree_jax.models.heads import head_of
 from stree_jax.models.memory import size_of, weights_read
 from stree_jax.models.params import by_path
+from stree_jax.models.trimming import trimmed_eagle_config
 from stree_jax.models.weights.formats import as_weight, format_named
 from stree_jax.pair import pair_configs
 from stree_jax.speculation.drafters.mtp import MTPSource
 from stree_jax.speculation.drafters.table import abstract_source, source_of
 from tests.speculation.auto import times
-from tests.support import mtp
+from tests.support import eagle, mtp
 from tests.support.dflash import KINDS, random_dflash
 from tests.support.drafting import random_prompts
 from tests.support.tiny import tiny
@@ -119,6 +122,67 @@ def test_scores_of_block_drafters_are_unchanged(kind, rows):
     np.testing.assert_array_equal(some, whole)
 
 
+EAGLE_HEADS = {  # arguments of `eagle.tensors`, and fields of the config
+    "own": ({}, dict(draft_vocab_size=eagle.VOCAB)),
+    "smaller": ({}, {}),
+    "target's": (dict(fused=True), dict(draft_vocab_size=None)),
+    "tied": (
+        dict(fused=True, extra=["embed_tokens"]),
+        dict(draft_vocab_size=None, tie_word_embeddings=True),
+    ),
+}
+
+
+def eagle_of(target, head):
+    """Returns an EAGLE drafter whose head is of a kind in `EAGLE_HEADS`."""
+    arguments, fields = EAGLE_HEADS[head]
+    tensors = eagle.tensors(target, **arguments)
+    if head == "own":
+        rows = np.random.default_rng(0).normal(size=(eagle.VOCAB, eagle.D))
+        tensors["lm_head.weight"] = rows.astype(np.float32)
+    return read_eagle(eagle.config(**fields), tensors, target.config)
+
+
+@pytest.mark.parametrize("head", EAGLE_HEADS)
+def test_scores_of_eagle_drafters_are_unchanged(head):
+    target = eagle.target()
+    drafter = eagle_of(target, head)
+    small = with_draft_vocabulary(drafter, target, IDS)
+    own = IDS if head != "smaller" else np.intersect1d(IDS, eagle.head_ids())
+    c = small.config
+    assert c == trimmed_eagle_config(drafter.config, len(own)) and c.own_head
+    shapes = {path: x.shape for path, x in by_path(small.params).items()}
+    assert shapes == {path: param.shape for path, param in eagle_table(c).items()}
+    hidden = np.random.default_rng(0).normal(size=(1, 2, eagle.D))
+    hidden = jnp.asarray(hidden, jnp.float32)
+    whole, some = (logits_of(eagle_model(x, target), hidden) for x in (drafter, small))
+    np.testing.assert_allclose(some[..., own], whole[..., own], atol=1e-5)
+    assert np.isneginf(np.delete(np.asarray(some), own, axis=-1)).all()
+
+
+def test_text_of_a_trimmed_eagle_drafter_is_unchanged():
+    target = eagle.target()
+    drafter = with_draft_vocabulary(eagle_of(target, "target's"), target, IDS)
+    write = writer(target)
+    out = write(drafter=drafter, tree="chain:3")
+    assert out.tokens == write(drafter=None).tokens
+    tokens, origins = map(np.concatenate, (out.tokens, out.origins))
+    drafted = set(tokens[origins == 1].tolist())
+    assert drafted and drafted <= set(IDS.tolist())
+
+
+def test_a_smaller_eagle_head_is_not_trimmed_to_more():
+    target = eagle.target()
+    drafter = eagle_of(target, "smaller")
+    more = np.arange(eagle.ROWS)
+    with pytest.raises(ValueError, match="head has only 40 tokens; give fewer") as seen:
+        with_draft_vocabulary(drafter, target, more)
+    assert "\n" not in str(seen.value)
+    with pytest.raises(ValueError, match="none of these tokens"):
+        absent = np.setdiff1d(np.arange(eagle.REAL), eagle.head_ids())
+        with_draft_vocabulary(drafter, target, absent[:3])
+
+
 def test_trimmed_heads_of_quantized_targets(targets):
     """The rows of the head keep the target's format, here int8."""
     target = targets["mtp"]
@@ -162,7 +226,7 @@ def test_the_most_frequent_tokens_are_chosen(targets):
 
 def test_other_drafters_are_refused(targets):
     for drafter in ("lookup", tiny(2)):
-        with pytest.raises(ValueError, match="for MTP layers and block drafters"):
+        with pytest.raises(ValueError, match="for MTP layers, EAGLE and block"):
             with_draft_vocabulary(drafter, targets["block"], IDS)
     with pytest.raises(ValueError, match="want tokens in 0..46"):
         with_draft_vocabulary("mtp", targets["block"], [50])
@@ -171,8 +235,8 @@ def test_other_drafters_are_refused(targets):
 
 
 def test_bytes_of_a_round_by_hand(targets):
-    """All matrices once, the pairs' following tokens for each of 5 levels, and single
-    rows of the embedding and the previous tokens."""
+    """All matrices once. Of the embedding and the tables of pairs single rows are read,
+    which are not counted."""
     target, whole, small = pair(targets, "block")
     d, taps, queries, keys, mlp = 32, 3, 4 * 8, 2 * 2 * 8, 48
     layer = d * (2 * queries + keys + 3 * mlp) + 2 * d + 2 * 8 + 4  # norms and sinks
@@ -181,4 +245,4 @@ def test_bytes_of_a_round_by_hand(targets):
     for drafter, head in ((whole, target.config.vocab_size), (small, len(IDS))):
         out = write(drafter=drafter)
         (stage,) = (t for t in out.traffic if t.stage == "block drafter")
-        assert stage.weights == stage.passes * 4 * (numbers + head * (d + 5 * 8))
+        assert stage.weights == stage.passes * 4 * (numbers + head * d)

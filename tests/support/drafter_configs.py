@@ -19,7 +19,8 @@ class Sizes:
     kv_heads: int = 2
     head_dim: int = 8
     hidden: int = 48
-    layers: int = 2  # EAGLE-3 heads always have one
+    layers: int = 2  # of block drafters and P-EAGLE
+    eagle3_layers: int = 1
     slots: int = 4
     rank: int = 16
     draft_vocab: int = 40  # of layouts with a vocabulary of their own
@@ -358,6 +359,32 @@ def specforge_eagle3(facts, sizes):
         | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": sizes.draft_vocab,
+            "torch_dtype": "bfloat16",
+        }
+    )
+
+
+def nvidia_eagle3(facts, sizes):
+    # Layers whose output is read, and all options, are in `eagle_config`.
+    nested = {
+        "eagle_aux_hidden_state_layer_ids": outputs(facts),
+        "next_layer_regular": True,
+        "norm_before_fc": sizes.norm_before_fc,
+        "norm_before_residual": facts.norm_before_residual,
+        "parallel_draft_heads_num_layers": None,
+        "parallel_draft_step": 1,
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+    }
+    return (
+        eagle_fields(facts, sizes)
+        | rope_fields(facts)
+        | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": sizes.draft_vocab,
+            "eagle_config": nested,
             "torch_dtype": "bfloat16",
         }
     )

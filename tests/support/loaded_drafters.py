@@ -80,7 +80,8 @@ def errors(wrote, drafter, target, seed=3):
     """Returns the largest error of a loaded drafter's scores, relative to the largest
     score, and that of its confidences."""
     generator, facts = np.random.default_rng(seed), wrote.facts
-    taps = generator.normal(size=(TEXT, len(facts.boundaries), 32))
+    taps = len(facts.boundaries)
+    taps = generator.normal(size=(TEXT, taps, wrote.arrays["fc"].shape[1] // taps))
     anchor, *path = generator.integers(0, TOKENS, 1 + facts.drafts).tolist()
     facts = replace(facts, top_k=TOKENS)  # all tokens have scores
     _, want, sure = reference.draft(wrote.arrays, facts, taps, anchor, path=path)

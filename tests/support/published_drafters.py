@@ -249,6 +249,9 @@ LAYOUTS = {
         narrow=True,
         norm_before_residual=True,
     ),
+    "nvidia-eagle3": Layout(
+        configs.nvidia_eagle3, "eagle3", narrow=True, norm_before_residual=True
+    ),
     "peagle": Layout(configs.peagle, "peagle", narrow=True, own_embed=True),
 }
 
@@ -257,7 +260,7 @@ def facts_of(layout, sizes):
     """Returns what a drafter in the layout computes."""
     common = {
         "kind": layout.kind,
-        "layers": 1 if layout.kind == "eagle3" else sizes.layers,
+        "layers": sizes.eagle3_layers if layout.kind == "eagle3" else sizes.layers,
         "head_dim": sizes.head_dim,
         "boundaries": sizes.boundaries,
         "theta": 1_000_000.0,

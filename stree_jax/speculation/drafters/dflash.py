@@ -10,7 +10,6 @@ level, W nodes of a level with tree "auto", V tokens, d width of the drafter.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -27,21 +26,21 @@ from stree_jax.models import (
     param_dtype,
     without_mtp,
 )
-from stree_jax.models.boundaries import boundary_count, tap_of
+from stree_jax.models.boundaries import moved_boundaries, tap_of
 from stree_jax.models.dflash import (
     DFlash,
     DFlashConfig,
     add_context,
+    dflash_table,
     draft_logits,
     empty_context,
-    init_dflash,
     run_block,
     with_other_pairing,
 )
 from stree_jax.models.dflash_pairs import confidence, no_memory
 from stree_jax.models.heads import head_of
-from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of, weights_read
+from stree_jax.models.params import abstract_table
 from stree_jax.sampling.best import best_scores
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
@@ -54,7 +53,6 @@ from stree_jax.speculation.adaptive.best_first import (
 from stree_jax.speculation.adaptive.search import Query, Search, Searcher, any_level
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import (
-    DrafterBase,
     DraftState,
     Prompts,
     Reads,
@@ -68,7 +66,7 @@ from stree_jax.speculation.drafters.block_candidates import (
 from stree_jax.speculation.drafters.fitted import WithNGrams, ngram_pairs
 from stree_jax.speculation.drafters.model import draw_level, empty_draft
 from stree_jax.speculation.drafters.ngrams import NGrams
-from stree_jax.speculation.drafters.shortlist import chained, reached
+from stree_jax.speculation.drafters.shortlist import chained, log_rest, reached
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.layout import tree_levels
 from stree_jax.speculation.source import Source, Vocabulary, Work
@@ -92,11 +90,11 @@ class DFlashSource(Source):
     @classmethod
     def abstract(cls, config: DFlashConfig, dtype: Any) -> Source:
         """Returns a source of `jax.ShapeDtypeStruct`."""
-        make = partial(init_dflash, config, dtype=dtype)
+        params = abstract_table(dflash_table(config), dtype)
         ids: Any = None
         if 0 < config.head_rows < config.vocab_size:
             ids = jax.ShapeDtypeStruct((config.head_rows,), jnp.int32)
-        return cls(DFlash(jax.eval_shape(make, key_of(0)), config, ids))
+        return cls(DFlash(params, config, ids))
 
     @property
     def drafter(self) -> DFlash:
@@ -173,7 +171,7 @@ class DFlashSource(Source):
         if sizes[0] != sizes[1]:
             raise ValueError("past: of another block drafter")
 
-    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+    def bind(self, target: Model, tree: Topology) -> "DFlashDrafter":
         drafter, output = self.drafter, head_of(without_mtp(target))
         taps = tuple(tap_of(target.config, b) for b in drafter.config.boundaries)
         return DFlashDrafter(drafter, output, taps, self.ngrams)
@@ -186,18 +184,22 @@ class DFlashSource(Source):
     def acceptance(self) -> Acceptance:
         return Acceptance(super().acceptance().p[: self.drafts])
 
+    @property
+    def kind(self) -> str:
+        return self.drafter.config.kind
+
+    def readings(self, target: Model) -> dict[str, Any]:
+        return readings(self.drafter, target.config)
+
     def work(self, target: Model) -> Work:
         return Work(read_once=block_read(self.drafter, head_of(without_mtp(target))))
 
 
 def block_read(drafter: DFlash, output: Model) -> int:
     """Returns the bytes that one pass reads: all matrices except embeddings and the
-    tables of pairs, where it reads single rows. A Markov head's table of following
-    tokens is read once per level."""
+    tables of pairs, where it reads single rows."""
     rows = "embedding", "pairs"
     read = size_of({k: x for k, x in drafter.params.items() if k not in rows})
-    if chained(drafter):
-        read += drafter.config.drafts * size_of(drafter.params["pairs"]["following"])
     return read if drafter.config.head_rows else read + weights_read(output)
 
 
@@ -225,13 +227,14 @@ class DFlashDrafter(Searcher):
       drafter: the block drafter.
       output: the target's embedding and head, see `models.heads.head_of`.
       taps: the target's layers that it reads.
-      ngrams: n-grams that score pairs of tokens, if the block drafter does not.
+      ngrams: n-grams that score pairs of tokens; None if the block drafter does, or
+        nothing does.
     """
 
     drafter: DFlash
     output: Model
     taps: Taps = struct.field(pytree_node=False)
-    ngrams: NGrams | None = None
+    ngrams: NGrams | None
     copies_caches = False  # a step reads them before `commit` writes in place
 
     def init(self, prompts: Prompts, past: DraftState | None) -> ContextState:
@@ -286,9 +289,7 @@ class DFlashDrafter(Searcher):
             total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         else:
             best, tokens, total = best_scores(scores, count=count)
-        among = jax.nn.logsumexp(best, axis=-1)
-        share = jnp.minimum(among - total[..., 0], -1e-6)  # in logs
-        rest = total[..., 0] + jnp.log(-jnp.expm1(share))
+        rest = log_rest(best, total)
         logits = jnp.take_along_axis(logits, tokens, axis=-1)
         pairs = None
         if self.ngrams is not None:  # the target's noise is no part of q
@@ -448,17 +449,17 @@ def readings(drafter: DFlash, target: ModelConfig) -> dict[str, DFlash]:
     """Returns the drafter as the usual mistakes would read it: the target's layers one
     earlier or later, the first draft one slot earlier or later, and the other pairing
     of rotated channels."""
-    c, found = drafter.config, {}
-    for name, step in (("one layer earlier", -1), ("one layer later", 1)):
-        moved = tuple(b + step for b in c.boundaries)
-        if 0 <= moved[0] and moved[-1] <= boundary_count(target):
-            found[name] = replace(drafter, config=replace(c, boundaries=moved))
+    c = drafter.config
+    found = {
+        name: replace(drafter, config=replace(c, boundaries=moved))
+        for name, moved in moved_boundaries(c.boundaries, target).items()
+    }
     if c.slots > 1:
         other = replace(c, from_root=not c.from_root)
         name = "with drafts from the root's slot"
         if c.from_root:
             name = "without a draft from the root's slot"
         found[name] = replace(drafter, config=other)
-    if c.attention.rope is not None and drafter.weight_format.plain:
+    if c.attention.rope is not None:
         found["with the other rotary pairing"] = with_other_pairing(drafter)
     return found

@@ -19,14 +19,16 @@ from flax import struct
 
 from stree_jax.models import (
     Model,
+    ModelConfig,
     State,
     Taps,
     chain_nodes,
+    extend,
     forward_hidden,
     grow,
     logits_of,
 )
-from stree_jax.models.boundaries import tap_of
+from stree_jax.models.boundaries import moved_boundaries, tap_of
 from stree_jax.models.eagle import (
     Eagle,
     EagleConfig,
@@ -123,11 +125,45 @@ class EagleSource(Source):
         c = self.value.config
         return (WIDTH, c.levels) if c.parallel else super().search_size
 
+    @property
+    def kind(self) -> str:
+        return self.value.config.kind
+
+    def readings(self, target: Model) -> dict[str, Any]:
+        c = self.value.config
+        return {
+            name: replace(self.value, config=replace(c, **fields))
+            for name, fields in _other_options(c, target.config).items()
+        }
+
     def work(self, target: Model) -> Work:
         model = eagle_model(self.value, target)
         if self.value.config.parallel:
             return Work(read_once=2 * weights_read(model))
         return Work((model,))
+
+
+def _other_options(c: EagleConfig, target: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Returns the options of an EAGLE drafter that its config may state wrongly, each
+    with another value, by a description."""
+    moved = moved_boundaries(c.boundaries, target)
+    found: dict[str, dict[str, Any]] = {
+        name: dict(boundaries=others) for name, others in moved.items()
+    }
+    if c.fused:
+        return found
+
+    def flip(field: str, spelling: str) -> None:
+        stated = getattr(c, field)
+        name = f"{'without' if stated else 'with'} {spelling}"
+        found[name] = {field: not stated}
+
+    flip("norm_residual", "norm_before_residual")
+    if c.final_norm and not c.parallel:
+        flip("hands_down_normed", "norm_output")
+    if c.input_norm != "none":
+        found["without the norm before fc"] = dict(input_norm="none")
+    return found
 
 
 def taps_of(c: EagleConfig, target: Model) -> Taps:
@@ -186,6 +222,35 @@ class EagleDrafter(MTPDrafter):
             return replace(past, state=grown, passes=jnp.zeros_like(prompts.lengths))
         new = super().init(prompts, None)
         return EagleState(new.state, new.hidden, new.passes)
+
+    def observe(self, state: Any, update: Update) -> Any:
+        """Returns the state after a chunk of the prompts.
+
+        In a drafter of one layer, keys and values depend on no attention, and only the
+        last pair needs the whole layer. It is run alone, after all keys and values are
+        in the cache, so that nothing is written to the cache after it is read.
+        """
+        model = self.model
+        if len(model.config.layers) > 2:
+            return self.commit(state, update)
+        previous = self.previous(update)
+        # XLA drops what only the unused hidden states need.
+        _, after = extend(
+            model, state.state, update.tokens, update.length, previous=previous
+        )
+        token, vector = (
+            update.last_of(x, x[:, 0])[:, None] for x in (update.tokens, previous)
+        )
+        has_any = update.length > 0
+        hidden, *_ = forward_hidden(
+            model,
+            replace(after, length=after.length - has_any.astype(jnp.int32)),
+            token,
+            chain_nodes(len(token), 1, model.config.conv_taps),
+            previous=vector,
+        )
+        hidden = jnp.where(has_any[:, None, None], hidden, state.hidden)
+        return replace(state, state=after, hidden=hidden)
 
     @property
     def of_target(self) -> Any:

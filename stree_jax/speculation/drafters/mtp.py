@@ -20,6 +20,7 @@ from stree_jax.models import (
     Model,
     ModelConfig,
     State,
+    Taps,
     extend,
     format_named,
     grow,
@@ -29,8 +30,8 @@ from stree_jax.models import (
     param_dtype,
 )
 from stree_jax.models.memory import weights_read
-from stree_jax.models.trimming import gathered, head_name, trimmed_head, with_head
-from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.trimming import head_name, trimmed_head, with_head
+from stree_jax.models.weights.formats import as_weight, gathered
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.best_first import by_model, nothing_grown
@@ -85,8 +86,32 @@ class MTPSource(Source):
     def bind(self, target: Model, tree: Topology) -> DrafterBase:
         return MTPDrafter(self.layers(target))
 
+    @property
+    def kind(self) -> str:
+        return "MTP"
+
+    def readings(self, target: Model) -> dict[str, Any]:
+        return {"before the target's final norm": BeforeNormSource(self)}
+
     def work(self, target: Model) -> Work:
         return Work((self.layers(target),))
+
+
+@struct.dataclass
+class BeforeNormSource(Source):
+    """The MTP layers as if they read the target's states before its final norm, which
+    is how some converters get them wrong. It serves comparison only.
+
+    Attributes:
+      value: the source of the layers as they are read.
+    """
+
+    value: MTPSource
+    name = MTP
+
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        last = len(target.config.layers) - 1
+        return BeforeNormDrafter(self.value.layers(target), (last,))
 
 
 @struct.dataclass
@@ -254,3 +279,17 @@ class MTPDrafter(Searcher):
 
     def key(self) -> str:
         return f"{self.stage} {model_key(self.model)}"
+
+
+@struct.dataclass
+class BeforeNormDrafter(MTPDrafter):
+    """The drafter of `BeforeNormSource`.
+
+    Attributes:
+      taps: the target's last layer.
+    """
+
+    taps: Taps = struct.field(pytree_node=False, default=())
+
+    def previous(self, update: Update) -> jax.Array:
+        return update.taps[0]

@@ -6,9 +6,11 @@ from level to level along the pairs, below the likeliest tokens of the level bef
 
     reach_k(b) = sum over a of reach_{k-1}(a) softmax(U_k + pair_k(a, .))(b)
 
-Tokens a that do not have b among their K best next tokens are left out of the sum.
+Tokens a that do not have b among their K best next tokens are left out of the sum. Only
+the N best tokens of U are considered: scores of pairs with all tokens would read the
+whole table of following tokens once per level.
 
-Letters: B rows, M levels, K candidates, V tokens, d width, r rank.
+Letters: B rows, M levels, K candidates, N considered tokens, V tokens, d width, r rank.
 """
 
 import jax
@@ -16,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.models.dflash import DFlash
-from stree_jax.models.dflash_pairs import no_memory, pair_bias
+from stree_jax.models.dflash_pairs import no_memory, pair_scores
 from stree_jax.sampling.best import best_scores
 
+CONSIDERED = 256  # N
 PARENTS = 4  # tokens of a level from which probabilities are propagated
 
 
@@ -51,17 +54,20 @@ def reached(
       [B, M, K] int32.
     """
     batch, parents = len(root), min(PARENTS, count)
+    near, near_ids, total = best_scores(scores, count=min(CONSIDERED, scores.shape[2]))
+    rest = log_rest(near, total)
 
     def level(
         carry: tuple[jax.Array, jax.Array, jax.Array], inputs: tuple[jax.Array, ...]
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
         previous, weight, memory = carry
-        state, own = inputs
-        pairs, memory = _bias(drafter, state, previous, memory, own.shape[1])
+        state, own, own_ids, others = inputs
+        pairs, memory = pair_scores(drafter, state, previous, own_ids, memory)
         after = own[:, None] + pairs / temperature[:, None, None]
-        best, ids, total = best_scores(after, count=count)  # [B, parents, K]
+        best, ids, among = best_scores(after, count=count)  # [B, parents, K]
+        total = jnp.logaddexp(among, others[:, None, None])
         share = jnp.exp(weight[..., None] + best - total).reshape(batch, -1)
-        ids = ids.reshape(batch, -1)
+        ids = jnp.take_along_axis(own_ids, ids.reshape(batch, -1), axis=1)
         same = ids[:, :, None] == ids[:, None]
         reach = jnp.where(same, share[:, None], 0.0).sum(axis=2)
         again = jnp.tril(same, -1).any(axis=2)  # a token of an earlier parent
@@ -82,21 +88,12 @@ def reached(
         jnp.broadcast_to(only[None], (batch, parents)),
         no_memory(drafter, (batch, parents)),
     )
-    inputs = jnp.moveaxis(hidden, 1, 0), jnp.moveaxis(scores, 1, 0)
+    inputs = tuple(jnp.moveaxis(x, 1, 0) for x in (hidden, near, near_ids, rest))
     return jnp.moveaxis(lax.scan(level, start, inputs)[1], 0, 1)
 
 
-def _bias(
-    drafter: DFlash,
-    hidden: jax.Array,
-    previous: jax.Array,
-    memory: jax.Array,
-    num_tokens: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the pair scores [B, Q, num_tokens] of all tokens, and the memory. Tokens
-    that the head does not have get 0; their U is -inf."""
-    rows, memory = pair_bias(drafter, hidden, previous, memory)
-    if drafter.ids is not None:
-        full = jnp.zeros((*rows.shape[:2], drafter.config.vocab_size), jnp.float32)
-        rows = full.at[:, :, drafter.ids].set(rows, unique_indices=True)
-    return rows[..., :num_tokens], memory
+def log_rest(best: jax.Array, total: jax.Array) -> jax.Array:
+    """Returns the log-sum-exp [..] of the scores that are not among the best [.., K],
+    where that of all is `total` [.., 1]."""
+    share = jnp.minimum(jax.nn.logsumexp(best, axis=-1) - total[..., 0], -1e-6)
+    return total[..., 0] + jnp.log(-jnp.expm1(share))

@@ -1,0 +1,263 @@
+"""Trains an EAGLE-3 drafter on a frozen target (arXiv 2503.01840).
+
+Training examples are those of `training.stretches`. The drafter reads the pairs of a
+stretch in one pass, which gives the first draft below each root. For each further
+draft, a pass over all roots reads the text's next token together with the vector that
+the pass before handed down ("training-time test"). As in decoding, a draft sees the
+pairs of the text up to its root and the drafts above it.
+
+With the target's distribution p and the drafter's q at draft k = 1, 2, ..:
+
+    sum_k w_k (KL(p || q) + TV(p, q))
+
+with w_k ~ exp(-(k - 1) / 4), and the total variation TV = sum |p - q| / 2.
+
+Letters: those of `training.stretches`; P = T - 1 pairs of a stretch.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stree_jax.checkpoints.load import Model
+from stree_jax.models import (
+    MLPConfig,
+    ModelConfig,
+    Nodes,
+    Records,
+    forward_hidden,
+    init_state,
+    logits_of,
+    param_dtype,
+)
+from stree_jax.models import Model as BareModel
+from stree_jax.models.boundaries import boundary_count
+from stree_jax.models.eagle import (
+    Eagle,
+    EagleConfig,
+    EagleModel,
+    cast_eagle,
+    eagle_mixers,
+    eagle_model,
+    init_eagle,
+    project,
+)
+from stree_jax.training.recipe import Job
+from stree_jax.training.stretches import (
+    Amounts,
+    attention_of,
+    check_least,
+    divergences,
+    draft_slots,
+    prepare_stretches,
+    published_name,
+    spread_boundaries,
+    target_log_probs,
+    train_on_stretches,
+    weighted,
+)
+from stree_jax.training.train import Batch, Params
+
+
+@dataclass(frozen=True)
+class EagleSize:
+    """The size of an EAGLE-3 drafter.
+
+    Attributes:
+      layers: its layers, of the target's width.
+      taps: residual streams of the target that it reads, evenly spread. If None, 3, or
+        as many as the target has layers.
+      drafts: M, number of drafts in a row that it is trained for.
+      mlp: width of the MLPs. If None, the target's width.
+      window: tokens of the text that a layer sees; 0 for all. A window makes texts that
+        are longer than the training examples safe.
+    """
+
+    layers: int = 1
+    taps: int | None = None
+    drafts: int = 5
+    mlp: int | None = None
+    window: int = 128
+
+
+def eagle_config(target: ModelConfig, size: EagleSize) -> EagleConfig:
+    """Returns the architecture of a drafter with the target's embedding and head.
+
+    Args:
+      target: the target's architecture.
+      size: the drafter's size.
+
+    Raises:
+      ValueError: the size does not fit the target.
+    """
+    d = target.d_model
+    check_least(size, layers=1, drafts=1, window=0)
+    attention, mlp = attention_of(target), MLPConfig(size.mlp or d)
+    layers, mixers = eagle_mixers(attention, mlp, d, [size.window] * size.layers)
+    return EagleConfig(
+        vocab_size=target.vocab_size,
+        num_tokens=target.num_tokens,
+        d_model=d,
+        layers=layers,
+        mixers=mixers,
+        norm_eps=1e-6,
+        target_width=d,
+        boundaries=spread_boundaries(target, size.taps),
+        own_head=False,
+    )
+
+
+def level_nodes(places: jax.Array, pairs: int, levels: int) -> Nodes:
+    """Returns the topology of the pairs of stretches, with a chain of drafts below each
+    root.
+
+    Rows are the pairs [P], then all roots' first drafted tokens [A], then all their
+    second ones, and so on. Every prefix of these levels is a topology of its own.
+
+    Args:
+      places: [B, A] int32, the places of the roots. The pair of a root is the one
+        before, as the first token has no pair.
+      pairs: P.
+      levels: number of drafted levels.
+    """
+    batch, A = places.shape
+    count = pairs + levels * A
+    row = jnp.arange(count, dtype=jnp.int32)
+    drafted = row >= pairs
+    chain = jnp.where(drafted, (row - pairs) % A, -1)  # the root that a draft is below
+    last = jnp.where(drafted[None], places[:, chain] - 1, row[None])  # last pair seen
+    below = jnp.where(drafted, (row - pairs) // A + 1, 0)
+    of_text = ~drafted[None, None] & (row[None, None] <= last[..., None])
+    above = (chain[None] == chain[:, None]) & (row[None] <= row[:, None])
+    mask = of_text | (above & drafted[None])[None]
+    window = jnp.broadcast_to(row[None, :, None], (batch, count, 1))
+    return Nodes(mask, last + below[None], window)
+
+
+def first_levels(nodes: Nodes, count: int) -> Nodes:
+    """Returns the topology of the first `count` rows."""
+    return Nodes(
+        nodes.mask[:, :count, :count], nodes.depth[:, :count], nodes.window[:, :count]
+    )
+
+
+def handed_down(model: EagleModel, batch: Batch, drafts: int) -> jax.Array:
+    """Computes the vectors that predict the drafts below many roots of a text.
+
+    Args:
+      model: the drafter with its target's embedding and head.
+      batch: see `StretchSubject.log_probs`.
+      drafts: M.
+
+    Returns:
+      [B, A, M, d] float32.
+    """
+    states, tokens, places = batch["states"], batch["tokens"], batch["places"]
+    B, T, _, _ = states.shape
+    A, pairs = places.shape[1], T - 1
+    streams = jnp.moveaxis(states[:, :-1, 1:].astype(jnp.float32), 2, 0)
+    state = init_state(model.config, B, 1, param_dtype(model.params))
+    nodes = level_nodes(places, pairs, drafts - 1)
+    hidden, records, _ = forward_hidden(
+        model,
+        state,
+        tokens[:, 1:],
+        first_levels(nodes, pairs),
+        previous=project(model, tuple(streams)),
+    )
+    rows, slots = draft_slots(batch, drafts)
+    found = [hidden[rows[..., 0], places - 1]]
+    text = tokens[rows, slots]
+    for k in range(1, drafts):
+        count = pairs + k * A
+        hidden, records, _ = forward_hidden(
+            model,
+            state,
+            text[:, :, k],
+            first_levels(nodes, count),
+            records=_longer(records, A),
+            rows=jnp.arange(count - A, count, dtype=jnp.int32),
+            previous=found[-1],
+        )
+        found.append(hidden)
+    return jnp.stack(found, axis=2)
+
+
+def _longer(records: Records, more: int) -> Records:
+    """Returns records with space for `more` further rows."""
+
+    def longer(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, more)) + ((0, 0),) * (x.ndim - 2))
+
+    return jax.tree.map(longer, records)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """An EAGLE-3 drafter that is trained, see `StretchSubject`.
+
+    Attributes:
+      config: its architecture.
+      drafts: M.
+    """
+
+    config: EagleConfig
+    drafts: int
+
+    def init(self, key: jax.Array) -> Params:
+        return init_eagle(self.config, key, jnp.float32)
+
+    def cast(self, params: Params, dtype: Any) -> Params:
+        return cast_eagle(self.config, params, dtype)
+
+    def log_probs(
+        self, params: Params, batch: Batch, output: BareModel
+    ) -> tuple[jax.Array, jax.Array]:
+        model = eagle_model(Eagle(params, self.config), output)
+        hidden = handed_down(model, batch, self.drafts)
+        logits = logits_of(model, hidden.reshape(-1, *hidden.shape[2:]))
+        q = jax.nn.log_softmax(logits[..., : output.config.num_tokens])
+        return target_log_probs(output, batch, self.drafts), q
+
+    def loss(self, params: Params, batch: Batch, teacher: BareModel) -> jax.Array:
+        """Returns the mean loss of the drafts, in nats.
+
+        Args:
+          params: the drafter's parameters.
+          batch: see `StretchSubject.log_probs`.
+          teacher: the target's embedding and head.
+        """
+        kl, apart = divergences(*self.log_probs(params, batch, teacher))
+        return weighted(kl + apart)
+
+
+def train_eagle(
+    job: Job,
+    target: str | Path | Model,
+    size: EagleSize,
+    amounts: Amounts,
+    dtype: str = "float32",
+) -> tuple[Eagle, int]:
+    """Trains an EAGLE-3 drafter for a target.
+
+    Args:
+      job: as in `train_on_stretches`.
+      target: the target model, or its path or name.
+      size: the size of the drafter.
+      amounts: how much text is used.
+      dtype: dtype of the target during training.
+
+    Returns:
+      The drafter in bfloat16, and the number of the target's layers.
+
+    Raises:
+      ValueError: the arguments or files are invalid.
+    """
+    loaded, data = prepare_stretches(job, target, size.drafts, amounts, dtype)
+    config = replace(eagle_config(loaded.config, size), target=published_name(target))
+    subject = Levels(config, size.drafts)
+    params = train_on_stretches(job, loaded, data, subject, amounts)
+    return Eagle(params, config), boundary_count(loaded.config)

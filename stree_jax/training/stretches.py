@@ -1,0 +1,415 @@
+"""Trains drafters that read a frozen target's residual streams.
+
+The target first reads a text and text of its own, and its hidden states and the
+residual streams that the drafter reads are stored in files. A training example is a
+stretch of text in which drafts begin below random tokens, the roots. The tokens before
+each draft are the text's.
+
+Letters: B stretches, T tokens of a stretch, A roots in a stretch, M drafts below a
+root, m residual streams, d width, V tokens of the vocabulary.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.checkpoints.load import Model, load
+from stree_jax.convert.hub import hub_name
+from stree_jax.models import (
+    AttentionConfig,
+    ModelConfig,
+    Rope,
+    Taps,
+    base_model,
+    logits_of,
+)
+from stree_jax.models import Model as BareModel
+from stree_jax.models.boundaries import boundary_count, tap_of
+from stree_jax.models.heads import head_of
+from stree_jax.training.kept import (
+    GENERATED,
+    PROMPT,
+    keep_own_text,
+    keep_tapped,
+    spread_windows,
+)
+from stree_jax.training.recipe import Job, TrainingData, prepare_for
+from stree_jax.training.train import (
+    Batch,
+    Examples,
+    Params,
+    Subject,
+    TrainConfig,
+    learn,
+)
+
+HELD_OUT = 64  # held-out windows of each source
+DECAY = 4.0  # drafts over which the weight falls to 1/e
+HEAD = 64  # channels of an attention head
+TAPS = 3  # default number of residual streams
+
+
+class StretchSubject(Subject, Protocol):
+    """A drafter that is trained on stretches of text. The teacher is the target's
+    embedding and head."""
+
+    @property
+    def config(self) -> Any:
+        """The drafter's architecture, which has `boundaries`."""
+        ...
+
+    @property
+    def drafts(self) -> int:
+        """M."""
+        ...
+
+    def log_probs(
+        self, params: Params, batch: Batch, output: BareModel
+    ) -> tuple[jax.Array, jax.Array]:
+        """Computes the log-probabilities [B A, M, V] of the target and of the drafter.
+
+        Args:
+          params: the drafter's parameters.
+          batch: "states" [B, T, 1 + m, d], the target's hidden states and residual
+            streams; "tokens" [B, T] int32; "places" [B, A] int32 of the roots, from 1
+            to T - M.
+          output: the target's embedding and head.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much text a drafter learns from.
+
+    Attributes:
+      roots: A, roots in each stretch of `TrainConfig.length` tokens.
+      tokens: number of tokens of text to read, spread evenly over the text.
+      own_tokens: number of tokens that the target generates. If 0, the drafter learns
+        from the text only.
+      window: number of tokens that the target reads from an empty state.
+    """
+
+    roots: int = 32
+    tokens: int = 500_000
+    own_tokens: int = 400_000
+    window: int = 256
+
+
+# Sizes
+
+
+def check_least(size: Any, **least: int) -> None:
+    """Raises ValueError if a field of a drafter's size is below its minimum."""
+    for name, low in least.items():
+        if (value := getattr(size, name)) < low:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option}: want at least {low}, got {value}")
+
+
+def check_amounts(length: int, drafts: int, amounts: Amounts) -> None:
+    """Raises ValueError for sizes that do not fit together, before the target reads
+    text."""
+    roots, window = amounts.roots, amounts.window
+    check_least(amounts, roots=1, tokens=1, own_tokens=0)
+    most = min(window, PROMPT + GENERATED - 1) if amounts.own_tokens else window
+    least = PROMPT + drafts + roots
+    if not least <= length <= most:
+        raise ValueError(
+            f"--length: want {least}..{most} tokens for {roots} roots with {drafts} "
+            f"drafts, got {length}"
+        )
+
+
+def spread_boundaries(target: ModelConfig, taps: int | None) -> tuple[int, ...]:
+    """Returns the boundaries of m evenly spread residual streams, the last one
+    included.
+
+    Args:
+      target: the target's architecture.
+      taps: m. If None, `TAPS`, or as many as the target has layers.
+
+    Raises:
+      ValueError: the target has fewer layers.
+    """
+    last = boundary_count(target)
+    count = min(TAPS, last) if taps is None else taps
+    if not 1 <= count <= last:
+        raise ValueError(f"--taps: want 1..{last}, got {count}")
+    return tuple(last * (i + 1) // count for i in range(count))
+
+
+def attention_of(target: ModelConfig) -> AttentionConfig:
+    """Returns the attention of a drafter of the target's width, with as many key as
+    query heads.
+
+    Raises:
+      ValueError: the target's width is not divisible by that of a head.
+    """
+    d = target.d_model
+    if d % HEAD:
+        raise ValueError(f"target: want a width divisible by {HEAD}, got {d}")
+    return AttentionConfig(d // HEAD, d // HEAD, HEAD, rope=Rope(1e4, HEAD))
+
+
+def published_name(target: str | Path | Model) -> str:
+    """Returns the hub id of a target, or "" if it is not from the hub."""
+    if not isinstance(target, str) or Path(target).exists():
+        return ""
+    found = hub_name(target)
+    return "" if found is None else found.repo
+
+
+# Losses
+
+
+def draft_slots(batch: Batch, drafts: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the index of each stretch [B, 1, 1] int32, and the place in the text [B,
+    A, M] int32 of the token before each draft."""
+    rows = jnp.arange(len(batch["tokens"]), dtype=jnp.int32)[:, None, None]
+    later = jnp.arange(drafts, dtype=jnp.int32)[None, None]
+    return rows, batch["places"][..., None] + later
+
+
+def target_log_probs(output: BareModel, batch: Batch, drafts: int) -> jax.Array:
+    """Returns the target's log-probabilities [B A, M, V] of the drafts.
+
+    Args:
+      output: the target's embedding and head.
+      batch: see `StretchSubject.log_probs`.
+      drafts: M.
+    """
+    V = output.config.num_tokens
+    logits = logits_of(output, batch["states"][:, :, 0].astype(jnp.float32))[..., :V]
+    p = jax.nn.log_softmax(jax.lax.stop_gradient(logits))
+    return p[draft_slots(batch, drafts)].reshape(-1, drafts, V)
+
+
+def divergences(p: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns KL(p || q) in nats and the total variation sum |p - q| / 2, for
+    log-probabilities [.., V]."""
+    kl = (jnp.exp(p) * (p - q)).sum(axis=-1)
+    return kl, jnp.abs(jnp.exp(p) - jnp.exp(q)).sum(axis=-1) / 2
+
+
+def weighted(losses: jax.Array) -> jax.Array:
+    """Returns the mean of losses [N, M] with weights ~ exp(-k / `DECAY`) of draft
+    k."""
+    weights = np.exp(-np.arange(losses.shape[1]) / DECAY)
+    each = losses.mean(axis=0)
+    return (each * jnp.asarray(weights / weights.sum(), jnp.float32)).sum()
+
+
+# Examples
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Texts of one source with a target's states.
+
+    Attributes:
+      tokens: [n, L] ints.
+      states: [n, L, 1 + m, d], see `StretchSubject.log_probs`.
+      first: the first token that is a root.
+    """
+
+    tokens: np.ndarray
+    states: np.ndarray
+    first: int
+
+    def cut(self, rng: np.random.Generator, length: int, roots: int, M: int) -> Batch:
+        """Returns a random stretch of a random text, with random roots. Text that the
+        target wrote keeps its end, so that roots are not in the prompt."""
+        row, L = rng.integers(0, len(self.tokens)), self.tokens.shape[1]
+        start = L - length if self.first else rng.integers(0, L - length + 1)
+        least = max(self.first - int(start), 1)
+        places = least + rng.permutation(length - M + 1 - least)[:roots]
+        part = slice(start, start + length)
+        return {
+            "states": self.states[row, part],
+            "tokens": self.tokens[row, part].astype(np.int32),
+            "places": np.sort(places).astype(np.int32),
+        }
+
+
+def stretch_examples(
+    train: TrainConfig,
+    learnt: Sequence[Stretches],
+    held: Sequence[Stretches],
+    roots: int,
+    drafts: int,
+) -> Examples:
+    """Returns examples whose rows are from the sources in turn.
+
+    Args:
+      train: the training settings; `length` is T.
+      learnt, held: the sources, for training and evaluation.
+      roots: A.
+      drafts: M.
+    """
+
+    def batch(rng: np.random.Generator, sources: Sequence[Stretches]) -> Batch:
+        size = train.length, roots, drafts
+        rows = [sources[i % len(sources)].cut(rng, *size) for i in range(train.batch)]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def batches(step: int) -> Iterator[Batch]:
+        while True:
+            yield batch(np.random.default_rng([train.seed, step]), learnt)
+            step += 1
+
+    count = max(len(held) * HELD_OUT // train.batch, 1)
+    rng = np.random.default_rng([train.seed, 0, 1])
+    settings = {"sources": [list(s.states.shape) for s in learnt], "roots": roots}
+    return Examples(batches, [batch(rng, held) for _ in range(count)], settings)
+
+
+# Training
+
+
+def prepare_stretches(
+    job: Job,
+    target: str | Path | Model,
+    drafts: int,
+    amounts: Amounts,
+    dtype: str,
+) -> tuple[Model, TrainingData]:
+    """Checks the arguments, loads the target and encodes the text.
+
+    Args:
+      job: the text, the folders, and the training settings.
+      target: the target model, or its path or name.
+      drafts: M.
+      amounts: how much text is used.
+      dtype: dtype of the target during training.
+
+    Raises:
+      ValueError: the arguments or files are invalid.
+    """
+    job.check()
+    check_amounts(job.train.length, drafts, amounts)
+    loaded = target if isinstance(target, Model) else load(target, dtype=dtype)
+    return loaded, prepare_for(job, loaded, str(target))
+
+
+def _read(
+    target: BareModel,
+    taps: Taps,
+    window: int,
+    stream: np.ndarray,
+    file: Path,
+    count: int,
+    own: int,
+) -> list[Stretches]:
+    """Returns windows of a text with the target's states, and what the target wrote (if
+    any) with its states.
+
+    Args:
+      target: the target.
+      taps: the residual streams.
+      window: tokens of a window.
+      stream: [n], the tokens of the text.
+      file: beginning of the names of the files.
+      count: number of windows.
+      own: number of texts that the target writes.
+    """
+    texts = spread_windows(stream, window, count)
+    states = keep_tapped(target, texts, file.with_suffix(".text"), taps)
+    found = [Stretches(texts[:, :-1], states, 0)]
+    if own:
+        prompts = spread_windows(stream, window, own)
+        texts = keep_own_text(target, prompts, file.with_suffix(".own"))
+        states = keep_tapped(target, texts, file.with_suffix(".own_states"), taps)
+        found.append(Stretches(texts[:, :-1], states, PROMPT - 1))
+    return found
+
+
+def train_on_stretches(
+    job: Job,
+    target: Model,
+    data: TrainingData,
+    subject: StretchSubject,
+    amounts: Amounts,
+) -> Params:
+    """Trains a drafter, and prints how often it agrees with the target.
+
+    Half of the examples are from the text. The others are written greedily by the
+    target from beginnings of the text, and their roots are in what it wrote.
+
+    Args:
+      job: the text, the folders, and the training settings. `work` must have space for
+        the states, 2 (1 + m) d bytes per token, and the saves. The caller writes `out`.
+      target, data: results of `prepare_stretches`.
+      subject: the drafter.
+      amounts: how much text is used.
+
+    Returns:
+      The drafter's parameters in bfloat16.
+    """
+    bare, drafts = base_model(target), subject.drafts
+    taps = tuple(tap_of(target.config, b) for b in subject.config.boundaries)
+    own = bool(amounts.own_tokens)
+    read = partial(_read, bare, taps, amounts.window)
+    held = read(data.heldout, job.work / "heldout", HELD_OUT, HELD_OUT * own)
+    windows = max(math.ceil(amounts.tokens / amounts.window), 1)
+    own_texts = math.ceil(amounts.own_tokens / GENERATED)
+    learnt = read(data.train, job.work / "train", windows, own_texts)
+    examples = stretch_examples(job.train, learnt, held, amounts.roots, drafts)
+    settings = {"drafter": repr(subject.config), "drafts": drafts}
+    params, _ = learn(
+        subject,
+        job.train,
+        replace(examples, settings=examples.settings | settings),
+        job.work / "saves",
+        teacher=head_of(bare),
+        minutes=job.minutes,
+        save_minutes=job.save_minutes,
+    )
+    rounded = subject.cast(params, jnp.bfloat16)
+    last = held[-1:]
+    final = stretch_examples(job.train, last, last, amounts.roots, drafts).heldout
+    right, accepted = agreement(subject, rounded, head_of(bare), final)
+    for k in range(drafts):
+        shares = f"first guess {right[k]:.1%}, accepted {accepted[k]:.1%}"
+        print(f"stree-jax: draft {k + 1}: {shares}", file=sys.stderr)
+    return rounded
+
+
+@partial(jax.jit, static_argnums=0)
+def _agreements(
+    subject: StretchSubject, params: Params, batch: Batch, output: BareModel
+) -> tuple[jax.Array, jax.Array]:
+    p, q = subject.log_probs(params, batch, output)
+    right = p.argmax(axis=-1) == q.argmax(axis=-1)
+    return right, 1 - divergences(p, q)[1]
+
+
+def agreement(
+    subject: StretchSubject,
+    params: Params,
+    output: BareModel,
+    batches: Sequence[Batch],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns by draft how often drafter and target agree on the likeliest token after
+    the text's tokens, and the mean probability of acceptance, [M] each.
+
+    Args:
+      subject: the drafter.
+      params: its parameters.
+      output: the target's embedding and head.
+      batches: batches as in `StretchSubject.log_probs`.
+    """
+    found = [
+        _agreements(subject, params, jax.tree.map(jnp.asarray, batch), output)
+        for batch in batches
+    ]
+    right, accepted = (np.concatenate(x) for x in zip(*found, strict=True))
+    return right.mean(axis=0), accepted.mean(axis=0)
