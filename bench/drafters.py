@@ -3,8 +3,8 @@
 Two kinds of figures. On the target's own answers, greedy and sampled, every drafter
 drafts at every place, as a chain and as the best tree of a number of nodes; block
 drafters with scores of pairs also by their marginals, which ignore what is drafted
-before a token. These figures do not depend on the machine, and are without prompt
-lookup. Then decoding is measured.
+before a token, and DFlash drafters with n-grams. These figures do not depend on the
+machine, and are without prompt lookup. Then decoding is measured.
 """
 
 import argparse
@@ -22,13 +22,16 @@ from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
 from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoints.load import Model
+from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.generation import encode_prompts, generate
 from stree_jax.models.dflash import DFlash
 from stree_jax.models.memory import weights_read
 from stree_jax.options import add
 from stree_jax.pair import load_pair
 from stree_jax.sampling.settings import Sampling
+from stree_jax.speculation.drafters.fitted import WithNGrams
 from stree_jax.speculation.drafters.lookup import LOOKUP
+from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.source import Source
 from stree_jax.speculation.tree import Budget
@@ -41,7 +44,9 @@ def add_options(b: argparse.ArgumentParser) -> None:
     add_prompts(b, 10)
     add_temperatures(b, (0, 1))
     names = "drafters, as --drafter of generate"
-    add(b, "--drafters", str, ("demo", "demo-heads"), names, "+")
+    add(b, "--drafters", str, ("demo", "demo-heads", "demo-dspark"), names, "+")
+    text = "n-grams that score pairs for DFlash drafters (from stree-jax ngrams)"
+    add(b, "--ngrams", str, None, text, metavar="FILE")
     add(b, "--nodes", int, 16, "of the best trees")
     add(b, "--levels", int, 7, "most levels of chains and trees")
     add_batch(b)
@@ -50,6 +55,7 @@ def add_options(b: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     """Measures agreement on the target's answers, then decoding."""
     prompts, found = load_prompts(args), {}
+    ngrams = None if args.ngrams is None else load_ngrams(args.ngrams)
     for name in args.drafters:
         target, found[name] = load_pair(args.model, name, args.dtype)
     arms = [Arm(PLAIN, None), Arm("lookup", "auto", drafting=LOOKUP)]
@@ -64,7 +70,7 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
         for title, texts in prompts.items()
         for t in args.temperatures
         for name, drafter in found.items()
-        for row in agreements(work, texts, drafter, t, args.nodes, args.levels)
+        for row in agreements(work, texts, drafter, t, ngrams, args.nodes, args.levels)
     ]
     jax.clear_caches()  # programs of all drafters together exhaust memory maps
     report = measure_arms(NAME, {"": work}, prompts, args.temperatures, run)
@@ -84,6 +90,7 @@ def agreements(
     texts: list[Prompt],
     drafter: AnyDrafter,
     temperature: float,
+    ngrams: NGrams | None,
     nodes: int,
     levels: int,
 ) -> list[dict[str, Any]]:
@@ -101,7 +108,7 @@ def agreements(
     prompts = encode_prompts(target, list(texts))
     depth = _depth(source_of(drafter, target.config), levels)
     rows = []
-    for way, other, tree in ways(drafter, nodes, depth):
+    for way, other, tree in ways(drafter, ngrams, nodes, depth):
         parts = []
         for ids, own, sampling in zip(prompts, answers.tokens, settings, strict=True):
             text, start = [*ids, *own], len(ids)
@@ -114,7 +121,7 @@ def agreements(
 
 
 def ways(
-    drafter: AnyDrafter, nodes: int, depth: int
+    drafter: AnyDrafter, ngrams: NGrams | None, nodes: int, depth: int
 ) -> list[tuple[str, AnyDrafter | Source, Any]]:
     """Returns the ways to draft: name, drafter and tree."""
     best = Budget(nodes, depth)
@@ -126,6 +133,10 @@ def ways(
         alone = Marginals(drafter)
         found.insert(1, ("chain of marginals", alone, f"chain:{depth}"))
         found.insert(2, (f"tree of marginals, {nodes}", alone, best))
+    elif isinstance(drafter, DFlash) and ngrams is not None:
+        more = WithNGrams(drafter, ngrams)
+        found.append(("chain with n-grams", more, f"chain:{depth}"))
+        found.append((f"tree of {nodes} with n-grams", more, best))
     return found
 
 

@@ -18,7 +18,15 @@ KEPT = "kept"
 WEIGHTS = [*DTYPES, "int8", KEPT, "kept-int8"]
 
 # Names of drafters that are not paths; `stree_jax.pair` gives them their meaning.
-DRAFTERS = ("lookup", "mtp", "none", "demo", "demo-heads", "demo-drafter")
+DRAFTERS = (
+    "lookup",
+    "mtp",
+    "none",
+    "demo",
+    "demo-heads",
+    "demo-dspark",
+    "demo-drafter",
+)
 RULES = ("naive/coupled", "naive", "leviathan", "mss", "recursive", "typical")
 TREES = ("auto", "A", "B", "C", "D", "E")
 
@@ -207,8 +215,8 @@ MODEL_HELP = (
 )
 DRAFTER_HELP = (
     "what proposes draft tokens: a draft model, Medusa heads or a published drafter "
-    "such as DSpark, DFlash or EAGLE-3 (directory, GGUF file, hub id, demo or "
-    "demo-heads), a file of n-grams, lookup (prompt lookup: copy from "
+    "such as DSpark, DFlash or EAGLE-3 (directory, GGUF file, hub id, demo, "
+    "demo-heads or demo-dspark), a file of n-grams, lookup (prompt lookup: copy from "
     "earlier text), mtp (MTP layers of the target), MODULE:NAME (a custom drafter from "
     "a Python module) or none (default: mtp if the target has MTP layers, otherwise "
     "lookup; the bundled draft model for --model demo)"

