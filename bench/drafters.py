@@ -130,9 +130,7 @@ def ways(
         (f"tree of {nodes}", drafter, best),
     ]
     if isinstance(drafter, DFlash) and drafter.config.pairs:
-        alone = Marginals(drafter)
-        found.insert(1, ("chain of marginals", alone, f"chain:{depth}"))
-        found.insert(2, (f"tree of marginals, {nodes}", alone, best))
+        found.insert(1, (f"tree of marginals, {nodes}", Marginals(drafter), best))
     elif isinstance(drafter, DFlash) and ngrams is not None:
         more = WithNGrams(drafter, ngrams)
         found.append(("chain with n-grams", more, f"chain:{depth}"))

@@ -56,14 +56,17 @@ class MarginalDrafter(DFlashDrafter):
         found = DFlashDrafter.candidates(own, state, root, depth, dist, rule)
         log_q = marginals(self.paired, found, root, pair_temperature(dist, len(root)))
         rest = jnp.log(jnp.maximum(-jnp.expm1(jax.nn.logsumexp(log_q, axis=-1)), 1e-6))
-        return replace(found, scores=log_q, logits=log_q, rest=rest)
+        return replace(found, scores=log_q, rest=rest)
 
 
 @struct.dataclass
 class Marginals(DFlashSource):
-    """A block drafter of the target that drafts by marginals."""
+    """A block drafter of the target that drafts by marginals, for searched trees."""
 
     name = "block drafter by marginals"
+
+    def check_tree(self, tree: Topology) -> None:
+        raise ValueError("tree: marginals are for searched trees only")
 
     def bind(self, target: Model, tree: Topology) -> MarginalDrafter:
         found = DFlashSource.bind(self, target, tree)

@@ -43,7 +43,7 @@ from stree_jax.speculation.drafter import Drafter, DraftState, Prompts, Update
 from stree_jax.speculation.drafters.lookup import History
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.source import Source
-from stree_jax.speculation.tree import Budget, Topology, resolve_tree
+from stree_jax.speculation.tree import Budget, Topology, Tree, make_tree, resolve_tree
 
 COUPLED = Rule("naive", "coupled")
 PIECE = 512  # tokens of text that are read at once; a longer text is cut
@@ -181,7 +181,8 @@ def agreement(
     if not searched:
         shape = source.filled(shape)
     width = min(source.search_size[0], target.config.num_tokens)
-    run = jax.jit(partial(_drafted, tree=shape, width=width if searched else 0))
+    key = tuple(map(int, shape.parents)) if isinstance(shape, Tree) else shape
+    run = partial(_drafted, tree=key, width=width if searched else 0)
     asked = without_mtp(target), bound, rows
     pieces = [
         Agreement(*_piece(run, asked, ids[i : i + PIECE], i - prompt, shape.depth))
@@ -221,6 +222,7 @@ def _piece(
     yield chosen[after] if asked[2] is None else text[after]
 
 
+@partial(jax.jit, static_argnames=("tree", "width"))
 def _drafted(
     target: Model,
     drafter: Any,
@@ -228,7 +230,7 @@ def _drafted(
     ids: jax.Array,
     place: jax.Array,
     *,
-    tree: Topology,
+    tree: Topology | tuple[int, ...],
     width: int,
 ) -> tuple[jax.Array, ...]:
     """Returns the target's most probable token after each token of a text [S], and the
@@ -239,10 +241,11 @@ def _drafted(
       sampling: the settings of the text, or None.
       ids: [S] int32.
       place: [] int32. Place of the first token in the target's output.
-      tree: the tree.
+      tree: the tree, or the parents of its nodes.
       width: nodes per level of a search for the best tree; 0 if the drafter fills the
         tree.
     """
+    shape = make_tree(tree) if isinstance(tree, tuple) else tree
     S, taps, V = ids.shape[0], drafter.taps, target.config.num_tokens
     state = init_state(target.config, 1, S, param_dtype(target.params))
     nodes = chain_nodes(1, S, target.config.conv_taps)
@@ -254,7 +257,7 @@ def _drafted(
     def step(drafting: DraftState, i: jax.Array) -> tuple[DraftState, tuple]:
         text = History(ids[None], one * (i + 1))
         dist = text_distribution(sampling, jnp.maximum(place + i + 1, 0)[None], V)
-        draft, after = _draft(drafter, drafting, text, ids[i][None], dist, tree, width)
+        draft, after = _draft(drafter, drafting, text, ids[i][None], dist, shape, width)
         row = partial(lax.dynamic_slice_in_dim, start_index=i, slice_size=1, axis=1)
         token = ids[jnp.minimum(i + 1, S - 1)][None, None]
         update = Update(token, one, row(hidden), tuple(map(row, tapped)))
