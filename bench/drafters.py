@@ -21,6 +21,7 @@ from stree_jax.bench.marginals import Marginals
 from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
 from stree_jax.bench.prompts import Prompt
+from stree_jax.bench.widen import widened, widened_drafter
 from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.generation import encode_prompts, generate
@@ -57,7 +58,9 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     prompts, found = load_prompts(args), {}
     ngrams = None if args.ngrams is None else load_ngrams(args.ngrams)
     for name in args.drafters:
-        target, found[name] = load_pair(args.model, name, args.dtype)
+        small, drafter = load_pair(args.model, name, args.dtype)
+        found[name] = widened_drafter(drafter, small, args.widen)
+    target = widened(small, args.widen)
     arms = [Arm(PLAIN, None), Arm("lookup", "auto", drafting=LOOKUP)]
     for name, drafter in found.items():
         depth = _depth(source_of(drafter, target.config), args.levels)

@@ -23,9 +23,11 @@ from stree_jax.models import (
     nest,
     parameter_count,
 )
+from stree_jax.models.dflash import DFlash
 from stree_jax.models.heads import Heads, cast_heads, head_table
 from stree_jax.models.param_table import param_at
 from stree_jax.models.params import Params, Path
+from stree_jax.models.trimming import trimmed
 from stree_jax.models.weights.formats import is_weight
 
 KINDS = {"mamba", "attention", "mlp"}
@@ -99,6 +101,56 @@ def widened_heads(heads: Heads, factor: int) -> Heads:
 
     table, old = head_table(config), by_path(heads.params)
     return Heads(nest({p: place(x, table[p].shape) for p, x in old.items()}), config)
+
+
+def widened_dflash(drafter: DFlash, target: Model, factor: int) -> DFlash:
+    """Returns a block drafter for a `widened` model, whose streams end in zeros.
+
+    Its own width stays, so it gets copies of what it uses of the target.
+
+    Args:
+      drafter: the drafter.
+      target: the model before it is widened.
+      factor: as in `widened`.
+
+    Raises:
+      ValueError: the drafter's weights are quantized.
+    """
+    if factor == 1:
+        return drafter
+    if not drafter.weight_format.plain:
+        raise ValueError("--widen: want a block drafter that is not quantized")
+    if not drafter.config.head_rows:
+        every = np.arange(target.config.num_tokens, dtype=np.int32)
+        drafter = trimmed(drafter, target, every)
+    c, params = drafter.config, dict(drafter.params)
+    if not c.own_embedding:
+        params["embedding"] = target.params["embedding"]
+    parts = params["fc"].reshape(c.d_model, len(c.boundaries), c.target_width)
+    more = (factor - 1) * c.target_width
+    wide = jnp.pad(parts, ((0, 0), (0, 0), (0, more)))
+    params["fc"] = wide.reshape(c.d_model, -1)
+    config = replace(c, target_width=factor * c.target_width, own_embedding=True)
+    return DFlash(params, config, drafter.ids)
+
+
+def widened_drafter(drafter: Any, target: Model, factor: int) -> Any:
+    """Returns a drafter for a `widened` target. Draft models, MTP layers and prompt
+    lookup need no change.
+
+    Args:
+      drafter, target, factor: as in `widened_dflash`; the drafter may be of any kind.
+
+    Raises:
+      ValueError: drafters of this kind cannot be widened.
+    """
+    if factor == 1 or drafter is None or isinstance(drafter, str | Model):
+        return drafter
+    if isinstance(drafter, Heads):
+        return widened_heads(drafter, factor)
+    if isinstance(drafter, DFlash):
+        return widened_dflash(drafter, target, factor)
+    raise ValueError(f"--widen: not for drafters such as {drafter}")
 
 
 def _in_float32(params: Params) -> Params:

@@ -8,11 +8,19 @@ import numpy as np
 import pytest
 
 import stree_jax
+from stree_jax.agreement import agreement
 from stree_jax.bench import attention, inputs
 from stree_jax.bench.everything import arguments
 from stree_jax.bench.registry import parse_bench
-from stree_jax.bench.widen import sizes_of, widened
+from stree_jax.bench.widen import (
+    sizes_of,
+    widened,
+    widened_dflash,
+    widened_drafter,
+)
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, Rope, init_params
+from stree_jax.speculation.tree import Budget
+from tests.support.dflash import KINDS, random_dflash
 from tests.support.tiny import REAL, perturbed, tiny
 
 BIASES = dict(proj_in_bias=True, proj_out_bias=True)
@@ -53,6 +61,22 @@ def test_a_widened_model_is_the_same_function(model):
     want = stree_jax.score(model, tokens)
     assert float(want.std()) > 0.1
     chex.assert_trees_all_close(stree_jax.score(wide, tokens), want, atol=1e-5)
+
+
+def test_a_widened_target_gets_the_same_blocks():
+    model = model_of(embedding_multiplier=3.0)
+    drafter = random_dflash(model, **KINDS["dspark"])
+    wide = widened(model, 4), widened_dflash(drafter, model, 4)
+    found = [
+        agreement(*pair, list(range(3, 40)), Budget(8, 3))
+        for pair in ((model, drafter), wide)
+    ]
+    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+    np.testing.assert_array_equal(found[0].parents, found[1].parents)
+    assert len(np.unique(found[0].tokens[:, 1:])) > 10
+    assert widened_drafter("lookup", model, 4) == "lookup"
+    with pytest.raises(ValueError, match="--widen: not for"):
+        widened_drafter(object(), model, 4)
 
 
 def test_a_widened_target_accepts_the_same_drafts():
