@@ -104,7 +104,7 @@ def widened_heads(heads: Heads, factor: int) -> Heads:
 
 
 def widened_dflash(drafter: DFlash, target: Model, factor: int) -> DFlash:
-    """Returns a block drafter for a `widened` model, whose streams end in zeros.
+    """Returns a block drafter for a `widened` model, where the added channels are 0.
 
     Its own width stays, so it gets copies of what it uses of the target.
 

@@ -11,7 +11,7 @@ import pytest
 import stree_jax
 from stree_jax.agreement import agreement, joined
 from stree_jax.speculation.tree import Budget
-from tests.speculation.test_bundled_heads import PROMPTS
+from tests.support.bundled import PROMPTS
 
 NEW = 48
 LEAST = 2.0  # of the tree of 16 nodes

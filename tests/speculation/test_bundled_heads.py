@@ -15,13 +15,8 @@ import stree_jax
 from stree_jax.speculation import step
 from stree_jax.speculation.drafters import medusa
 from stree_jax.speculation.drafters.medusa import sparse_tree
+from tests.support.bundled import PROMPTS
 
-PROMPTS = (
-    'def fibonacci(n):\n    """Return the n-th number."""\n',
-    "class Stack:\n    def __init__(self):\n        self.items = []\n",
-    "It was a dark night, and",
-    "Question: Tom has 3 apples and buys 5 more. How many apples does he have?\n",
-)
 NEW = 64
 LEAST = 2.2  # measured 2.4; the planted mistakes give 1.2 to 1.9
 
