@@ -104,9 +104,9 @@ def widened_heads(heads: Heads, factor: int) -> Heads:
 
 
 def widened_dflash(drafter: DFlash, target: Model, factor: int) -> DFlash:
-    """Returns a block drafter for a `widened` model, where the added channels are 0.
+    """Returns a block drafter for a `widened` model, with zeros in its streams.
 
-    Its own width stays, so it gets copies of what it uses of the target.
+    Its own width stays, so it gets copies of the target's embedding and head.
 
     Args:
       drafter: the drafter.

@@ -33,10 +33,10 @@ def pair():
     )
 
 
-def test_the_pair_is_small():
+def test_the_bundled_models_are_small():
     folder = resolve("demo").parent
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    assert size < 26e6, f"{size / 1e6:.1f} MB"
+    assert size < 31e6, f"{size / 1e6:.1f} MB"
 
 
 @pytest.mark.parametrize("tree", ["E", "chain:4"])

@@ -26,7 +26,7 @@ TRAIN = TrainConfig(
 )
 SIZES = {
     "dspark": dspark.DSparkSize(1, taps=1, drafts=M, mlp=16, rank=16, window=8),
-    "dflash": dspark.DSparkSize(1, taps=1, drafts=M, mlp=16, rank=0, window=8),
+    "dflash": dspark.DSparkSize(1, taps=1, drafts=M, mlp=96, rank=0, window=8),
     "eagle3": eagle.EagleSize(1, taps=1, drafts=M, mlp=16, window=8),
 }
 RUN = {
