@@ -55,12 +55,8 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     """Measures agreement on the target's answers, then decoding."""
-    prompts, found = load_prompts(args), {}
+    prompts, (target, found) = load_prompts(args), load_drafters(args)
     ngrams = None if args.ngrams is None else load_ngrams(args.ngrams)
-    for name in args.drafters:
-        small, drafter = load_pair(args.model, name, args.dtype)
-        found[name] = widened_drafter(drafter, small, args.widen)
-    target = widened(small, args.widen)
     arms = [Arm(PLAIN, None), Arm("lookup", "auto", drafting=LOOKUP)]
     for name, drafter in found.items():
         depth = _depth(source_of(drafter, target.config), args.levels)
@@ -82,6 +78,16 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
         "bytes": {n: round_bytes(target, d, args.levels) for n, d in found.items()}
         | {"target": weights_read(target)},
     }
+
+
+def load_drafters(args: argparse.Namespace) -> tuple[Model, dict[str, AnyDrafter]]:
+    """Loads the target, with its MTP layers if a drafter needs them, and the drafters
+    by name; zero-padded by the factor `--widen`."""
+    loaded = {name: load_pair(args.model, name, args.dtype) for name in args.drafters}
+    targets = [target for target, _ in loaded.values()]
+    small = next((target for target in targets if target.config.mtp), targets[0])
+    found = {n: widened_drafter(d, small, args.widen) for n, (_, d) in loaded.items()}
+    return widened(small, args.widen), found
 
 
 def _depth(source: Source, levels: int) -> int:

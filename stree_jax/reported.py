@@ -15,8 +15,8 @@ Range = tuple[float, float]
 
 
 class Usual(NamedTuple):
-    """What correctly loaded drafters of a kind reach on code and grade-school math, in
-    the target's chat template, greedy. Estimated from the rows of `REPORTED`.
+    """Usual acceptance of drafters of one kind on code and grade-school math, in the
+    target's chat template, greedy. Estimated from the rows of `REPORTED`.
 
     Attributes:
       first, fourth: share of first and fourth drafts that are accepted, where those

@@ -88,7 +88,7 @@ class StretchSubject(Subject, Protocol):
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much text a drafter learns from.
+    """Amounts of text from which a drafter learns.
 
     Attributes:
       roots: A, roots in each stretch of `TrainConfig.length` tokens.

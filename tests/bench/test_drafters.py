@@ -12,6 +12,7 @@ from stree_jax.checkpoints.ngrams import save_ngrams
 from stree_jax.training.ngrams import count_grams, katz
 from tests.bench.pairs import pair_with_words
 from tests.support.dflash import KINDS, random_dflash
+from tests.support.tiny import tiny
 
 WITH_NGRAMS = ["chain with n-grams", "tree of 6 with n-grams"]
 WAYS = ["chain", "tree of marginals, 6", "tree of 6"]
@@ -36,6 +37,20 @@ def report(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "load_pair", lambda _, name, __: (target, found[name]))
         return bench.measure(args, Run(repeats=1))
+
+
+@pytest.mark.parametrize("names", [["mtp", "lookup"], ["lookup", "mtp"]])
+def test_the_target_keeps_the_mtp_layers_that_a_drafter_needs(names, monkeypatch):
+    plain = tiny(1)
+    with_mtp = replace(plain, config=replace(plain.config, mtp=("attention", "mlp")))
+
+    def load_pair(model, name, dtype):
+        return (with_mtp if name == "mtp" else plain), name
+
+    monkeypatch.setattr(bench, "load_pair", load_pair)
+    args = parse_bench(["drafters", "--prompts", "unread", "--drafters", *names])
+    target, found = bench.load_drafters(args)
+    assert target is with_mtp and found == {name: name for name in names}
 
 
 def test_every_way_of_drafting_is_measured(report):

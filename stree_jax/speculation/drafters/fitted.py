@@ -1,8 +1,9 @@
 """Scores of token pairs from n-grams, for block drafters that have none.
 
-A plain DFlash drafter gives one distribution q_k for each level k, whatever the token
-before. N-grams say which tokens follow each other: R_k(a, b) = P(b | a), for a
-candidate a of level k - 1 and a candidate b of level k. The probabilities of pairs
+A plain DFlash drafter gives one distribution q_k for each level k, which does not
+depend on the token before. N-grams say which tokens follow each other: R_k(a, b) =
+P(b | a), for a candidate a of level k - 1 and a candidate b of level k. The
+probabilities of pairs
 
     J_k(a, b) = q_{k-1}(a) R_k(a, b) q_k(b) / sum over a' of q_{k-1}(a') R_k(a', b)
 
