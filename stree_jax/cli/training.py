@@ -316,7 +316,7 @@ def train_reader(
 ) -> None:
     """Trains a drafter of one of the kinds `READERS` and writes it."""
     from stree_jax.convert.drafters.write import save_drafter
-    from stree_jax.training.stretches import Amounts
+    from stree_jax.training.stretches import Amounts, StretchSize, train_drafter
 
     if args.width is not None or args.target_embedding:
         raise ValueError(
@@ -324,19 +324,18 @@ def train_reader(
             "--width and --target-embedding"
         )
     amounts = Amounts(values.pop("roots"), values.pop("tokens"), args.own_tokens)
-    drafter: Any
+    size: StretchSize
     if args.kind in ("dspark", "dflash"):
-        from stree_jax.training.dspark import DSparkSize, train_dspark
+        from stree_jax.training.dspark import DSparkSize
 
         if values.setdefault("rank", 0) < 1 and args.kind == "dspark":
             raise ValueError("--rank: want at least 1; --kind dflash trains none")
         size = DSparkSize(layers, **values)
-        drafter, count = train_dspark(job, args.target, size, amounts)
     else:
-        from stree_jax.training.eagle import EagleSize, train_eagle
+        from stree_jax.training.eagle import EagleSize
 
-        eagle_size = EagleSize(layers, **values)
-        drafter, count = train_eagle(job, args.target, eagle_size, amounts)
+        size = EagleSize(layers, **values)
+    drafter, count = train_drafter(job, args.target, size, amounts)
     save_drafter(drafter, args.out, count)
     print_status(f"wrote {args.out}: {drafter}")
 

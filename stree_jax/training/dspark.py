@@ -18,17 +18,14 @@ Letters: those of `training.stretches`; r rank.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.models import Model as BareModel
 from stree_jax.models import ModelConfig
-from stree_jax.models.boundaries import boundary_count
 from stree_jax.models.dflash import (
     DFlash,
     DFlashConfig,
@@ -41,18 +38,13 @@ from stree_jax.models.dflash import (
     run_block,
 )
 from stree_jax.models.dflash_pairs import confidence, no_memory, pair_bias
-from stree_jax.training.recipe import Job
 from stree_jax.training.stretches import (
-    Amounts,
     attention_of,
     check_least,
     divergences,
     draft_slots,
-    prepare_stretches,
-    published_name,
     spread_boundaries,
     target_log_probs,
-    train_on_stretches,
     weighted,
 )
 from stree_jax.training.train import Batch, Params
@@ -83,6 +75,11 @@ class DSparkSize:
     rank: int = 128
     window: int = 128
     causal: bool = True
+
+    def subject(self, target: ModelConfig, tokens: np.ndarray, name: str) -> "Blocks":
+        """Returns the drafter to train, see `StretchSize`."""
+        config = dspark_config(target, self, rarest_token(tokens, target))
+        return Blocks(replace(config, target=name))
 
 
 def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashConfig:
@@ -219,10 +216,13 @@ class Blocks:
     def cast(self, params: Params, dtype: Any) -> Params:
         return cast_dflash(self.config, params, dtype)
 
+    def drafter(self, params: Params) -> DFlash:
+        return DFlash(params, self.config)
+
     def log_probs(
         self, params: Params, batch: Batch, output: BareModel
     ) -> tuple[jax.Array, jax.Array]:
-        return block_scores(DFlash(params, self.config), output, batch)[:2]
+        return block_scores(self.drafter(params), output, batch)[:2]
 
     def loss(self, params: Params, batch: Batch, teacher: BareModel) -> jax.Array:
         """Returns the mean loss of the drafts, in nats.
@@ -232,7 +232,7 @@ class Blocks:
           batch: see `StretchSubject.log_probs`.
           teacher: the target's embedding and head.
         """
-        p, q, alone, sure = block_scores(DFlash(params, self.config), teacher, batch)
+        p, q, alone, sure = block_scores(self.drafter(params), teacher, batch)
         kl, apart = divergences(p, q)
         if sure is None:
             return weighted(kl + apart)
@@ -248,33 +248,3 @@ def rarest_token(tokens: np.ndarray, target: ModelConfig) -> int:
     occur least in the text, as no token of its own is added."""
     counts = np.bincount(tokens, minlength=target.num_tokens)[: target.num_tokens]
     return int(target.num_tokens - 1 - counts[::-1].argmin())
-
-
-def train_dspark(
-    job: Job,
-    target: str | Path | Model,
-    size: DSparkSize,
-    amounts: Amounts,
-    dtype: str = "float32",
-) -> tuple[DFlash, int]:
-    """Trains a DSpark or DFlash drafter for a target.
-
-    Args:
-      job: as in `train_on_stretches`.
-      target: the target model, or its path or name.
-      size: the size of the drafter.
-      amounts: how much text is used.
-      dtype: dtype of the target during training.
-
-    Returns:
-      The drafter in bfloat16, and the number of the target's layers.
-
-    Raises:
-      ValueError: the arguments or files are invalid.
-    """
-    loaded, data = prepare_stretches(job, target, size.drafts, amounts, dtype)
-    mask = rarest_token(np.asarray(data.train), loaded.config)
-    config = dspark_config(loaded.config, size, mask)
-    config = replace(config, target=published_name(target))
-    params = train_on_stretches(job, loaded, data, Blocks(config), amounts)
-    return DFlash(params, config), boundary_count(loaded.config)

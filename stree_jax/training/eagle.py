@@ -16,13 +16,12 @@ Letters: those of `training.stretches`; P = T - 1 pairs of a stretch.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     MLPConfig,
     ModelConfig,
@@ -34,7 +33,6 @@ from stree_jax.models import (
     param_dtype,
 )
 from stree_jax.models import Model as BareModel
-from stree_jax.models.boundaries import boundary_count
 from stree_jax.models.eagle import (
     Eagle,
     EagleConfig,
@@ -45,18 +43,13 @@ from stree_jax.models.eagle import (
     init_eagle,
     project,
 )
-from stree_jax.training.recipe import Job
 from stree_jax.training.stretches import (
-    Amounts,
     attention_of,
     check_least,
     divergences,
     draft_slots,
-    prepare_stretches,
-    published_name,
     spread_boundaries,
     target_log_probs,
-    train_on_stretches,
     weighted,
 )
 from stree_jax.training.train import Batch, Params
@@ -81,6 +74,10 @@ class EagleSize:
     drafts: int = 5
     mlp: int | None = None
     window: int = 128
+
+    def subject(self, target: ModelConfig, tokens: np.ndarray, name: str) -> "Levels":
+        """Returns the drafter to train, see `StretchSize`."""
+        return Levels(replace(eagle_config(target, self), target=name), self.drafts)
 
 
 def eagle_config(target: ModelConfig, size: EagleSize) -> EagleConfig:
@@ -213,10 +210,13 @@ class Levels:
     def cast(self, params: Params, dtype: Any) -> Params:
         return cast_eagle(self.config, params, dtype)
 
+    def drafter(self, params: Params) -> Eagle:
+        return Eagle(params, self.config)
+
     def log_probs(
         self, params: Params, batch: Batch, output: BareModel
     ) -> tuple[jax.Array, jax.Array]:
-        model = eagle_model(Eagle(params, self.config), output)
+        model = eagle_model(self.drafter(params), output)
         hidden = handed_down(model, batch, self.drafts)
         logits = logits_of(model, hidden.reshape(-1, *hidden.shape[2:]))
         q = jax.nn.log_softmax(logits[..., : output.config.num_tokens])
@@ -232,32 +232,3 @@ class Levels:
         """
         kl, apart = divergences(*self.log_probs(params, batch, teacher))
         return weighted(kl + apart)
-
-
-def train_eagle(
-    job: Job,
-    target: str | Path | Model,
-    size: EagleSize,
-    amounts: Amounts,
-    dtype: str = "float32",
-) -> tuple[Eagle, int]:
-    """Trains an EAGLE-3 drafter for a target.
-
-    Args:
-      job: as in `train_on_stretches`.
-      target: the target model, or its path or name.
-      size: the size of the drafter.
-      amounts: how much text is used.
-      dtype: dtype of the target during training.
-
-    Returns:
-      The drafter in bfloat16, and the number of the target's layers.
-
-    Raises:
-      ValueError: the arguments or files are invalid.
-    """
-    loaded, data = prepare_stretches(job, target, size.drafts, amounts, dtype)
-    config = replace(eagle_config(loaded.config, size), target=published_name(target))
-    subject = Levels(config, size.drafts)
-    params = train_on_stretches(job, loaded, data, subject, amounts)
-    return Eagle(params, config), boundary_count(loaded.config)

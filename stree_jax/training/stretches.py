@@ -71,6 +71,10 @@ class StretchSubject(Subject, Protocol):
         """M."""
         ...
 
+    def drafter(self, params: Params) -> Any:
+        """Returns the drafter with trained parameters."""
+        ...
+
     def log_probs(
         self, params: Params, batch: Batch, output: BareModel
     ) -> tuple[jax.Array, jax.Array]:
@@ -82,6 +86,30 @@ class StretchSubject(Subject, Protocol):
             streams; "tokens" [B, T] int32; "places" [B, A] int32 of the roots, from 1
             to T - M.
           output: the target's embedding and head.
+        """
+        ...
+
+
+class StretchSize(Protocol):
+    """The size of a drafter that is trained on stretches of text."""
+
+    @property
+    def drafts(self) -> int:
+        """M."""
+        ...
+
+    def subject(
+        self, target: ModelConfig, tokens: np.ndarray, name: str
+    ) -> StretchSubject:
+        """Returns the drafter to train.
+
+        Args:
+          target: the target's architecture.
+          tokens: [n] ints, the text.
+          name: the target's hub id, or "".
+
+        Raises:
+          ValueError: the size does not fit the target.
         """
         ...
 
@@ -275,31 +303,6 @@ def stretch_examples(
 # Training
 
 
-def prepare_stretches(
-    job: Job,
-    target: str | Path | Model,
-    drafts: int,
-    amounts: Amounts,
-    dtype: str,
-) -> tuple[Model, TrainingData]:
-    """Checks the arguments, loads the target and encodes the text.
-
-    Args:
-      job: the text, the folders, and the training settings.
-      target: the target model, or its path or name.
-      drafts: M.
-      amounts: how much text is used.
-      dtype: dtype of the target during training.
-
-    Raises:
-      ValueError: the arguments or files are invalid.
-    """
-    job.check()
-    check_amounts(job.train.length, drafts, amounts)
-    loaded = target if isinstance(target, Model) else load(target, dtype=dtype)
-    return loaded, prepare_for(job, loaded, str(target))
-
-
 def _read(
     target: BareModel,
     taps: Taps,
@@ -332,14 +335,14 @@ def _read(
     return found
 
 
-def train_on_stretches(
+def train_drafter(
     job: Job,
-    target: Model,
-    data: TrainingData,
-    subject: StretchSubject,
+    target: str | Path | Model,
+    size: StretchSize,
     amounts: Amounts,
-) -> Params:
-    """Trains a drafter, and prints how often it agrees with the target.
+    dtype: str = "float32",
+) -> tuple[Any, int]:
+    """Trains a drafter for a target, and prints how often the two agree.
 
     Half of the examples are from the text. The others are written greedily by the
     target from beginnings of the text, and their roots are in what it wrote.
@@ -347,17 +350,39 @@ def train_on_stretches(
     Args:
       job: the text, the folders, and the training settings. `work` must have space for
         the states, 2 (1 + m) d bytes per token, and the saves. The caller writes `out`.
-      target, data: results of `prepare_stretches`.
-      subject: the drafter.
+      target: the target model, or its path or name.
+      size: the size of the drafter.
       amounts: how much text is used.
+      dtype: dtype of the target during training.
 
     Returns:
-      The drafter's parameters in bfloat16.
+      The drafter in bfloat16, and the number of the target's layers.
+
+    Raises:
+      ValueError: the arguments or files are invalid.
     """
-    bare, drafts = base_model(target), subject.drafts
+    job.check()
+    check_amounts(job.train.length, size.drafts, amounts)
+    loaded = target if isinstance(target, Model) else load(target, dtype=dtype)
+    data = prepare_for(job, loaded, str(target))
+    name = published_name(target)
+    subject = size.subject(loaded.config, np.asarray(data.train), name)
+    params = _train(job, base_model(loaded), data, subject, amounts)
+    return subject.drafter(params), boundary_count(loaded.config)
+
+
+def _train(
+    job: Job,
+    target: BareModel,
+    data: TrainingData,
+    subject: StretchSubject,
+    amounts: Amounts,
+) -> Params:
+    """Trains on a text, and returns the parameters in bfloat16, see `train_drafter`."""
+    drafts = subject.drafts
     taps = tuple(tap_of(target.config, b) for b in subject.config.boundaries)
     own = bool(amounts.own_tokens)
-    read = partial(_read, bare, taps, amounts.window)
+    read = partial(_read, target, taps, amounts.window)
     held = read(data.heldout, job.work / "heldout", HELD_OUT, HELD_OUT * own)
     windows = max(math.ceil(amounts.tokens / amounts.window), 1)
     own_texts = math.ceil(amounts.own_tokens / GENERATED)
@@ -369,14 +394,14 @@ def train_on_stretches(
         job.train,
         replace(examples, settings=examples.settings | settings),
         job.work / "saves",
-        teacher=head_of(bare),
+        teacher=head_of(target),
         minutes=job.minutes,
         save_minutes=job.save_minutes,
     )
     rounded = subject.cast(params, jnp.bfloat16)
     last = held[-1:]
     final = stretch_examples(job.train, last, last, amounts.roots, drafts).heldout
-    right, accepted = agreement(subject, rounded, head_of(bare), final)
+    right, accepted = agreement(subject, rounded, head_of(target), final)
     for k in range(drafts):
         shares = f"first guess {right[k]:.1%}, accepted {accepted[k]:.1%}"
         print(f"stree-jax: draft {k + 1}: {shares}", file=sys.stderr)

@@ -29,11 +29,6 @@ SIZES = {
     "dflash": dspark.DSparkSize(1, taps=1, drafts=M, mlp=96, rank=0, window=8),
     "eagle3": eagle.EagleSize(1, taps=1, drafts=M, mlp=16, window=8),
 }
-RUN = {
-    "dspark": dspark.train_dspark,
-    "dflash": dspark.train_dspark,
-    "eagle3": eagle.train_eagle,
-}
 AMOUNTS = stretches.Amounts(roots=4, tokens=600, own_tokens=300, window=WINDOW)
 
 
@@ -72,7 +67,7 @@ def kind(request):
 
 def train(kind, target, text, folder, config=TRAIN, size=None, amounts=AMOUNTS):
     job = Job([text], folder / "out", folder / "work", config)
-    return RUN[kind](job, target, size or SIZES[kind], amounts)[0]
+    return stretches.train_drafter(job, target, size or SIZES[kind], amounts)[0]
 
 
 @pytest.fixture(scope="module")
