@@ -28,7 +28,8 @@ from stree_jax.models import FORMATS, base_model, by_path
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.memory import size_of
 from stree_jax.models.weights import kept as kept_weights
-from stree_jax.models.weights.kept import Panels, Stack, Whole
+from stree_jax.models.weights.kept import Panels, Whole
+from stree_jax.models.weights.stack import Stack
 from stree_jax.options import WEIGHTS
 from stree_jax.pair import load_pair, pair_configs
 from stree_jax.sizing.memory import abstract_model

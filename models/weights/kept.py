@@ -9,7 +9,7 @@ stored in it and large.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
@@ -34,6 +34,7 @@ from stree_jax.models.weights.panels.gpu import gpu_product
 from stree_jax.models.weights.panels.kind import LANES
 from stree_jax.models.weights.panels.product import panel_product
 from stree_jax.models.weights.plain import PlainWeight, in_float32
+from stree_jax.models.weights.stack import Stack
 from stree_jax.models.weights.weight import (
     BFLOAT16,
     FLOAT32,
@@ -43,7 +44,6 @@ from stree_jax.models.weights.weight import (
     Stored,
     Weight,
     slices,
-    take,
 )
 
 # A bfloat16 matrix up to this size in float32 becomes float32, so that products do not
@@ -475,85 +475,3 @@ class Whole(Weight):
 
 
 register_for_export(Whole)
-
-
-@struct.dataclass
-class Stack(Weight):
-    """Matrices of several kinds, stacked by rows.
-
-    Attributes:
-      parts: weights [m_i, k].
-    """
-
-    parts: tuple[Weight, ...]
-
-    @property
-    def format(self) -> Format:
-        return self.parts[0].format
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
-
-    def unit(self, axis: int) -> int:
-        return max(part.unit(axis) for part in self.parts)
-
-    def take(self, places: Sequence[slice], axis: int) -> "Stack":
-        each = self._places(places, axis)
-        return Stack(tuple(take(part, own, axis) for part, own in each))
-
-    def divides(self, places: Sequence[slice], axis: int) -> bool:
-        each = self._places(places, axis)
-        return all(own and part.divides(own, axis) for part, own in each)
-
-    def _places(
-        self, places: Sequence[slice], axis: int
-    ) -> Iterator[tuple[Weight, Sequence[slice]]]:
-        """Yields each part with its own slices."""
-        begin = 0
-        for part in self.parts:
-            end = begin + part.shape[0]
-            own = [
-                slice(max(p.start, begin) - begin, min(p.stop, end) - begin)
-                for p in places
-                if max(p.start, begin) < min(p.stop, end)
-            ]
-            yield part, places if axis else own
-            begin = end
-
-    def unsupported(self, rows: jax.Array, valid_count: jax.Array | None) -> str | None:
-        reasons = (part.unsupported(rows, valid_count) for part in self.parts)
-        return next(filter(None, reasons), None)
-
-    def product(
-        self, rows: jax.Array, valid_count: jax.Array | None, native: bool
-    ) -> jax.Array:
-        each = [part.product(rows, valid_count, native) for part in self.parts]
-        return jnp.concatenate(each, axis=1)
-
-    def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
-        reasons = (part.chosen_unsupported(rows, chosen) for part in self.parts)
-        return next(filter(None, reasons), None)
-
-    def chosen_product(
-        self, rows: jax.Array, chosen: jax.Array, native: bool
-    ) -> jax.Array:
-        each = [part.chosen_product(rows, chosen, native) for part in self.parts]
-        return jnp.concatenate(each, axis=1)
-
-    def gathered(self, ids: jax.Array) -> Weight:
-        """Returns the rows, which may be of several kinds, in bfloat16."""
-        return self.format.store(self.rows(ids).astype(jnp.bfloat16))
-
-    def rows(self, ids: jax.Array) -> jax.Array:
-        where = jnp.where(ids < 0, ids + self.shape[0], ids)
-        found, begin = jnp.zeros((*ids.shape, self.shape[1]), jnp.float32), 0
-        for part in self.parts:
-            own = jnp.clip(where - begin, 0, part.shape[0] - 1)
-            inside = (where >= begin) & (where < begin + part.shape[0])
-            found = jnp.where(inside[..., None], part.rows(own), found)
-            begin += part.shape[0]
-        return found
-
-
-register_for_export(Stack)

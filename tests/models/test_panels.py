@@ -4,10 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.weights.kept import KEPT, KEPT_INT8, Panels, Stack
+from stree_jax.models.weights.kept import KEPT, KEPT_INT8, Panels
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.panels import KINDS
 from stree_jax.models.weights.panels.ggml import GGML
+from stree_jax.models.weights.stack import Stack
 from stree_jax.models.weights.weight import Packed, take, unit
 from tests.support.panel_files import dequantized, random_blocks
 
