@@ -30,6 +30,7 @@ LIBRARY = {
     "stree_jax.version",
     "stree_jax.whole_file",
     "stree_jax.records",
+    "stree_jax.record_files",
     "stree_jax",
 }
 # Packages that each package may import in addition to itself. A module belongs to the
@@ -38,6 +39,7 @@ LIBRARY = {
 MAY_IMPORT = {
     "stree_jax.version": set(),
     "stree_jax.records": set(),
+    "stree_jax.record_files": {"stree_jax.records"},
     "stree_jax.checks": set(),
     "stree_jax.cpu_kernels": set(),
     "stree_jax.pallas_kernels": {"stree_jax.cpu_kernels"},
@@ -69,6 +71,7 @@ MAY_IMPORT = {
     },
     "stree_jax.training": {
         "stree_jax.records",
+        "stree_jax.record_files",
         "stree_jax.models",
         "stree_jax.convert",
         "stree_jax.checkpoints",

@@ -11,15 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from stree_jax.records import (
-    RECORD_SUFFIXES,
-    TURNS,
-    Record,
-    Spell,
-    decoded,
-    read_records,
-    record_of,
-)
+from stree_jax.record_files import RECORD_SUFFIXES, decoded, read_records
+from stree_jax.records import TURNS, Record, Spell, record_of
 
 _TEXTS = (".py", ".txt", ".md")
 _ARCHIVES = (".zip", ".whl")
