@@ -41,17 +41,16 @@ def model_of(**options):
     return stree_jax.Model(params=perturbed(params, 0.2, 0), config=config)
 
 
+NOT_GATED = {"mlp": MLPConfig(48, gated=False, bias=True)}
+
+
 @pytest.mark.parametrize(
-    "model",
-    [
-        model_of(),
-        model_of(
-            tie_embeddings=False, mixers={"mlp": MLPConfig(48, gated=False, bias=True)}
-        ),
-    ],
+    "options",
+    [{}, dict(tie_embeddings=False, mixers=NOT_GATED)],
     ids=["gated", "not gated"],
 )
-def test_a_widened_model_is_the_same_function(model):
+def test_a_widened_model_is_the_same_function(options):
+    model = model_of(**options)
     wide = widened(model, 4)
     assert wide.config.d_model == 128
     assert wide.params["embedding"].shape == (50, 128)

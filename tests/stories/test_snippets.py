@@ -22,7 +22,9 @@ def folder(stand_ins, tmp_path):
     path = tmp_path / "folder"
     path.mkdir()
     snippets.stand_ins(stand_ins, path)
-    return path
+    before = snippets.state(stand_ins)
+    yield path
+    assert snippets.state(stand_ins) == before, "the block writes in a file of others"
 
 
 @pytest.fixture(scope="module")

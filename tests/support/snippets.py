@@ -163,13 +163,9 @@ def _drafter(target):
 
 
 def stand_ins(root, folder):
-    """Puts everything that the pages name into a folder."""
-    for entry in _models(root).iterdir():
-        target = folder / entry.name
-        if entry.is_dir():
-            shutil.copytree(entry, target)
-        else:
-            shutil.copy(entry, target)
+    """Puts everything that the pages name into a folder. Files are hard links,
+    because copies for every block of the pages would fill the disk."""
+    shutil.copytree(_models(root), folder, copy_function=os.link, dirs_exist_ok=True)
     prompt = {"prompt": "def f(x):\n", "canonical_solution": "    return x\n"}
     with gzip.open(folder / "HumanEval.jsonl.gz", "wt") as file:
         file.write(json.dumps(prompt) + "\n")
@@ -186,6 +182,12 @@ def stand_ins(root, folder):
     for name in ("FILES", "FOLDER"):
         (folder / name).mkdir()
         (folder / name / "a.txt").write_text("def f(x):\n    return x\n" * 40)
+
+
+def state(root):
+    """Returns size and time of change of all files."""
+    stats = {path: path.stat() for path in root.rglob("*") if path.is_file()}
+    return {path: (s.st_size, s.st_mtime_ns) for path, s in stats.items()}
 
 
 @contextlib.contextmanager
