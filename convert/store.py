@@ -112,6 +112,14 @@ def weights_named(
     return found
 
 
+def _is_no_late_write(record: logging.LogRecord) -> bool:
+    """False for an error of another write of a save that has failed. asyncio logs it
+    when Python collects the write, and no earlier."""
+    error = record.exc_info[1] if record.exc_info else None
+    of_write = isinstance(error, Exception) and os_problem(error) is not None
+    return not (of_write and "never retrieved" in record.getMessage())
+
+
 @contextmanager
 def quiet_orbax() -> Iterator[None]:
     """Suppresses tracebacks of orbax's and tensorstore's threads. Their errors are also
@@ -125,12 +133,15 @@ def quiet_orbax() -> Iterator[None]:
             before(found)
 
     log, before = logging.getLogger("absl"), sys.unraisablehook
+    tasks = logging.getLogger("asyncio")
     log.addFilter(drop)
+    tasks.addFilter(_is_no_late_write)
     sys.unraisablehook = ignore_closed_loop
     try:
         yield
-        # After an error the hook stays: other writes end later, without an event loop.
+        # After an error these two stay, because other writes end later.
         sys.unraisablehook = before
+        tasks.removeFilter(_is_no_late_write)
     finally:
         log.removeFilter(drop)
 

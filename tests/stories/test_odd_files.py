@@ -4,6 +4,7 @@ Without a check, a pipe would block the reader and /dev/zero would never end.
 """
 
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.files import read_file
+from stree_jax.convert.store import quiet_orbax
 from stree_jax.sizing import step_times
 from stree_jax.training.recipe import Job, read_tokenizer_file
 from stree_jax.training.saves import one_line_errors
@@ -190,6 +192,24 @@ def test_a_full_disk_is_reported_in_one_line(model, tmp_path):
     problem = f"{dst}: cannot be written (File too large)"
     assert {line.removeprefix("stree-jax: ") for line in lines} == {problem}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_late_errors_of_a_failed_save_are_not_logged(caplog, monkeypatch):
+    """A save is many writes. asyncio logged the errors of all but one after the line
+    that reports it, some runs only."""
+    log = logging.getLogger("asyncio")
+    monkeypatch.setattr(log, "filters", [])
+    full = ValueError("Failed writing: [os_error_code='27']")
+    with pytest.raises(ValueError, match="27"), quiet_orbax():
+        raise full
+    for error in (full, ValueError("something else")):
+        log.error("Task exception was never retrieved\nfuture: ..", exc_info=error)
+    log.error("Executing took too long", exc_info=full)
+    found = [record.exc_info[1] for record in caplog.records]
+    assert list(map(str, found)) == ["something else", str(full)]
+    with quiet_orbax():
+        pass
+    assert not log.filters
 
 
 def test_a_failed_write_with_late_threads_leaves_nothing(tmp_path, monkeypatch):
