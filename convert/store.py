@@ -113,8 +113,8 @@ def weights_named(
 
 
 def _is_no_late_write(record: logging.LogRecord) -> bool:
-    """False for an error of another write of a save that has failed. asyncio logs it
-    when Python collects the write, and no earlier."""
+    """Returns False for an error of another write of a save that has failed. asyncio
+    logs it only when Python collects the write."""
     error = record.exc_info[1] if record.exc_info else None
     of_write = isinstance(error, Exception) and os_problem(error) is not None
     return not (of_write and "never retrieved" in record.getMessage())
