@@ -12,7 +12,7 @@ not depend on the number of rows.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -176,7 +176,8 @@ def panel_product(
         interpret=interpret,
         name="panel_product",
     )(operands)
-    return y.reshape(cut.splits * planes, t, m).sum(axis=0)
+    # One by one: the order of a sum over an axis would depend on the number of rows.
+    return reduce(jnp.add, y.reshape(cut.splits * planes, t, m))
 
 
 def _by_scale(rows: jax.Array, width: int) -> jax.Array:
