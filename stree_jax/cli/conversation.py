@@ -1,91 +1,36 @@
-"""A conversation in a terminal or a pipe: `stree-jax chat`.
+"""A conversation with a model: messages, the model's cached state, and answers.
 
-Answers go to stdout. The banner, statistics and results of commands go to stderr, so a
+Answers go to stdout. Statistics and messages about the conversation go to stderr, so a
 pipe receives the answers alone.
 """
 
-import argparse
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from stree_jax.checkpoints.load import Model
-from stree_jax.checkpoints.resolve import resolve
-from stree_jax.cli.chat import (
-    Message,
-    next_turn,
-    read_chat_template,
-    read_special_tokens,
-)
+from stree_jax.cli.chat import Message, next_turn, plain_turn
 from stree_jax.cli.common import print_status
+from stree_jax.cli.speeds import Speed, speed_of
+from stree_jax.cli.streams import noticing_ctrl_c
 from stree_jax.cli.template_use import render_checked
-from stree_jax.cli.terminal import (
-    check_text,
-    coloured,
-    follow,
-    load_models,
-    options_of,
-    read_stdin,
-    tokens_per_s,
-)
-from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.cli.terminal import coloured, follow
 from stree_jax.convert.tokenizer import check_text_ids, encoding
-from stree_jax.default_tree import tree_for
 from stree_jax.generation import Options, stream
-from stree_jax.models import parameter_count
 from stree_jax.result import Generation, Past
-from stree_jax.sizing.plan import Request
-from stree_jax.speculation.drafters.mtp import TrimmedMTP
-from stree_jax.speculation.drafters.table import AUTO
+from stree_jax.sampling.continuation import Decoder, continuation
+from stree_jax.sampling.settings import Sampling
+from stree_jax.sampling.stop_strings import held_back
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-COMMANDS = {
-    "/help": "list the commands",
-    "/new": "forget the conversation and start a new one (also /reset)",
-    "/system TEXT": "start a new conversation with this system message",
-    "/stats": "speed and acceptance length so far, and the tokens in use",
-    "/exit": "end the chat (also /quit and Ctrl-D; Ctrl-C ends an answer)",
-}
-ALIASES = {"/reset": "/new", "/quit": "/exit", "/?": "/help"}
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Tokens and time of one or more answers.
-
-    Attributes:
-      tokens: number of generated tokens.
-      passes: number of target forward passes.
-      timed_tokens: number of tokens that `timed_s` counts.
-      timed_s: seconds of decoding, without steps that may have waited for compilation.
-    """
-
-    tokens: int = 0
-    passes: int = 0
-    timed_tokens: float = 0
-    timed_s: float = 0
-
-    def plus(self, other: "Speed") -> "Speed":
-        """Returns the sum of both."""
-        return Speed(
-            self.tokens + other.tokens,
-            self.passes + other.passes,
-            self.timed_tokens + other.timed_tokens,
-            self.timed_s + other.timed_s,
-        )
-
-    def __str__(self) -> str:
-        parts = [f"{self.tokens} token{'s' * (self.tokens != 1)}"]
-        if self.timed_s > 0:
-            parts.append(f"{self.timed_tokens / self.timed_s:.0f} tokens/s")
-        parts.append(f"acceptance length {self.tokens / max(self.passes, 1):.2f}")
-        return ", ".join(parts)
+# Ends of an answer that `/more` continues.
+CUT, INTERRUPTED, FULL = "cut", "interrupted", "full"
+CONTINUES = "continues"  # not an end: another call of `stream` follows
 
 
 @dataclass(frozen=True)
@@ -98,6 +43,13 @@ class Conversation:
       past: the cached state after `fed`. If None, the tokens have to be read again.
         The next answer takes it over.
       spoken: the last reply as it was printed; its message may lack the first space.
+      reply: number of tokens at the end of `fed` that are the last reply.
+      ended: why the last reply may be continued: `CUT`, `INTERRUPTED` or `FULL`; None
+        if the model ended it.
+      draws: number of calls of `stream` for the last message. Each draws other random
+        numbers.
+      before: the conversation before the last message of the user, without a cached
+        state. None if no message was sent, or if the conversation was loaded.
       answers: number of answers in this chat, including earlier conversations.
       speed: the decoding speed of all these answers together.
     """
@@ -106,6 +58,10 @@ class Conversation:
     fed: Sequence[int] = ()
     past: Past | None = None
     spoken: str | None = None
+    reply: int = 0
+    ended: str | None = None
+    draws: int = 0
+    before: "Conversation | None" = None
     answers: int = 0
     speed: Speed = Speed()
 
@@ -119,9 +75,14 @@ class ChatModel:
       tokenizer: its tokenizer.
       template: its chat template, or None.
       special_tokens: texts of special tokens, for the template.
-      options: options of `stream`.
-      max_prompt: most tokens of a conversation before an answer. If None, there is no
-        limit.
+      options: options of `stream` that stay the same in all calls.
+      stop_strings: texts that end an answer; also in `options`.
+      sampling: how tokens are chosen.
+      max_new_tokens: most tokens of an answer. If None, an answer ends when the model
+        ends it or the context is full.
+      step: most tokens of one call of `stream`. Longer answers take several calls,
+        which run the same compiled programs.
+      context: most tokens of a conversation.
     """
 
     model: Model
@@ -129,20 +90,32 @@ class ChatModel:
     template: str | None
     special_tokens: dict[str, str]
     options: Options
-    max_prompt: int | None = None
+    stop_strings: Sequence[str]
+    sampling: Sampling
+    max_new_tokens: int | None
+    step: int
+    context: int
+
+    @property
+    def max_prompt(self) -> int:
+        """Most tokens of a conversation before a call of `stream`."""
+        return self.context - self.step
 
 
-def answer(chat: ChatModel, conversation: Conversation, text: str) -> Conversation:
+def answer(
+    chat: ChatModel, conversation: Conversation, text: str, draws: int = 0
+) -> Conversation:
     """Prints the answer to a user's message as it grows.
 
     Args:
       chat: the model.
       conversation: the conversation before the message.
       text: the message.
+      draws: `Conversation.draws` of earlier answers to the same message.
 
     Returns:
       the conversation with the message and the answer. It is unchanged if the message
-      does not fit in the memory limit.
+      does not fit in the context, or if Ctrl-C came before the first token.
     """
     fed, past = conversation.fed, conversation.past
     with encoding("the conversation"):
@@ -151,54 +124,269 @@ def answer(chat: ChatModel, conversation: Conversation, text: str) -> Conversati
     check_text_ids("the conversation", chat.tokenizer, ids, num_tokens)
     if not continues:
         fed = ()
-    prompt_length = len(fed) + len(ids)
-    if chat.max_prompt is not None and prompt_length > chat.max_prompt:
+    length = len(fed) + len(ids)
+    if length > chat.max_prompt:
         print_status(
-            f"stree-jax: the conversation has {prompt_length} tokens, and --memory "
-            f"has space for {chat.max_prompt} before an answer: send a shorter "
-            "message, start anew with /new, or run with more --queries or --context"
+            f"stree-jax: the message does not fit: the conversation would have {length}"
+            f" tokens, and the context has space for {chat.max_prompt} before an "
+            f"answer; {MAKE_ROOM}"
         )
         return conversation
     if past is not None and not continues:
         forget(past)
         past = None
-    unread = ids if past is not None else [*fed, *ids]
-    options = chat.options | Options(past=past, take_past=True, keep_past=True)
-    ends, interrupted = follow(stream(chat.model, [unread], **options), "")
+    asked = Conversation(
+        messages=messages,
+        fed=[*fed, *ids],
+        past=past,
+        before=replace(conversation, past=None),
+        draws=draws,
+        answers=conversation.answers,
+        speed=conversation.speed,
+    )
+    answered = spoken_on(chat, asked, ids)
+    return replace(conversation, past=None) if answered is asked else answered
+
+
+MAKE_ROOM = "/undo or /clear makes room, or start with a larger --context"
+
+
+def more(chat: ChatModel, conversation: Conversation) -> Conversation:
+    """Continues the last answer, which was cut, and prints the new text."""
+    if conversation.ended is None:
+        print_status("there is no unfinished answer to continue")
+        return conversation
+    if len(conversation.fed) > chat.max_prompt:
+        print_status(f"the context is full; {MAKE_ROOM}")
+        return conversation
+    return spoken_on(chat, conversation, [])
+
+
+def spoken_on(
+    chat: ChatModel, conversation: Conversation, unread: Sequence[int]
+) -> Conversation:
+    """Generates the answer, or more of it, until the model ends it, `max_new_tokens`
+    are generated, the context is full or Ctrl-C is pressed.
+
+    Args:
+      chat: the model.
+      conversation: the conversation with the message. It has an unfinished answer if
+        `reply` is not 0.
+      unread: the tokens at the end of `fed` that `past` has not read.
+
+    Returns:
+      the conversation after the answer, or `conversation` itself if Ctrl-C came before
+      the first token.
+    """
+    c, produced, speed = conversation, 0, Speed()
+    ended: str | None = CONTINUES
+    sofar, prompt = c.spoken or "", len(c.fed) - c.reply
+    decoder = continuation(chat.tokenizer, c.fed[:prompt])
+    shown = Shown(sofar, len(sofar), chat.stop_strings, decoder)
+    with noticing_ctrl_c() as pressed:
+        while ended == CONTINUES:
+            shown.next_call(list(c.fed[prompt:]))
+            options = options_of_call(chat, c, produced)
+            parts = stream(chat.model, [c.fed if c.past is None else unread], **options)
+            ends, interrupted = follow(parts, pressed, shown.show, produced == 0)
+            if ends:
+                first = c.answers == 0 and c.draws == 0
+                speed = speed.plus(speed_of(ends, first))
+                tokens = ends[-1].tokens[0]
+                produced += len(tokens)
+                c = replace(c, fed=[*c.fed, *tokens], reply=c.reply + len(tokens))
+            # An interrupted call has taken the past over.
+            past = None if interrupted or not ends else ends[-1].past
+            c, unread = replace(c, past=past, draws=c.draws + 1), []
+            ended = how_it_ended(chat, c, produced, ends, interrupted)
+    shown.print_to(len(shown.text))
     print(flush=True)
-    if not ends:  # interrupted before the first token
-        return replace(conversation, past=None)
-    result = ends[-1]
-    speed = speed_of(ends, first=conversation.answers == 0)
-    tell_dimmed(f"[{speed}{', interrupted' * interrupted}]")
-    (spoken,) = result.texts or [""]
-    alone = chat.tokenizer.decode(result.tokens[0])
-    content = spoken if alone.startswith(" ") else spoken.removeprefix(" ")
-    return Conversation(
-        messages=(*messages, Message(role="assistant", content=content)),
-        fed=[*fed, *ids, *result.tokens[0]],
-        past=result.past,
-        spoken=spoken,
-        answers=conversation.answers + 1,
-        speed=conversation.speed.plus(speed),
+    if not c.reply:
+        return conversation
+    tell_dimmed(f"[{speed}{', interrupted' * (ended == INTERRUPTED)}]")
+    tell_cut(chat, produced, ended)
+    return replace(
+        with_reply(chat, c, shown.text, speed),
+        answers=c.answers + (conversation.reply == 0),
+        ended=ended,
     )
 
 
-def speed_of(ends: Sequence[Generation], first: bool) -> Speed:
-    """Returns the speed of an answer.
+def how_it_ended(
+    chat: ChatModel,
+    conversation: Conversation,
+    produced: int,
+    ends: Sequence[Generation],
+    interrupted: bool,
+) -> str | None:
+    """Returns why an answer ended, or `CONTINUES` if it needs another call."""
+    if interrupted or not ends:
+        return INTERRUPTED
+    if ends[-1].finish_reasons[0] != "length":
+        return None
+    if chat.max_new_tokens is not None and produced >= chat.max_new_tokens:
+        return CUT
+    return FULL if len(conversation.fed) > chat.max_prompt else CONTINUES
+
+
+def options_of_call(
+    chat: ChatModel, conversation: Conversation, produced: int
+) -> Options:
+    """Returns the options of one call of `stream`.
 
     Args:
-      ends: the first and the last item of its stream, or one item if they are the same.
-      first: True for the first answer of the chat, which waits for compilation.
+      chat: the model.
+      conversation: the conversation so far.
+      produced: number of tokens that earlier calls generated for the answer.
     """
-    result = ends[-1]
-    before = ends[0] if len(ends) > 1 else None
-    tokens, passes = int(result.lengths.sum()), int(result.target_calls.sum())
-    rate = None if first and before is None else tokens_per_s(result, before)
-    if not rate:
-        return Speed(tokens, passes)
-    timed = tokens - (0 if before is None else int(before.lengths.sum()))
-    return Speed(tokens, passes, timed, timed / rate)
+    limit = chat.step
+    if chat.max_new_tokens is not None:
+        limit = min(limit, chat.max_new_tokens - produced)
+    least = chat.options.get("min_new_tokens", 0)
+    assert isinstance(least, int)
+    sampling: Sampling | None = chat.sampling
+    if chat.sampling.temperature == 0 and chat.sampling.repetition_penalty == 1:
+        sampling = None
+    elif conversation.draws:
+        # Random numbers start anew in every call: another seed gives others.
+        seed = ((chat.sampling.seed or 0) + conversation.draws) % 2**32
+        sampling = replace(chat.sampling, seed=seed)
+    return chat.options | Options(
+        max_new_tokens=limit,
+        min_new_tokens=min(max(least - produced, 0), limit),
+        sampling=sampling,
+        past=conversation.past,
+        take_past=True,
+        keep_past=True,
+    )
+
+
+@dataclass
+class Shown:
+    """The text of an answer as it grows, and how much of it is printed.
+
+    Attributes:
+      text: the whole text so far.
+      printed: number of its characters that are printed.
+      stops: stop strings; text that may begin one is printed later.
+      decoder: decodes the tokens of the answer.
+      reply: the tokens of earlier calls of `stream`.
+      earlier: the text of `reply`.
+    """
+
+    text: str
+    printed: int
+    stops: Sequence[str]
+    decoder: Decoder
+    reply: Sequence[int] = ()
+    earlier: str = ""
+
+    def next_call(self, reply: Sequence[int]) -> None:
+        """Prepares for the next call of `stream`, after the tokens of `reply`."""
+        self.reply, self.earlier = reply, self.text
+
+    def show(self, part: Generation) -> None:
+        """Prints the whole characters that are new in an item of a stream."""
+        own = (part.texts or [""])[0]
+        if not self.reply:
+            self.text = own
+        elif isinstance(part.stop_reasons[0], str):  # the text is cut at a stop string
+            self.text = self.earlier + own
+        else:
+            self.text = self.decoder.decode([*self.reply, *part.tokens[0]])
+        self.print_to(len(self.text) - held_back(self.text, self.stops))
+
+    def print_to(self, end: int) -> None:
+        """Prints the text up to a character."""
+        print(self.text[self.printed : end], end="", flush=True)
+        self.printed = max(self.printed, end)
+
+
+def with_reply(
+    chat: ChatModel, conversation: Conversation, spoken: str, speed: Speed
+) -> Conversation:
+    """Returns the conversation with its answer, or with the whole of a continued one.
+
+    Args:
+      chat: the model.
+      conversation: the conversation; the answer's tokens end `fed`.
+      spoken: the answer's text.
+      speed: speed of the answer, or of its new part.
+    """
+    c = conversation
+    alone = chat.tokenizer.decode(list(c.fed[len(c.fed) - c.reply :]))
+    content = spoken if alone.startswith(" ") else spoken.removeprefix(" ")
+    continued = c.messages[-1]["role"] == "assistant"
+    return replace(
+        c,
+        messages=(
+            *(c.messages[:-1] if continued else c.messages),
+            Message(role="assistant", content=content),
+        ),
+        spoken=spoken,
+        speed=c.speed.plus(speed),
+    )
+
+
+def tell_cut(chat: ChatModel, produced: int, ended: str | None) -> None:
+    """Says in a line why an answer is not complete, unless Ctrl-C ended it."""
+    if ended == CUT:
+        s = "s" * (produced != 1)
+        print_status(
+            f"stree-jax: cut after {produced} token{s} (max-new-tokens); /more "
+            "continues the answer"
+        )
+    elif ended == FULL:
+        print_status(
+            f"stree-jax: cut: the context of {chat.context} tokens is full; {MAKE_ROOM}"
+        )
+
+
+def undone(chat: ChatModel, conversation: Conversation) -> Conversation | None:
+    """Returns the conversation before the last message of the user, or None if there
+    is no message. Frees the cached state: the next answer reads the rest again."""
+    asked = [i for i, m in enumerate(conversation.messages) if m["role"] == "user"]
+    if not asked:
+        return None
+    forget(conversation.past)
+    earlier = conversation.before
+    if earlier is None:
+        earlier = from_messages(chat, conversation.messages[: asked[-1]])
+    stats = conversation.answers, conversation.speed
+    return replace(earlier, answers=stats[0], speed=stats[1])
+
+
+def regenerated(chat: ChatModel, conversation: Conversation) -> Conversation:
+    """Answers the last message of the user again, with other random numbers.
+
+    The model reads the conversation before it again, because a recurrent state cannot
+    go back. The old answer stays if the new one does not begin.
+    """
+    asked = [m["content"] for m in conversation.messages if m["role"] == "user"]
+    earlier = undone(chat, conversation)
+    if earlier is None:
+        print_status("there is no answer to regenerate")
+        return conversation
+    if chat.sampling.temperature == 0 and conversation.ended is None:
+        print_status(
+            "temperature is 0, so the same settings give the same answer; "
+            "/set temperature 0.8 varies it"
+        )
+    answered = answer(chat, earlier, asked[-1], conversation.draws)
+    began = len(answered.messages) > len(earlier.messages)
+    return answered if began else replace(conversation, past=None)
+
+
+def from_messages(chat: ChatModel, messages: Sequence[Message]) -> Conversation:
+    """Returns a conversation of these messages that the model has not read yet."""
+    fed: list[int] = []
+    if chat.template is None and messages:
+        parts = (
+            plain_turn(m["content"]) if m["role"] == "user" else m["content"]
+            for m in messages
+        )
+        fed = chat.tokenizer.encode("".join(parts)).ids
+    return Conversation(messages=tuple(messages), fed=fed)
 
 
 def next_messages(
@@ -239,126 +427,17 @@ def forget(past: Past | None) -> None:
         leaf.delete()
 
 
-def run_chat(args: argparse.Namespace) -> int:
-    """Runs a chat on stdin and stdout until the input ends, and returns its exit code.
-
-    Raises:
-      ValueError: wrong options.
-    """
-    chat = chat_model_of(args)
-    conversation = Conversation()
-    if args.system:
-        if chat.template is None:
-            raise ValueError(f"--system: {args.model} has no chat template")
-        content = check_text("--system", args.system)
-        conversation = with_system(chat, conversation, content, "--system")
-    print_status(banner(args, chat))
-    while True:
-        try:
-            text = next_line()
-        except (EOFError, KeyboardInterrupt):
-            if is_terminal(sys.stdin):
-                print()
-            return 0
-        command = command_of(text)
-        if command is not None:
-            name, rest = command
-            if name == "/exit":
-                return 0
-            conversation = run_command(chat, conversation, name, rest)
-        elif text.strip():
-            text = check_text("standard input", text)
-            conversation = answer(chat, conversation, text)
-
-
-def command_of(text: str) -> tuple[str, str] | None:
-    """Splits a line into a command and its argument.
-
-    Returns:
-      the command's name without aliases, and its argument; None if the line is a
-      message. A line that starts with a slash is a message if it has several words,
-      unless the first is /system.
-    """
-    name, _, rest = text.strip().partition(" ")
-    if not re.fullmatch(r"/([a-z]+|\?)", name) or (rest and name != "/system"):
-        return None
-    return ALIASES.get(name, name), rest.strip()
-
-
-def run_command(
-    chat: ChatModel, conversation: Conversation, name: str, rest: str
-) -> Conversation:
-    """Runs a command other than /exit and returns the conversation after it.
-
-    Args:
-      chat: the model.
-      conversation: the conversation so far.
-      name: the command.
-      rest: its argument; only /system has one.
-    """
-    match name:
-        case "/help":
-            width = max(map(len, COMMANDS))
-            for command, purpose in COMMANDS.items():
-                print_status(f"  {command:{width}}  {purpose}")
-        case "/new":
-            conversation = new_conversation(conversation)
-            print_status("started a new conversation")
-        case "/system":
-            conversation = set_system(chat, conversation, rest)
-        case "/stats":
-            print_status(statistics(chat, conversation))
-        case _:
-            print_status(f"{name} is not a command; /help lists the commands")
-    return conversation
-
-
-def set_system(chat: ChatModel, conversation: Conversation, text: str) -> Conversation:
-    """Starts a conversation with a system message, or prints the current one if the
-    text is empty."""
-    if chat.template is None:
-        print_status("this model has no chat template, so it takes no system message")
-    elif not text:
-        current = system_of(conversation)
-        print_status(current[0]["content"] if current else "there is no system message")
-    else:
-        try:
-            changed = with_system(chat, conversation, text, "/system")
-        except ValueError as error:
-            print_status(str(error))
-        else:
-            print_status("started a new conversation with this system message")
-            return changed
-    return conversation
-
-
-def statistics(chat: ChatModel, conversation: Conversation) -> str:
-    """Returns the text of /stats."""
-    count = conversation.answers
-    speed = f": {conversation.speed}" if count else ""
-    used = f"conversation: {len(conversation.fed)} tokens"
-    if chat.max_prompt is not None:
-        used += f" of at most {chat.max_prompt} before an answer"
-    return f"{count} answer{'s' * (count != 1)}{speed}\n{used}"
-
-
 def system_of(conversation: Conversation) -> tuple[Message, ...]:
     """Returns the system message of a conversation as a tuple, empty if it has none."""
     return tuple(m for m in conversation.messages[:1] if m["role"] == "system")
 
 
-def new_conversation(
-    conversation: Conversation, messages: tuple[Message, ...] | None = None
-) -> Conversation:
-    """Frees the cached state and returns a conversation with the same statistics.
-
-    Args:
-      conversation: the conversation to forget.
-      messages: the first messages; if None, the system message stays.
-    """
+def new_conversation(conversation: Conversation) -> Conversation:
+    """Frees the cached state. Returns an empty conversation with the same system
+    message and statistics."""
     forget(conversation.past)
     return Conversation(
-        messages=system_of(conversation) if messages is None else messages,
+        messages=system_of(conversation),
         answers=conversation.answers,
         speed=conversation.speed,
     )
@@ -374,52 +453,36 @@ def with_system(
         error begins with `source`.
     """
     system = Message(role="system", content=text)
+    return with_messages(chat, conversation, (system,), source)
+
+
+def with_messages(
+    chat: ChatModel,
+    conversation: Conversation,
+    messages: Sequence[Message],
+    source: str,
+) -> Conversation:
+    """Returns a new conversation of these messages, with the same statistics.
+
+    Raises:
+      ValueError: the chat template drops a message, or refuses it, or there is a system
+        message but no template. The message of the error begins with `source`.
+    """
     question = Message(role="user", content="?")
-    assert chat.template is not None
-    try:
-        render_checked(chat.template, (system, question), chat.special_tokens)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
-    return new_conversation(conversation, (system,))
-
-
-def banner(args: argparse.Namespace, chat: ChatModel) -> str:
-    """Returns the first lines of a chat: models, sizes and where to find help."""
-    count = parameter_count(chat.model.params)
-    drafter = drafter_named(args, chat.options.get("drafter"))
-    lines = [
-        f"stree-jax chat with {args.model} ({parameters_in_words(count)} parameters, "
-        f"{chat.model.weight_format}), drafter: {drafter}",
-        f"cache for {args.context} tokens, answers of at most {args.max_new_tokens}",
-    ]
-    if chat.template is None:
-        lines.append("no chat template: each message is continued as plain text")
-    if (args.rule or "").partition("/")[0] == "typical":
-        lines.append("rule typical: answers do not follow the model's distribution")
-    if is_terminal(sys.stdin):
-        lines.append("/help lists the commands, Ctrl-D ends the chat")
-    else:
-        lines.append("reading messages from standard input, one on each line")
-    return "\n".join(lines)
-
-
-def drafter_named(args: argparse.Namespace, drafter: Any) -> str:
-    """Returns the name of the drafter that a chat uses, in words."""
-    if drafter is None:
-        return "none"
-    if isinstance(drafter, TrimmedMTP):
-        return f"MTP layers with {len(drafter.ids)} draft tokens"
-    if isinstance(drafter, str):
-        return {"lookup": "prompt lookup", "mtp": "MTP layers"}.get(drafter, drafter)
-    return "demo" if args.drafter in (None, AUTO) else args.drafter
-
-
-def parameters_in_words(count: int) -> str:
-    """Returns a number of parameters with three digits and a unit, such as "9.81 M"."""
-    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= unit:
-            return f"{count / unit:.3g} {letter}"
-    return str(count)
+    asks = messages[-1]["role"] == "user"
+    if chat.template is not None:
+        whole = messages if asks else (*messages, question)
+        try:
+            render_checked(chat.template, whole, chat.special_tokens)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+    elif messages[0]["role"] == "system":
+        raise ValueError(
+            f"{source}: a system message, and the model has no chat template"
+        )
+    new = from_messages(chat, messages)
+    forget(conversation.past)
+    return replace(new, answers=conversation.answers, speed=conversation.speed)
 
 
 def tell_dimmed(text: str) -> None:
@@ -428,55 +491,9 @@ def tell_dimmed(text: str) -> None:
     print_status(f"\x1b[2m{text}\x1b[0m" if dim else text)
 
 
-def is_terminal(stream: Any) -> bool:
-    """True if a standard stream is open and is a terminal."""
-    return stream is not None and stream.isatty()
-
-
-def next_line() -> str:
-    """Reads the next line of the user; raises EOFError at the end of the input."""
-    if is_terminal(sys.stdin):
-        if is_terminal(sys.stdout):
-            return input("> ")  # with line editing
-        tell_prompt("> ")  # answers alone go to a redirected stdout
-    if not (line := read_stdin(line=True)):
-        raise EOFError
-    return line.removesuffix("\n")
-
-
-def tell_prompt(text: str) -> None:
-    """Writes a prompt to stderr, without a newline."""
-    if sys.stderr is not None:
-        print(text, end="", file=sys.stderr, flush=True)
-
-
-def chat_model_of(args: argparse.Namespace) -> ChatModel:
-    """Loads the models that the options name.
-
-    With --memory the limit holds for a whole conversation.
-
-    Raises:
-      ValueError: wrong options.
-    """
-    if args.context < 1:
-        raise ValueError(f"--context: want at least 1 token, got {args.context}")
-    options, request = options_of(args), None
-    if args.memory is not None:
-        request = Request(1, args.context, args.queries, args.max_new_tokens)
-    elif args.queries != 1:
-        raise ValueError("--queries: number of queries that fit in --memory; add it")
-    model, tokenizer, drafting = load_models(args, request)
-    capacity = args.context
-    if request is not None:
-        drafter, tree = drafting["drafter"], drafting["tree"]
-        depth = 0 if drafter is None else tree_for(drafter, tree, args.rule).depth
-        capacity = request.room(depth).capacity
-    files = CheckpointFiles(resolve(args.model))
-    return ChatModel(
-        model,
-        tokenizer,
-        read_chat_template(files),
-        read_special_tokens(files),
-        options | drafting | Options(capacity=capacity),
-        None if request is None else request.text,
-    )
+def parameters_in_words(count: int) -> str:
+    """Returns a number of parameters with three digits and a unit, such as "9.81 M"."""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.3g} {letter}"
+    return str(count)

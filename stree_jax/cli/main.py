@@ -74,9 +74,13 @@ DEMO_NOTES = notes(
     "stree-jax demo --model model-Q4_K_M.gguf",
 )
 CHAT_NOTES = notes(
-    "/help lists the commands of a chat. Ctrl-C ends an answer; /exit, Ctrl-D or the "
-    "end of the input ends the chat.",
+    """
+/help lists the commands of a chat, such as /regen, /undo, /save and /set. Paste a
+message of several lines, or begin and end it with three double quotes. Ctrl-C ends an
+answer or clears the line; /bye, Ctrl-D or the end of the input ends the chat. Piped
+text is one message on each line, or a single one with --prompt or --file -.""",
     "stree-jax chat --model OWNER/NAME --system 'Answer briefly.'",
+    "stree-jax chat --model smollm2 -p 'What does this do?' < script.sh",
     "stree-jax chat --model model-Q4_K_M.gguf --memory 8GB --context 512 --queries 20",
 )
 TUNE_NOTES = notes(
@@ -134,7 +138,7 @@ def build_parser() -> Parser:
 
     p = command("chat", "chat with a model in the terminal", CHAT_NOTES)
     add_pair_options(p)
-    add_text_options(p)
+    add_text_options(p, None)
     add_conversation_options(p)
     add_memory_option(p)
     add_mesh_option(p)
@@ -204,8 +208,15 @@ def add_paths(
     add(p, "--dtype", str, None, text, choices=choices)
 
 
-def add_text_options(p: argparse.ArgumentParser) -> None:
-    """Adds the options of sampling and of the end of a text."""
+def add_text_options(
+    p: argparse.ArgumentParser, most: int | None = DEFAULT_NEW_TOKENS
+) -> None:
+    """Adds the options of sampling and of the end of a text.
+
+    Args:
+      p: the parser of a command.
+      most: default of --max-new-tokens. If None, there is no limit.
+    """
     add_rule(p, "naive/coupled; naive for beams")
     sampling = group(p, SAMPLING)
     add(sampling, "--temperature", float, 0.0, "sampling temperature; 0 is greedy")
@@ -232,7 +243,9 @@ def add_text_options(p: argparse.ArgumentParser) -> None:
 
     stopping = group(p, STOPPING)
     text = "most new tokens"
-    add(stopping, "--max-new-tokens", int, DEFAULT_NEW_TOKENS, text)
+    if most is None:
+        text += " of an answer (default: until the model ends it)"
+    add(stopping, "--max-new-tokens", int, most, text)
     text = "new tokens before a stop token or --stop may end the text"
     add(stopping, "--min-new-tokens", int, 0, text)
     stopping.add_argument(
@@ -268,10 +281,17 @@ def add_conversation_options(p: argparse.ArgumentParser) -> None:
     conversation = group(p, "Conversation")
     text = "system message, for models with a chat template"
     add(conversation, "--system", str, None, text, metavar="TEXT")
-    text = f"{CONTEXT_HELP}; a longer conversation gets larger caches, or is refused "
-    add(conversation, "--context", int, 2048, text + "with --memory")
+    text = "answer this message and end; text piped to standard input follows it"
+    conversation.add_argument("-p", "--prompt", metavar="TEXT", help=text)
+    text = "answer the message in this UTF-8 file (- is standard input), after that of "
+    text += "--prompt, and end"
+    add(conversation, "--file", Path, None, text, metavar="FILE")
+    text = "most tokens of the conversation, or of each of its --queries"
+    add(conversation, "--context", int, 4096, text)
     text = "with --memory: prompts and answers of --context tokens that fit in one "
     add(conversation, "--queries", int, 1, text + "conversation")
+    text = "do not keep typed lines in chat_history of the cache folder"
+    conversation.add_argument("--no-history", action="store_true", help=text)
 
 
 def add_memory_option(p: argparse.ArgumentParser) -> None:
@@ -416,9 +436,9 @@ def run_command(args: argparse.Namespace) -> int:
 
             return terminal.run_generate(args)
         case "chat":
-            from stree_jax.cli import conversation
+            from stree_jax.cli import chat_run
 
-            return conversation.run_chat(args)
+            return chat_run.run_chat(args)
         case "check-drafter":
             run_check(args)
         case "demo":

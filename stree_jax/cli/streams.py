@@ -1,9 +1,12 @@
-"""Standard streams, in whatever state a terminal, pipe or script leaves them."""
+"""Standard streams, in whatever state a terminal, pipe or script leaves them, and
+Ctrl-C."""
 
 import io
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 
@@ -49,3 +52,36 @@ def drop_output() -> None:
     again when it flushes at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def on_ctrl_c(press: Callable[[], None]) -> Iterator[None]:
+    """Calls a function when Ctrl-C is pressed in a `with` block, instead of raising
+    KeyboardInterrupt. Only the main thread receives Ctrl-C, so in other threads nothing
+    changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: press())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def noticing_ctrl_c() -> Iterator[threading.Event]:
+    """Sets an event when Ctrl-C is pressed in a `with` block. A second Ctrl-C raises
+    KeyboardInterrupt.
+
+    A KeyboardInterrupt within JAX's own code can become another exception.
+    """
+    pressed = threading.Event()
+
+    def press() -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    with on_ctrl_c(press):
+        yield pressed

@@ -9,8 +9,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from stree_jax.cli.common import print_status, vocabulary_of
 from stree_jax.cli.comparison import closing_line, median_run, timed_in_turn
 from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.cli.devices import join, mesh_of
+from stree_jax.cli.speeds import compile_times, speed_line, tokens_per_s
+from stree_jax.cli.streams import noticing_ctrl_c
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.files import MOST_TEXT, read_text, universal
 from stree_jax.convert.tokenizer import encoding, read_tokenizer
@@ -249,13 +251,19 @@ def working() -> str:
 
 
 def follow(
-    parts: Iterator[Generation], before: str | None
+    parts: Iterator[Generation],
+    pressed: threading.Event,
+    show: Callable[[Generation], None] | None = None,
+    status: bool = True,
 ) -> tuple[list[Generation], bool]:
-    """Reads a stream to its end, and prints the first text as it grows.
+    """Reads a stream to its end.
 
     Args:
       parts: the stream.
-      before: text to print before the first new text. If None, nothing is printed.
+      pressed: set when Ctrl-C is pressed, see `noticing_ctrl_c`.
+      show: prints the new text of an item, if given.
+      status: True to show a status line while the first item is awaited. It would
+        erase a line of text that is printed already.
 
     Returns:
       the first and the last item (one item if they are the same), and whether Ctrl-C
@@ -263,19 +271,30 @@ def follow(
     """
     ends: list[Generation] = []
     try:
-        with waiting(working()):
+        with waiting(working()) if status else nullcontext():
             part = next(parts)  # bad options are refused here
-        if before is not None:
-            print(before, end="")
         while True:
             ends = [*ends[:1], part]
-            if before is not None:
-                print((part.new_texts or [""])[0], end="", flush=True)
+            if show is not None:
+                show(part)
+            if pressed.is_set() and part.finish_reasons[0] == "running":
+                return ends, True
             part = next(parts)
     except StopIteration:
         return ends, False
     except KeyboardInterrupt:
         return ends, True
+
+
+def after(prompt: str) -> Callable[[Generation], None]:
+    """Returns a function that prints the new text of each item of a stream, and the
+    prompt before the first."""
+    first = iter([prompt])
+
+    def show(part: Generation) -> None:
+        print(next(first, "") + (part.new_texts or [""])[0], end="", flush=True)
+
+    return show
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -290,9 +309,10 @@ def run_generate(args: argparse.Namespace) -> int:
     options = plainly | drafting
     began = time.perf_counter()
     quiet = args.json or args.n > 1 or args.explain
-    ends, interrupted = follow(
-        stream(target, prompt, **options), None if quiet else prompt
-    )
+    with compile_times() as compiled, noticing_ctrl_c() as pressed:
+        clock = time.time()  # the clock of `compiled`
+        show = None if quiet else after(prompt)
+        ends, interrupted = follow(stream(target, prompt, **options), pressed, show)
     if not quiet:
         print()
     if not ends:
@@ -311,6 +331,9 @@ def run_generate(args: argparse.Namespace) -> int:
         compare(report, target, prompt, result, options, plainly)
     report["first_run_s"] = first_run_s  # with compilation
     print(json.dumps(finite(report)) if args.json else closing_line(report))
+    if not args.json and not args.compare:
+        (ids,) = encode_prompts(target, prompt)
+        print_status(speed_line(len(ids), ends, clock, compiled))
     if interrupted:
         return 130
     return 1 if report.get("equal_to_plain") is False else 0
@@ -359,21 +382,6 @@ def compare(
         parted = first_difference(target, ids, plain.tokens[0], timed.tokens[0])
         if parted is not None:
             report["first_difference"], report["logit_gap_there"] = parted
-
-
-def tokens_per_s(result: Generation, before: Generation | None) -> float | None:
-    """Returns the decoding throughput, or None if no time has passed.
-
-    Args:
-      result: the last item of a stream.
-      before: an earlier item; time and tokens up to it, which include compilation, do
-        not count. If None, all count.
-    """
-    tokens, seconds = int(result.lengths.sum()), result.decode_s
-    if before is not None:
-        tokens -= int(before.lengths.sum())
-        seconds -= before.decode_s
-    return tokens / seconds if seconds > 0 else None
 
 
 def figures(

@@ -7,7 +7,9 @@ import pytest
 
 from stree_jax.cli import conversation
 from stree_jax.cli import main as cli
-from stree_jax.cli.conversation import Speed, command_of, parameters_in_words
+from stree_jax.cli.chat_input import COMMANDS, next_text
+from stree_jax.cli.conversation import parameters_in_words
+from stree_jax.cli.speeds import Speed
 from tests.support.table_models import byte_level, follow, padded_size, write_llama
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}a"
@@ -47,7 +49,7 @@ def test_a_banner_names_the_models_on_stderr(model, monkeypatch, capsys):
     first, second, last = err.splitlines()
     assert first.startswith(f"stree-jax chat with {model} (") and "float32" in first
     assert first.endswith("drafter: none")
-    assert second == "cache for 2048 tokens, answers of at most 128"
+    assert second == "context of 4096 tokens, answers until the model ends them"
     assert last == "reading messages from standard input, one on each line"
 
 
@@ -56,7 +58,7 @@ def test_stdout_of_a_pipe_has_the_answers_alone(model, monkeypatch, capsys):
     code, out, err = chat(monkeypatch, capsys, model, lines)
     assert (code, out) == (0, "bcd\nbcd\n")
     assert err.count("acceptance length 1.00") == 3  # two answers and /stats
-    for command in conversation.COMMANDS:
+    for command in COMMANDS:
         assert f"  {command} " in err
     assert "/nonsense is not a command; /help lists the commands" in err
     assert "\x1b" not in err
@@ -70,7 +72,7 @@ def test_speeds_are_printed_after_each_answer(model, monkeypatch, capsys):
     assert stats.startswith("2 answers: 8 tokens, ") and used.endswith(" tokens")
 
 
-@pytest.mark.parametrize("end", ["/exit", "/quit", " /exit "])
+@pytest.mark.parametrize("end", ["/exit", "/quit", " /exit ", "/bye", "/BYE"])
 def test_exit_ends_the_chat(model, end, monkeypatch, capsys):
     code, out, _ = chat(monkeypatch, capsys, model, [end, "x"])
     assert (code, out) == (0, "")
@@ -89,7 +91,7 @@ def prompts_of(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("new", ["/new", "/reset"])
+@pytest.mark.parametrize("new", ["/new", "/reset", "/clear"])
 def test_new_forgets_the_conversation_and_keeps_the_system_message(
     model, new, monkeypatch, capsys
 ):
@@ -130,24 +132,6 @@ def test_without_a_template_there_is_no_system_message(bare, monkeypatch, capsys
     assert "so it takes no system message" in err
 
 
-@pytest.mark.parametrize(
-    ("line", "command"),
-    [
-        ("/help", ("/help", "")),
-        ("/?", ("/help", "")),
-        ("/reset", ("/new", "")),
-        ("/system  be kind ", ("/system", "be kind")),
-        ("/think about it", None),
-        ("/usr/bin", None),
-        ("/no_think", None),
-        ("a /help", None),
-        ("", None),
-    ],
-)
-def test_lines_that_are_commands(line, command):
-    assert command_of(line) == command
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -167,10 +151,10 @@ def test_statistics_are_dimmed_on_a_terminal(monkeypatch):
 
 def test_a_prompt_for_input_goes_to_stderr_if_stdout_is_redirected(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", Terminal("hello\n"))
-    assert conversation.next_line() == "hello"
+    assert next_text() == "hello"
     assert capsys.readouterr() == ("", "> ")
     with pytest.raises(EOFError):
-        conversation.next_line()
+        next_text()
 
 
 def test_speeds_add_up():
