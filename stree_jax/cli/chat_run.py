@@ -13,6 +13,7 @@ from stree_jax.cli.chat_commands import Chat, run_command
 from stree_jax.cli.chat_input import command_of, is_terminal, message_of, reader
 from stree_jax.cli.common import print_status
 from stree_jax.cli.conversation import (
+    INTERRUPTED,
     ChatModel,
     Conversation,
     answer,
@@ -65,9 +66,10 @@ def run_chat(args: argparse.Namespace) -> int:
         with on_ctrl_c(lambda: None):  # it ends answers and clears lines, not the chat
             return talk(chat, conversation, read)
     answered = answer(chat, conversation, message)
-    if len(answered.messages) == len(conversation.messages):
-        return 130 if answered.draws else 2
-    return 0
+    if answered is conversation:  # it does not fit
+        return 2
+    unanswered = len(answered.messages) == len(conversation.messages)
+    return 130 if unanswered or answered.ended == INTERRUPTED else 0
 
 
 def talk(chat: ChatModel, conversation: Conversation, read: Callable[[], str]) -> int:
@@ -200,7 +202,9 @@ def chat_model_of(args: argparse.Namespace) -> ChatModel:
         raise ValueError("--queries: number of queries that fit in --memory; add it")
     if most is not None and most < 1:
         raise ValueError(f"--max-new-tokens: want at least 1 token, got {most}")
-    step = min(most or STEP, STEP, args.context // 2)
+    # A stop string that begins in one call and ends in the next would not be found.
+    longest = args.context if args.stop else STEP
+    step = min(most or longest, longest, args.context // 2)
     request = Request(1, args.context, args.queries, step)
     options = options_of(args)
     sampling = options.pop("sampling") or Sampling(temperature=0.0)

@@ -331,7 +331,7 @@ def run_generate(args: argparse.Namespace) -> int:
         compare(report, target, prompt, result, options, plainly)
     report["first_run_s"] = first_run_s  # with compilation
     print(json.dumps(finite(report)) if args.json else closing_line(report))
-    if not args.json and not args.compare:
+    if not (args.json or args.compare or interrupted):
         (ids,) = encode_prompts(target, prompt)
         print_status(speed_line(len(ids), ends, clock, compiled))
     if interrupted:

@@ -112,6 +112,7 @@ ONE_MEANING = {
     "--drafter": "what proposes draft tokens; for ngrams, whose text is counted",
     "--dtype": "dtype of weights",
     "--dtypes": "dtypes of weights",
+    "--file": "a file of the prompt or of the message",
     "--figure": "the path of figures to write",
     "--json": "figures as JSON: printed; of a benchmark, which prints a table, a file",
     "--lengths": "tokens of a text",
