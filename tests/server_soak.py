@@ -164,7 +164,7 @@ class Soak:
 
     async def _refused(self, text, new, options, rng):
         wrong = rng.choice(
-            (dict(model="x"), dict(max_tokens=CONTEXT), dict(n=0), dict(echo=True))
+            (dict(model="x"), dict(max_tokens=-2), dict(n=0), dict(echo=True))
         )
         try:
             await self.client.completions.create(**options | wrong)

@@ -1,8 +1,8 @@
 """Renders conversations with a chat template, and reports what the template drops.
 
-A template may ignore roles and fields that it does not know, so that part of a request
-could be lost silently. This module checks that every text of the messages is in the
-prompt.
+A template may ignore roles that it does not know, so that part of a request could be
+lost silently. This module checks that the content of every message is in the prompt.
+Other fields, such as a name, are for templates that use them.
 """
 
 import secrets
@@ -12,8 +12,6 @@ from typing import Any, cast
 from stree_jax.cli.chat import Message, render
 
 MAX_CHECKS = 16  # messages that are checked one by one
-FIELDS = ("content", "name")
-REASONING = "reasoning_content"
 Spell = Callable[[Sequence[Message]], str]
 
 
@@ -36,7 +34,7 @@ def render_checked(
       variables: further variables of the template.
 
     Raises:
-      ValueError: the template fails, or drops a message or one of its fields.
+      ValueError: the template fails, or drops a message.
     """
     messages = [_known_role(template, message) for message in messages]
 
@@ -44,16 +42,10 @@ def render_checked(
         return render(template, messages, special_tokens, begins, variables or {})
 
     plain = checked(spell, messages)
-    for i, message in enumerate(messages):
-        if REASONING in message and REASONING not in template:
-            raise ValueError(
-                f"messages.[{i}].{REASONING}: the chat template does not use it; leave "
-                "it out"
-            )
     if not continues:
         return plain
     mark = secrets.token_hex(8)
-    text = spell([*messages[:-1], _marked(messages[-1], "content", mark)])
+    text = spell([*messages[:-1], _marked(messages[-1], mark)])
     before, found, _ = text.rpartition(mark)
     if not found:
         raise ValueError(
@@ -72,50 +64,41 @@ def _known_role(template: str, message: Message) -> Message:
 
 
 def checked(spell: Spell, messages: Sequence[Message]) -> str:
-    """Returns `spell(messages)`. Raises ValueError if a content or name is not in it.
+    """Returns `spell(messages)`. Raises ValueError if a content is not in it.
 
-    First all texts get a random mark, and the prompt is searched for the marks. A
+    First all contents get a random mark, and the prompt is searched for the marks. A
     missing mark does not prove that the text is missing, because the template may
     rewrite it. So these texts are changed one by one: if the prompt stays the same, the
     text is not part of it.
     """
-    places = [
-        (i, name)
-        for i, message in enumerate(messages)
-        for name in FIELDS
-        if str(message.get(name, "")).strip()
-    ]
-    marks = {place: secrets.token_hex(8) for place in places}
+    places = [i for i, m in enumerate(messages) if m["content"].strip()]
+    marks = {i: secrets.token_hex(8) for i in places}
 
-    def marked(places: Sequence[tuple[int, str]]) -> str:
+    def marked(places: Sequence[int]) -> str:
         changed = list(messages)
-        for i, name in places:
-            changed[i] = _marked(changed[i], name, marks[i, name])
+        for i in places:
+            changed[i] = _marked(changed[i], marks[i])
         return spell(changed)
 
     plain = spell(messages)
     try:
         text = marked(places)
-        missing = [place for place in places if marks[place] not in text]
+        missing = [i for i in places if marks[i] not in text]
     except ValueError:  # the template validates its texts
         missing = places
-    for i, name in missing[:MAX_CHECKS]:
+    for i in missing[:MAX_CHECKS]:
         try:
-            same = marked([(i, name)]) == plain
+            same = marked([i]) == plain
         except ValueError:
             continue
         if same:
-            raise ValueError(_dropped(i, name, messages[i]))
+            role = messages[i]["role"]
+            raise ValueError(
+                f"messages.[{i}].content: the chat template leaves out this message of "
+                f"role {role!r}; use another role"
+            )
     return plain
 
 
-def _marked(message: Message, name: str, mark: str) -> Message:
-    return cast(Message, {**message, name: f"{message.get(name)}{mark}"})
-
-
-def _dropped(i: int, name: str, message: Message) -> str:
-    where = f"messages.[{i}].{name}: the chat template"
-    if name == "content":
-        role = message["role"]
-        return f"{where} leaves out this message of role {role!r}; use another role"
-    return f"{where} does not use it; leave it out, or write it into the content"
+def _marked(message: Message, mark: str) -> Message:
+    return cast(Message, {**message, "content": f"{message['content']}{mark}"})

@@ -6,9 +6,28 @@ from typing import Any
 from stree_jax.server.errors import invalid
 
 # Fields of answers that clients send back. They are allowed if they are empty.
-OF_ANSWERS = {"refusal", "annotations", "audio", "tool_calls", "function_call"}
+OF_ANSWERS = {"audio", "tool_calls", "function_call"}
+# Fields that clients add to answers, about a text that stands in the content.
+IGNORED = {
+    "annotations",
+    "parsed",  # OpenAI's client: the content as an object
+    "provider_specific_fields",  # LiteLLM
+    "thinking_blocks",  # LiteLLM: the reasoning with a signature
+    "reasoning_details",  # OpenRouter: the reasoning with a signature
+    "cache_control",
+    "id",
+}
 EMPTY: tuple[Any, ...] = ("", [], {}, False)  # values that count as absent
-TEXTS_OF_MESSAGES = ("name", "reasoning_content")  # passed on to the chat template
+REASONING = ("reasoning_content", "reasoning")  # two names of the same text
+TEXTS_OF_MESSAGES = ("name", *REASONING, "thinking")  # passed on to the chat template
+# Types of parts with a text, and the field of the text.
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
+IGNORED_OF_PARTS = {"cache_control", "prompt_cache_breakpoint", "annotations"}
 
 
 def messages_of(fields: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
@@ -24,20 +43,28 @@ def _message(i: int, message: Any) -> dict[str, str]:
     where = f"messages.[{i}]"
     if not isinstance(message, dict) or not is_text(message.get("role")):
         raise invalid(f"{where}: want an object with a role", where)
-    known = {"role", "content", *TEXTS_OF_MESSAGES}
+    known = {"role", "content", "refusal", *TEXTS_OF_MESSAGES, *IGNORED}
     known |= {name for name in OF_ANSWERS if not message.get(name)}
     _refuse_others(where, message, known)
-    found = {
-        "role": message["role"],
-        "content": _content(f"{where}.content", message.get("content")),
-    }
+    found = {"role": message["role"], "content": _content_of(where, message)}
     for name in TEXTS_OF_MESSAGES:
         text = message.get(name)
         if text is not None and not is_text(text):
             raise invalid(f"{where}.{name}: want a text", f"{where}.{name}")
         if text:
             found[name] = text
-    return found
+    reasons = [found[name] for name in REASONING if name in found]
+    return found | ({REASONING[0]: reasons[0]} if reasons else {})
+
+
+def _content_of(where: str, message: Mapping[str, Any]) -> str:
+    """Returns the text of a message. Answers may have a refusal in place of a content,
+    or neither."""
+    content = message.get("content")
+    if message["role"] == "assistant" and content is None:
+        refusal = message.get("refusal")
+        return "" if refusal is None else _content(f"{where}.refusal", refusal)
+    return _content(f"{where}.content", content)
 
 
 def _refuse_others(where: str, value: Mapping[str, Any], known: set[str]) -> None:
@@ -61,11 +88,12 @@ def _content(where: str, content: Any) -> str:
     texts: list[Any] = []
     for part in parts:
         if isinstance(part, dict):
-            if part.get("type") != "text":
+            name = TEXT_PARTS.get(str(part.get("type")))
+            if name is None:
                 problem = f"{where}: only parts of type text are supported"
                 raise invalid(problem, where)
-            _refuse_others(where, part, {"type", "text", "cache_control"})
-            part = part.get("text")
+            _refuse_others(where, part, {"type", name, *IGNORED_OF_PARTS})
+            part = part.get(name)
         if not is_text(part):
             raise invalid(f"{where}: want texts of whole characters", where)
         texts.append(part)

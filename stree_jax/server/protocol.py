@@ -1,151 +1,34 @@
-"""Parses and checks requests. Unsupported fields are errors, never ignored.
+"""Parses and checks requests. `fields` lists the known fields.
 
-The fields are those of OpenAI's API reference for completions and chat completions, and
-the sampling fields that vLLM, SGLang and llama.cpp add to them.
-docs/reference/server.md compares the meaning of special values here and in those
+docs/reference/server.md compares the meaning of special values here and in other
 servers.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server.errors import invalid, shown
+from stree_jax.server.fields import (
+    MAX_TOKENS,
+    NEUTRAL,
+    NEUTRAL_OF,
+    READ,
+    READ_OF,
+    WITHOUT_EFFECT,
+    Kind,
+)
 from stree_jax.server.messages import is_text, messages_of
 
-Kind = Literal["completion", "chat"]
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_SAMPLES = 128
 DEFAULT_TOKENS = 16  # max_tokens of completions; a chat answer may fill the context
 MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # beyond, logits overflow or underflow
 SMALLEST = float(np.finfo(np.float32).tiny)  # smaller numbers are 0 on the device
-
-# Fields about the client or its accounting, which do not change answers.
-WITHOUT_EFFECT = {
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "service_tier",
-    "request_id",  # vLLM
-    "priority",  # vLLM; here requests are served in the order of arrival
-    "cache_salt",  # vLLM
-    "cache_prompt",  # llama.cpp
-}
-# Settings of llama.cpp's other samplers, which `NOTHING` requires to be off.
-WITHOUT_EFFECT |= {
-    "dynatemp_exponent",
-    "mirostat_tau",
-    "mirostat_eta",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "xtc_threshold",
-    "adaptive_decay",
-}
-# Unsupported fields, with values that have no effect. Other values are errors.
-NOTHING: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "typical_p": (1,),  # llama.cpp, like all of these
-    "typ_p": (1,),
-    "tfs_z": (1,),
-    "mirostat": (0,),
-    "dynatemp_range": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "min_keep": (0,),
-    "repeat_last_n": (-1,),  # -1 is the whole text
-    "n_probs": (0,),
-    "post_sampling_probs": (False,),
-    "id_slot": (-1,),
-    "grammar": ("",),
-    "top_n_sigma": (-1,),
-    "adaptive_target": (-1,),
-    "penalize_nl": (False,),
-    "n_keep": (0,),
-    "n_discard": (0,),
-    "t_max_predict_ms": (-1,),
-    "lora": ([],),
-    "detokenize": (True,),  # vLLM
-    "timings_per_token": (False,),
-    "return_progress": (False,),
-    "return_tokens": (False,),
-    "min_tokens": (0,),
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "logits_processors": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "store": (False,),
-    "response_format": ({"type": "text"},),
-}
-NOTHING_OF: dict[Kind, dict[str, tuple[Any, ...]]] = {
-    "completion": {
-        "echo": (False,),
-        "suffix": ("",),
-        "add_special_tokens": (True,),
-    },
-    "chat": {
-        "echo": (False,),
-        "add_special_tokens": (False,),
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "parallel_tool_calls": (True, False),  # no effect without tools
-        "functions": ([],),
-        "function_call": ("none",),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": (),
-        "verbosity": ("medium",),
-        "best_of": (1,),
-        "web_search_options": (),
-    },
-}
-# Fields that may also be "auto" if the list in the other field is empty.
-CHOICES = {"tool_choice": "tools", "function_call": "functions"}
-READ = {
-    "model",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "repeat_penalty",
-    "n",
-    "stream",
-    "stream_options",
-    "stop",
-    "seed",
-    "logprobs",
-    "logit_bias",
-    "ignore_eos",
-}
-READ_OF: dict[Kind, set[str]] = {
-    "completion": {"prompt", "best_of"},
-    "chat": {
-        "messages",
-        "max_completion_tokens",
-        "top_logprobs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template_kwargs",
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -276,15 +159,13 @@ def parse(kind: Kind, body: Any) -> Request:
 
 def _check_unsupported(kind: Kind, fields: Mapping[str, Any]) -> None:
     """Raises ApiError for unknown fields, and for unsupported values."""
-    nothing = NOTHING | NOTHING_OF[kind]
-    for choice, names in CHOICES.items():
-        if fields.get(names) == []:  # "auto" chooses none of an empty list
-            nothing |= {choice: ("none", "auto")}
+    neutral_values = NEUTRAL | NEUTRAL_OF[kind]
     known = READ | READ_OF[kind] | WITHOUT_EFFECT
     for name, value in fields.items():
-        if name in nothing:
-            if not any(_same(value, allowed) for allowed in nothing[name]):
-                neutral = " or ".join(json.dumps(value) for value in nothing[name])
+        if name in neutral_values:
+            allowed = neutral_values[name]
+            if not any(_same(value, one) for one in allowed):
+                neutral = " or ".join(json.dumps(one) for one in allowed)
                 only = f", only {neutral}" if neutral else ""
                 raise invalid(
                     f"{name}: this server does not support it{only}",
@@ -389,17 +270,13 @@ def _seed(fields: Mapping[str, Any]) -> int | None:
 
 def _max_tokens(kind: Kind, fields: Mapping[str, Any]) -> int | None:
     """Returns the maximum number of tokens of an answer, or None for -1, which means no
-    limit in llama.cpp."""
-    names = [n for n in ("max_completion_tokens", "max_tokens") if n in fields]
-    if len(names) == 2:
-        raise invalid(
-            "max_tokens: the same as max_completion_tokens; send only one of them",
-            "max_tokens",
-        )
-    if not names:
+    limit in llama.cpp. If several spellings are given, the first of `MAX_TOKENS`
+    counts."""
+    values = {n: _integer(fields, n, None, -1, 2**63 - 1) for n in MAX_TOKENS}
+    given = [value for value in values.values() if value is not None]
+    if not given:
         return DEFAULT_TOKENS if kind == "completion" else None
-    value = _integer(fields, names[0], None, -1, 2**31 - 1)
-    return None if value == -1 else value
+    return None if given[0] == -1 else min(given[0], 2**31 - 1)
 
 
 def _check_logit_bias(fields: Mapping[str, Any]) -> None:
@@ -425,6 +302,11 @@ def _turn(fields: Mapping[str, Any]) -> Turn:
     own = ("messages", "tools", "documents", "add_generation_prompt")
     if not isinstance(variables, dict) or any(key in own for key in variables):
         raise invalid(f"{name}: want an object without {', '.join(own)}", name)
+    effort = fields.get("reasoning_effort")
+    if effort is not None and not is_text(effort):
+        raise invalid("reasoning_effort: want a text", "reasoning_effort")
+    if effort is not None:  # some templates, such as gpt-oss', have this variable
+        variables = {"reasoning_effort": effort} | variables
     return Turn(begins and not continues, continues, variables)
 
 
@@ -483,17 +365,15 @@ def _chat_logprobs(fields: Mapping[str, Any]) -> int | None:
 
 
 def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
-    """Returns True if a stream ends with the usage."""
+    """Returns True if a stream ends with the usage. Without `stream`, which has the
+    usage anyway, the options have no effect, as in llama.cpp."""
     options = fields.get("stream_options", {})
     if not isinstance(options, dict):
         raise invalid("stream_options: want an object", "stream_options")
-    if "stream_options" in fields and not stream:
-        raise invalid("stream_options: requires stream to be true", "stream_options")
     on = {k for k, v in options.items() if v is not None and v is not False}
-    if unknown := on - {"include_usage"}:
+    if unknown := on - {"include_usage", "include_obfuscation"}:
         name = min(unknown)
         problem = f"stream_options.{name}: this server does not support it"
         raise invalid(problem, f"stream_options.{name}")
-    return options.get("include_usage") is not None and _boolean(
-        options, "include_usage"
-    )
+    wanted = options.get("include_usage") is not None
+    return wanted and _boolean(options, "include_usage") and stream

@@ -168,23 +168,21 @@ def text_requests(
 
 
 def _max_new_tokens(service: Service, request: Request, prompt: int) -> int:
-    """Returns the maximum number of new tokens after a prompt of `prompt` tokens."""
+    """Returns the maximum number of new tokens after a prompt of `prompt` tokens, which
+    the context limits."""
     if prompt == 0:
         raise invalid("messages: the chat template gives an empty text", "messages")
     left = service.context - prompt
-    new = left if request.max_tokens is None else request.max_tokens
-    if new > left or left < 1:
+    if left < 1:
         where = "messages" if request.kind == "chat" else "prompt"
-        requested = max(new, 1)
         raise invalid(
             f"This model's maximum context length is {service.context} tokens. "
-            f"However, you requested {prompt + requested} tokens ({prompt} in the "
-            f"{where}, {requested} in the completion). Please reduce the length of the "
-            f"{where} or completion.",
+            f"However, your {where} resulted in {prompt} tokens, and the answer needs "
+            f"at least 1. Please reduce the length of the {where}.",
             where,
             "context_length_exceeded",
         )
-    return new
+    return left if request.max_tokens is None else min(request.max_tokens, left)
 
 
 class Exchange:

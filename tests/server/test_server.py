@@ -244,8 +244,8 @@ WHOLE = dict(stream=False, stream_options=None)
     ("change", "status", "param", "word"),
     [
         (dict(model="other"), 404, "model", "does not exist"),
-        (dict(max_tokens=126), 400, "prompt", "maximum context length is 128 tokens"),
-        (dict(prompt=[8] * 128, max_tokens=1), 400, "prompt", "129 tokens"),
+        (dict(prompt=[8] * 128), 400, "prompt", "context length is 128 tokens"),
+        (dict(prompt=[8] * 200, max_tokens=1), 400, "prompt", "200 tokens"),
         (dict(prompt=[REAL + 9]), 400, "prompt", "not all in the vocabulary"),
         (dict(prompt=""), 400, "prompt", "at least one token"),
         (dict(logprobs=4), 400, "logprobs", "at most 3"),
@@ -258,6 +258,20 @@ def test_unsupported_values_are_refused(service, change, status, param, word):
     error = answer["error"]
     assert (found, error["param"]) == (status, param) and word in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+def test_max_tokens_are_limited_by_the_context(service):
+    """As in llama.cpp: the text is the one without a limit."""
+    prompt = [8] * 100
+    bodies = [FINE | dict(prompt=prompt, max_tokens=n) for n in (28, 29, 10**9, -1)]
+    answers = [ask(service, "/v1/completions", body)[2] for body in bodies]
+    texts = {answer["choices"][0]["text"] for answer in answers}
+    assert len(texts) == 1
+    assert all(a["usage"]["total_tokens"] <= 128 for a in answers)
+    body = FINE | dict(prompt=prompt, ignore_eos=True, max_tokens=999)
+    answer = ask(service, "/v1/completions", body)[2]
+    assert answer["usage"]["completion_tokens"] == 28
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_malformed_requests_are_refused(service):

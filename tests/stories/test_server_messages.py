@@ -80,6 +80,12 @@ def rendered(template, *messages, **turn):
             "hibhi",
         ),
         (NAMES, [message("user", "hi", name="me")], "user me: hi\n"),
+        (TWO_ROLES, [message("user", "hi", name="me")], "[hi]"),
+        (
+            TWO_ROLES,
+            [USER, message("assistant", "", reasoning="a"), USER],
+            "[hi]</s>[hi]",
+        ),
         (ESCAPES, [message("user", 'é"')], '"\\u00e9\\""'),
         (LAST_SYSTEM, [message("system", "a"), USER], "a[hi]"),
     ],
@@ -98,15 +104,12 @@ def test_texts_of_templates(template, messages, text):
         (TWO_ROLES, [message("User", "hi"), USER], r"\[0\].*'User'"),
         # The same text appears, but in another message.
         (TWO_ROLES, [message("system", "hi"), USER], r"\[0\].*'system'"),
-        (TWO_ROLES, [message("user", "hi", name="me")], r"\[0\].name"),
-        (CHATML, [message("user", "hi", name="me")], r"\[0\].name"),
         (
             LAST_SYSTEM,
             [message("system", "a"), message("system", "b"), USER],
             r"\[0\].*'system'",
         ),
         (LLAMA_2, [message("tool", "42")], "alternate"),
-        (TWO_ROLES, [USER, message("assistant", "b", reasoning_content="a")], "reason"),
         ("hello", [USER], r"\[0\].*'user'"),
     ],
 )
@@ -144,8 +147,12 @@ def test_variables_of_a_template():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        (dict(content=None), "content"),
+        (dict(role="user", content=None), "content"),
         (dict(content=7), "content"),
+        (dict(content=None, refusal=7), "refusal"),
+        (dict(audio={"id": "a"}), "audio"),
+        (dict(function_call={"name": "f", "arguments": ""}), "function_call"),
+        (dict(reasoning=7), "reasoning"),
         (dict(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "content"),
         (dict(content=[{"type": "text", "text": "a"}, {"type": "file"}]), "content"),
         (dict(content=None, tool_calls=[{"id": "1"}]), "tool_calls"),
