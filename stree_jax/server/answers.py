@@ -3,8 +3,9 @@
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from stree_jax.server.protocol import Request
@@ -13,6 +14,22 @@ from stree_jax.version import __version__
 
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"stree-jax-{__version__}"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """What a finished request took.
+
+    Attributes:
+      cached: number of prompt tokens that were not prefilled.
+      prefill_s: seconds of prefill, summed over texts.
+      decode_s: seconds from the end of a text's prefill to its last piece; the longest
+        of all texts.
+    """
+
+    cached: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
 
 
 @dataclass
@@ -24,6 +41,7 @@ class Answer:
       prompt_tokens: number of tokens of all prompts.
       texts, tokens, finish_reasons, logprobs: one entry per text, prompt by prompt, and
         for each prompt its n texts.
+      timings: set when the answer is finished. None if nothing was generated.
     """
 
     request: Request
@@ -32,17 +50,20 @@ class Answer:
     tokens: list[int]
     finish_reasons: list[str | None]
     logprobs: list[list[Choice]]
+    timings: Timings | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Numbers of tokens, in the protocol's format."""
         generated = sum(self.tokens)
+        cached = 0 if self.timings is None else self.timings.cached
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self.prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     @property
@@ -91,7 +112,28 @@ def whole(answer: Answer) -> dict[str, Any]:
             }
         )
     kind = "chat.completion" if chat else "text_completion"
-    return _envelope(answer, kind) | {"choices": choices, "usage": answer.usage}
+    body = {"choices": choices, "usage": answer.usage} | _timings(answer)
+    return _envelope(answer, kind) | body
+
+
+def _timings(answer: Answer) -> dict[str, Any]:
+    """Returns the field `timings` of llama.cpp's server, or {} if nothing was
+    generated."""
+    times = answer.timings
+    if times is None:
+        return {}
+    figures: dict[str, Any] = {"cache_n": times.cached}
+    for name, tokens, seconds in (
+        ("prompt", answer.prompt_tokens - times.cached, times.prefill_s),
+        ("predicted", sum(answer.tokens), times.decode_s),
+    ):
+        figures |= {
+            f"{name}_n": tokens,
+            f"{name}_ms": 1000 * seconds,
+            f"{name}_per_token_ms": 1000 * seconds / max(tokens, 1),
+            f"{name}_per_second": tokens / seconds if seconds > 0 else 0.0,
+        }
+    return {"timings": figures}
 
 
 def opening(answer: Answer) -> list[bytes]:
@@ -120,7 +162,9 @@ def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
         events.append(_chunk(answer, index, new, lists, None))
     if piece.finish_reason is not None:
         last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
-        events.append(_chunk(answer, index, last, None, piece.finish_reason))
+        # In the last event of the answer, as in llama.cpp.
+        times = {} if answer.request.usage or not answer.finished else _timings(answer)
+        events.append(_chunk(answer, index, last, None, piece.finish_reason, times))
     return events
 
 
@@ -131,6 +175,7 @@ def closing(answer: Answer) -> list[bytes]:
     last = _envelope(answer, _chunk_kind(answer)) | {
         "choices": [],
         "usage": answer.usage,
+        **_timings(answer),
     }
     return [event(last), DONE]
 
@@ -146,10 +191,11 @@ def _chunk(
     new: dict[str, Any],
     logprobs: dict[str, Any] | None,
     reason: str | None,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    """Returns the event of one chunk of a stream."""
+    """Returns the event of one chunk of a stream, with the fields `more`."""
     choice = {"index": index, **new, "logprobs": logprobs, "finish_reason": reason}
-    body = _envelope(answer, _chunk_kind(answer)) | {"choices": [choice]}
+    body = _envelope(answer, _chunk_kind(answer)) | {"choices": [choice], **more}
     return event(body | ({"usage": None} if answer.request.usage else {}))
 
 

@@ -24,7 +24,7 @@ from stree_jax.server.service import (
     Exchange,
     Service,
     check_name,
-    prompt_ids,
+    encoded_prompts,
     text_requests,
 )
 
@@ -193,9 +193,9 @@ async def _answered(service: Service, http: HTTPRequest, kind: Kind) -> Response
         request = parse(kind, await _body(service, http))
         check_name(service, request.model or service.name)
         request = replace(request, model=service.name)
-        ids = await asyncio.to_thread(prompt_ids, service, request)
-        texts = text_requests(service, request, ids)
-        exchange = Exchange(service, request, ids, texts)
+        prompts = await asyncio.to_thread(encoded_prompts, service, request)
+        texts = text_requests(service, request, prompts)
+        exchange = Exchange(service, request, prompts, texts)
         exchange.submit()
     except ApiError as error:
         watch.end(_outcome(error))

@@ -22,10 +22,11 @@ from stree_jax.models.keys import key_of
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, row_key, sampling_rows
-from stree_jax.server.prefixes import Kept, Prefixes
+from stree_jax.server.prefixes import Prefixes
 from stree_jax.sizing import step_times
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import RUNNING, Decoding
+from stree_jax.speculation.drafter import kept as drafter_kept
 from stree_jax.speculation.loop import (
     advance_jit,
     cache_capacity,
@@ -66,7 +67,8 @@ class Sizes:
       steps: decoding steps per segment, which is one call of the decoding loop. Rows
         are assigned to texts between segments.
       top_logprobs: maximum number of alternatives with log-probabilities per token.
-      prefixes: maximum number of texts whose states are cached, see `prefixes`.
+      prefixes: maximum bytes of cached states, in units of the states of a row, see
+        `prefixes`.
     """
 
     rows: int = 4
@@ -89,6 +91,8 @@ class TextRequest:
       seed_high: the upper 32 bits of a 64-bit seed. `sampling` has the lower 32 bits.
       ignore_eos: if True, the model's stop tokens do not end the text.
       logprobs: True if log-probabilities are requested.
+      shared: number of tokens with which other conversations begin, too, such as those
+        of a system prompt. The states after them are cached.
     """
 
     ids: Sequence[int]
@@ -98,6 +102,7 @@ class TextRequest:
     seed_high: int = 0
     ignore_eos: bool = False
     logprobs: bool = False
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -300,12 +305,42 @@ class Batch:
         """Returns the indices of the free rows."""
         return [i for i, row in enumerate(self.rows) if row is None]
 
-    def admit(self, row: int, request: TextRequest) -> None:
-        """Prefills a prompt, except a cached prefix, and assigns a row to it."""
+    def admit(self, row: int, request: TextRequest) -> int:
+        """Prefills a prompt, except a cached prefix, and assigns a row to it. Returns
+        the number of tokens of the cached prefix."""
         kept = self.prefixes.take(request.ids)
-        spec, one = self._specs[False], self._read(request, kept and kept.past)
+        cached = 0 if kept is None else len(kept.ids)
+        past = None if kept is None else kept.restored()
+        past = self._read_shared(request, cached, past)
+        spec, one = self._specs[False], self._read(request, past)
+        self._keep(request.ids, (one.state, drafter_kept(one.drafting)))
+        jax.block_until_ready(one.root)  # the caller measures the prefill
         self._decoding = admit_jit(spec, self._decoding, jnp.int32(row), one)
         self.rows[row] = Row(request)
+        return cached
+
+    def _read_shared(self, request: TextRequest, cached: int, past: Any) -> Any:
+        """Prefills and caches the tokens with which other texts begin, too, if they are
+        at least a chunk more than the cached prefix.
+
+        Args:
+          request: the request.
+          cached: number of tokens that `past` has read.
+          past: states after a prefix of the prompt, or None.
+
+        Returns:
+          The states after these tokens, or `past` if none were prefilled.
+        """
+        if not self.sizes.prefixes:
+            return past
+        shared = max(request.shared, self.prefixes.common(request.ids))
+        if not cached + PREFILL_CHUNK <= shared < len(request.ids) - 1:
+            return past
+        text = request.ids[: shared + 1]
+        one = self._read(replace(request, ids=text), past)
+        past = one.state, drafter_kept(one.drafting)
+        self._keep(text, past, shared=True)
+        return past
 
     def cancel(self, rows: Sequence[int]) -> None:
         """Frees rows before their texts are finished."""
@@ -333,20 +368,25 @@ class Batch:
         updates = {i: _row_update(host, i, row) for i, row in rows if row}
         for i, update in updates.items():
             if update.finish != RUNNING:
-                self._keep(i, host["tokens"][i, : host["length"][i]].tolist())
+                row, tokens = self.rows[i], host["tokens"][i, : host["length"][i]]
+                if row is not None and self.sizes.prefixes:
+                    past = past_jit(self._decoding, jnp.int32(i))
+                    text = (*row.request.ids, *tokens.tolist())
+                    self._keep(text, past, answered=True)
                 self.rows[i] = None
         return updates
 
-    def _keep(self, i: int, tokens: list[int]) -> None:
-        """Caches the states of a finished row, unless its text is shorter than a chunk
-        (prefilling it again would take one pass anyway)."""
-        row = self.rows[i]
-        assert row is not None  # it has just finished
-        ids = (*row.request.ids, *tokens)[:-1]  # the last token was not read
-        if self.sizes.prefixes and len(ids) >= PREFILL_CHUNK:
-            self.prefixes.evict_for(ids)
-            past = past_jit(self._decoding, jnp.int32(i))
-            self.prefixes.add(Kept(ids, past))
+    def _keep(self, text: Sequence[int], past: Any, **marks: bool) -> None:
+        """Caches the states of a row, unless they have read less than a chunk
+        (prefilling it again would take one pass anyway).
+
+        Args:
+          text: the row's text; the states have read all but its last token.
+          past: the states.
+          **marks: see `Prefixes.add`.
+        """
+        if self.sizes.prefixes and len(text) > PREFILL_CHUNK:
+            self.prefixes.add(text, past, **marks)
 
     def _parts(self) -> tuple[Spec, Decoding]:
         """Returns the configuration and the fields of the batch for the program that

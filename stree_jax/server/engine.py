@@ -56,6 +56,9 @@ class Job:
       cancelled: True if the text is not needed any more.
       queued: time of arrival, by `time.monotonic`.
       began: time at which a row was assigned, or None.
+      prefilled: time at which the prompt was prefilled.
+      ended: time of the last piece.
+      cached: number of prompt tokens that were not prefilled.
     """
 
     request: TextRequest
@@ -64,6 +67,9 @@ class Job:
     cancelled: bool = False
     queued: float = field(default_factory=time.monotonic)
     began: float | None = None
+    prefilled: float = 0.0
+    ended: float = 0.0
+    cached: int = 0
 
 
 @dataclass
@@ -219,7 +225,8 @@ class Engine:
                 break
             self._held[row] = job  # from here on, `_recover` reports its failure
             job.began = time.monotonic()
-            self.batch.admit(row, job.request)
+            job.cached = self.batch.admit(row, job.request)
+            job.prefilled = time.monotonic()
         if not self._held:
             return
         updates = self.batch.advance()
@@ -248,6 +255,7 @@ class Engine:
             del self._held[row]
         elif piece.finish_reason is not None:
             job.cancelled = True  # a stop string was found; the next turn frees the row
+        job.ended = time.monotonic()
         job.send(piece)
 
     def _recover(self, error: Exception) -> None:

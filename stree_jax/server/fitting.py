@@ -130,8 +130,9 @@ class BatchShapes:
     past: Any
 
     def held(self, sizes: Sizes) -> int:
-        """Returns the bytes that are always allocated, without the weights."""
-        kept = sizes.prefixes * size_of(self.past)
+        """Returns the bytes that are always allocated, without the weights. One state
+        more than the cached ones is being copied to or from the cache."""
+        kept = (sizes.prefixes + bool(sizes.prefixes)) * size_of(self.past)
         return size_of(self.whole) + size_of(self.lists) + kept
 
 

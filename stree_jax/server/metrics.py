@@ -28,6 +28,7 @@ class EngineFigures(Collector):
             ("rows_running", "Rows that are decoding a text.", engine.running),
             ("rows", "Rows of the batch.", engine.batch.sizes.rows),
             ("prefixes", "Texts whose states are cached.", len(prefixes)),
+            ("prefix_bytes", "Bytes of cached states.", prefixes.bytes),
             (
                 "tokens_per_second",
                 "Generated tokens per second, over the last ten seconds.",

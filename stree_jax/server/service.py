@@ -6,16 +6,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from stree_jax.arguments import encode_prompts
 from stree_jax.checkpoints.load import Model
 from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.sampling.continuation import continuation
 from stree_jax.sampling.stop_strings import token_bytes
-from stree_jax.server.answers import empty_answer
+from stree_jax.server.answers import Timings, empty_answer
 from stree_jax.server.batch import TextRequest
 from stree_jax.server.engine import Closed, Engine, Failed, Job, QueueFull
 from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.metrics import Metrics
+from stree_jax.server.prefixes import common_length
 from stree_jax.server.protocol import Request, Turn
 from stree_jax.server.texts import Piece, Reader, Writer
 
@@ -81,7 +84,20 @@ def reader_of(model: Model) -> Reader:
         return Reader(model.tokenizer, None)
 
 
-def prompt_ids(service: Service, request: Request) -> list[list[int]]:
+@dataclass(frozen=True)
+class Prompt:
+    """An encoded prompt.
+
+    Attributes:
+      ids: its tokens.
+      shared: number of tokens with which other conversations begin, too.
+    """
+
+    ids: list[int]
+    shared: int = 0
+
+
+def encoded_prompts(service: Service, request: Request) -> list[Prompt]:
     """Encodes the prompts of a request. It may take long, and does not use the device.
 
     Raises:
@@ -97,19 +113,40 @@ def prompt_ids(service: Service, request: Request) -> list[list[int]]:
         )
     try:
         if chat and service.spell is not None:
-            return [_conversation_ids(service, service.spell, request)]
-        return encode_prompts(service.model, list(request.prompts))
+            return [_conversation(service, service.spell, request)]
+        texts = encode_prompts(service.model, list(request.prompts))
     except ValueError as error:
         raise invalid(str(error), "messages" if chat else "prompt") from error
+    return [Prompt(ids) for ids in texts]
 
 
-def _conversation_ids(service: Service, spell: Spell, request: Request) -> list[int]:
-    """Returns the tokens of a conversation; raises ValueError for unknown ids."""
+def _conversation(service: Service, spell: Spell, request: Request) -> Prompt:
+    """Encodes a conversation; raises ValueError for unknown ids."""
     with encoding("messages"):
         ids = spell(request.messages, request.turn)
     num_tokens = service.model.config.num_tokens
     check_text_ids("messages", service.reader.tokenizer, ids, num_tokens)
-    return ids
+    return Prompt(ids, _shared_tokens(spell, request, ids))
+
+
+def _shared_tokens(spell: Spell, request: Request, ids: list[int]) -> int:
+    """Returns the number of tokens of a conversation before its first message that is
+    not a system message. They are found by encoding another conversation with the same
+    system messages."""
+    system = [m["role"] in ("system", "developer") for m in request.messages]
+    if all(system):
+        return 0
+    first = request.messages[system.index(False)]
+    letter = "b" if first["content"].lstrip().startswith("a") else "a"
+    other = {"role": first["role"], "content": letter}
+    try:
+        ids_of_other = spell(
+            (*request.messages[: system.index(False)], other),
+            Turn(variables=request.turn.variables),
+        )
+    except ValueError:  # the template does not take such a conversation
+        return 0
+    return common_length(np.asarray(ids), np.asarray(ids_of_other))
 
 
 def check_name(service: Service, name: str) -> None:
@@ -124,7 +161,7 @@ def check_name(service: Service, name: str) -> None:
 
 
 def text_requests(
-    service: Service, request: Request, prompts: Sequence[Sequence[int]]
+    service: Service, request: Request, prompts: Sequence[Prompt]
 ) -> list[TextRequest]:
     """Returns the requests for single texts: n for each prompt, or an empty list if
     `max_tokens` is 0.
@@ -146,8 +183,8 @@ def text_requests(
         raise invalid(problem, "stop")
     seed = secrets.randbelow(2**32)
     texts: list[TextRequest] = []
-    for ids in prompts:
-        new = _max_new_tokens(service, request, len(ids))
+    for prompt in prompts:
+        new = _max_new_tokens(service, request, len(prompt.ids))
         sampling = request.sampling(seed)
         if request.max_tokens == 0:
             continue
@@ -155,13 +192,14 @@ def text_requests(
             greedy = sampling.temperature == 0
             texts.append(
                 TextRequest(
-                    ids=ids,
+                    ids=prompt.ids,
                     max_new_tokens=new,
                     sampling=sampling,
                     sample=0 if greedy else sample,
                     seed_high=0 if greedy else request.seed_high,
                     ignore_eos=request.ignore_eos,
                     logprobs=request.top_logprobs is not None,
+                    shared=prompt.shared,
                 )
             )
     return texts
@@ -192,7 +230,7 @@ class Exchange:
         self,
         service: Service,
         request: Request,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         texts: Sequence[TextRequest],
     ) -> None:
         """Makes the jobs; call `submit` to queue them.
@@ -200,16 +238,17 @@ class Exchange:
         Args:
           service: the service.
           request: the request.
-          prompts: result of `prompt_ids`.
+          prompts: result of `encoded_prompts`.
           texts: result of `text_requests`.
         """
         self.service = service
         count = len(prompts) * request.n
-        self.answer = empty_answer(request, sum(map(len, prompts)), count)
+        tokens = sum(len(prompt.ids) for prompt in prompts)
+        self.answer = empty_answer(request, tokens, count)
         self._queue: asyncio.Queue[tuple[int, Piece | Failed]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         reader, top = service.reader, request.top_logprobs or 0
-        decoders = [continuation(reader.tokenizer, ids) for ids in prompts]
+        decoders = [continuation(reader.tokenizer, p.ids) for p in prompts]
         self.jobs = []
         for i, one in enumerate(texts):  # prompt by prompt, n texts each
             writer = Writer(reader, request.stops, top, decoders[i // request.n])
@@ -267,4 +306,15 @@ class Exchange:
             if isinstance(piece, Failed):
                 raise ApiError(500, piece.reason, code="engine_error")
             self.answer.add(index, piece)
+            if self.answer.finished and self.jobs:
+                self.answer.timings = self._timings()
             yield index, piece
+
+    def _timings(self) -> Timings:
+        """Returns what the finished request took. Of several answers to a prompt, only
+        the first one's cached tokens count, as the prompt's tokens count once."""
+        return Timings(
+            cached=sum(job.cached for job in self.jobs[:: self.answer.request.n]),
+            prefill_s=sum(job.prefilled - (job.began or 0.0) for job in self.jobs),
+            decode_s=max(job.ended - job.prefilled for job in self.jobs),
+        )

@@ -20,9 +20,20 @@ from openai.types.chat import (
 )
 
 from stree_jax.checkpoints.load import load
+from stree_jax.default_tree import spec_for
+from stree_jax.server.batch import Batch, Sizes
+from stree_jax.server.engine import Engine
 from stree_jax.server.errors import ApiError
-from stree_jax.server.protocol import parse
-from tests.support.table_server import CHATML, spell_of, write_table
+from stree_jax.server.metrics import Metrics
+from stree_jax.server.protocol import Turn, parse
+from tests.support.table_server import (
+    CHATML,
+    ask,
+    spell_of,
+    started,
+    table_service,
+    write_table,
+)
 
 USER = {"role": "user", "content": "hi"}
 CHAT = dict(model="m", messages=[USER])
@@ -221,3 +232,81 @@ def test_reasoning_is_rendered_as_by_transformers(tmp_path):
         request = parse("chat", CHAT | dict(messages=messages))
         ids = spell_of(path)(request.messages, request.turn)
         assert tokenizer.decode(ids, skip_special_tokens=False) == texts[0]
+
+
+# --- cached tokens and timings --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    path = write_table(tmp_path_factory.mktemp("cached") / "model")
+    model = load(path)
+    sizes = Sizes(rows=2, context=256, steps=8, top_logprobs=2, prefixes=8)
+    batch = Batch(model, spec_for(model, None, None, None, None), sizes)
+    engine = Engine(batch, 4)
+    service = table_service(path, engine=engine, metrics=Metrics(engine))
+    with started(service) as service:
+        yield service
+
+
+def test_cached_tokens_of_a_conversation(service):
+    """A second user's prompt begins with the system prompt; the next turn begins with
+    the whole text; an answer is generated again from the end of its prompt."""
+    system = {"role": "system", "content": "be kind " * 12}
+    spell = service.spell
+
+    def asked(*messages, **fields):
+        body = dict(messages=messages, temperature=0) | fields
+        status, _, answer = ask(service, "/v1/chat/completions", body)
+        assert status == 200
+        return answer
+
+    def user(text):
+        return {"role": "user", "content": text}
+
+    first = (system, user("one two"))
+    prompt = spell(first, Turn())
+    answer = asked(*first)
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    answered = answer["choices"][0]["message"]
+    assert answered["content"] == "xyz"
+    turn = (*first, answered, user("more"))
+    other = (system, user("another"))
+    shared = spell((system, user("")), Turn(begins=False))
+    shared = (
+        len(shared)
+        - len(spell((user(""),), Turn(begins=False)))
+        + len(service.model.tokenizer.encode("<|im_start|>user\n").ids)
+    )
+    for messages, cached in (
+        (turn, len(prompt) + 3),  # all but the end of turn, which was not read
+        (other, shared),
+        (first, len(prompt) - 1),
+    ):
+        answer = asked(*messages)
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+        assert answer["choices"][0]["message"]["content"] == "xyz"
+        times, usage = answer["timings"], answer["usage"]
+        assert times["cache_n"] == cached
+        assert times["prompt_n"] == usage["prompt_tokens"] - cached
+        assert times["predicted_n"] == usage["completion_tokens"] == 4
+        for name in ("prompt", "predicted"):
+            seconds = times[f"{name}_ms"] / 1000
+            assert 0 < seconds < 100
+            per_second = times[f"{name}_n"] / seconds
+            assert times[f"{name}_per_second"] == pytest.approx(per_second)
+
+
+def test_streams_have_cached_tokens_and_timings(service):
+    body = dict(messages=[{"role": "user", "content": "abc " * 30}], temperature=0)
+    for options in (None, {"include_usage": True}):
+        stream = dict(stream=True, stream_options=options)
+        text = ask(service, "/v1/chat/completions", body | stream)[2]
+        lines = [line.removeprefix("data: ") for line in text.split("\n\n")[:-2]]
+        *before, last = map(json.loads, lines)
+        assert not any("timings" in chunk for chunk in before)
+        assert last["timings"]["predicted_n"] == 4
+        if options:
+            details = last["usage"]["prompt_tokens_details"]
+            assert details["cached_tokens"] == last["timings"]["cache_n"] > 64

@@ -9,11 +9,12 @@ import pytest
 import stree_jax
 from stree_jax.default_tree import spec_for
 from stree_jax.models.memory import size_of
+from stree_jax.models.mixers.attention import AttentionState
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server import batch as batches
 from stree_jax.server import fitting
 from stree_jax.server.batch import Batch, Sizes, TextRequest
-from stree_jax.server.prefixes import Kept, Prefixes
+from stree_jax.server.prefixes import Prefixes
 from stree_jax.sizing import step_times
 from stree_jax.sizing.fit import fastest
 from stree_jax.sizing.memory import CompiledBytes
@@ -71,7 +72,7 @@ def test_text_after_a_cached_prefix_is_unchanged(batch, sampling):
     _, answer = decoded_together(
         batch, TextRequest(other, 9, sampling), TextRequest(first, 30, sampling)
     )
-    assert len(batch.prefixes) == 1, "a text of 29 tokens is read in one pass anyway"
+    assert len(batch.prefixes) == 2, "a text of 29 tokens is read in one pass anyway"
     turn = [*first, *answer, *prompt_of(3, 11)]
     asked = TextRequest(turn, 40, sampling), TextRequest(other, 25, sampling)
     found = decoded_together(batch, *asked)
@@ -98,46 +99,202 @@ def test_greedy_text_after_a_cached_prefix_matches_generate(batch, model):
 def test_a_prompt_unlike_the_cached_text_is_prefilled(batch):
     first = prompt_of(7, 90)
     batch.clear()
-    hits = batch.prefixes.hits
     ((answer),) = decoded_together(batch, TextRequest(first, 8))
-    end = [*first, *answer][:-1]
-    last = [*end[:-1], (end[-1] + 1) % REAL, 9, 9]
-    for turn in ([*first[:-1], 1, *answer, 9], last, end, first):
-        decoded_together(batch, TextRequest(turn, 4))
+    hits = batch.prefixes.hits
+    for turn in ([*first[:60], 1, *first], [1, *first], first[:89], first[:70]):
+        assert decoded_together(batch, TextRequest(turn, 4))
     assert batch.prefixes.hits == hits
 
 
-def test_the_least_recently_used_prefix_is_dropped():
-    kept = Prefixes(2)
-    a, b, c = [1, 2], [3, 4], [1, 2, 5, 6]
-    for ids in (a, b):
-        kept.evict_for(ids)
-        kept.add(Kept(tuple(ids), str(ids)))
-    assert kept.take([1, 2]) is None and kept.take([9, 1, 2, 3]) is None
-    assert kept.take([1, 2, 3]).past == str(a)
-    kept.evict_for(c)
-    kept.add(Kept(tuple(c), str(c)))
-    assert kept.take([3, 4, 5]) is None, "it went"
-    assert kept.take([*c, 7]).past == str(c), "the longest that fits"
-    assert kept.take([*a, 7]).past == str(a)
-    kept.evict_for(c)
-    assert len(kept) == 1, "an equal text goes first"
-    assert (kept.hits, kept.tokens) == (3, 2 + 4 + 2)
+def test_an_answer_is_generated_again_from_the_end_of_its_prompt(batch):
+    first = prompt_of(7, 90)
+    batch.clear()
+    found = decoded_together(batch, TextRequest(first, 12))
+    assert batch.admit(0, TextRequest(first, 12)) == 89
+    batch.cancel([0])
+    assert decoded_together(batch, TextRequest(first, 12)) == found
+
+
+def states_of(n, size=10, caches=False):
+    """Returns states of n tokens: 1,000 bytes, and with `caches` 100 per token."""
+    cache = np.arange(20, dtype=np.float32)[None, None, :, None] * np.ones(
+        (1, 1, 1, 25)
+    )
+    cache = np.where(np.arange(20)[:, None] < n, cache, -1).astype(np.float32)
+    kept = AttentionState(cache, cache + 100) if caches else None
+    return (kept, np.full(250, n, np.float32)), None
+
+
+def ids_of(*parts):
+    return [*np.concatenate([np.asarray(part) for part in parts]).tolist(), 0]
+
+
+def lengths(prefixes, text):
+    """Returns the lengths of the cached prefixes of a text, by their states."""
+    found = []
+    while (kept := prefixes.take([*text, 0])) is not None:
+        found.append(int(kept.past[0][1][0]))
+        text = text[: found[-1] - 1]
+    return found
+
+
+def test_space_is_shared_by_conversations():
+    """With space for six states, a long conversation takes three of them, and the last
+    prompt and answer of the others stay. The system prompt stays as it is used."""
+    prefixes, system = Prefixes(6), [9] * 3
+    prefixes.add(ids_of(system), states_of(3), shared=True)
+    texts = {user: [*system, user] for user in (1, 2)}
+    for user, turns in ((1, 1), (2, 6)):
+        for _ in range(turns):
+            prefixes.take([*texts[user], 0])
+            prefixes.add(ids_of(texts[user]), states_of(len(texts[user])))
+            texts[user] += [user]
+            prefixes.add(
+                ids_of(texts[user]), states_of(len(texts[user])), answered=True
+            )
+            texts[user] += [user + 20]
+    assert prefixes.bytes <= 6000
+    assert lengths(prefixes, texts[1])[:2] == [5, 4] and len(prefixes) == 6
+    assert lengths(prefixes, texts[2])[:2] == [15, 14]
+    assert lengths(prefixes, system) == [3]
+
+
+def test_the_least_recently_used_conversation_is_dropped_first():
+    prefixes = Prefixes(4)
+    for user in (1, 2, 3, 4):
+        prefixes.add(ids_of([user] * 5), states_of(5))
+    prefixes.take([1] * 6)
+    prefixes.add(ids_of([5] * 5), states_of(5))
+    held = [user for user in range(1, 6) if prefixes.take([user] * 6)]
+    assert held == [1, 3, 4, 5]
+    assert (prefixes.hits, prefixes.tokens) == (5, 25)
+
+
+def test_caches_of_a_text_are_kept_once():
+    """The rows of a text with 19 tokens are stored once for all of its prefixes, and
+    restored with the unused rows zero."""
+    prefixes, text = Prefixes(40), list(range(1, 20))
+    for n in (5, 12, 19):
+        prefixes.add([*text[:n], 0], states_of(n, caches=True))
+    assert prefixes.bytes == 3 * 1000 + 19 * 2 * 100
+    for n in (5, 12, 19):
+        kept = prefixes.take([*text[:n], 0])
+        (caches, state), _ = kept.restored()
+        (wanted, _), _ = states_of(n, caches=True)
+        rows = np.arange(20)[:, None] < n
+        assert np.array_equal(caches.k, np.where(rows, wanted.k, 0))
+        assert np.array_equal(caches.v, np.where(rows, wanted.v, 0))
+        assert state[0] == n
+
+
+# --- a trace of two users -------------------------------------------------------------
+
+
+class Trace:
+    """Two users of one system prompt, whose texts are compared with those of a batch
+    without a cache.
+
+    Attributes:
+      prompts: tokens of all prompts.
+      cached: tokens of them that the batch did not read.
+      possible: tokens of them that are the beginning of an earlier text.
+    """
+
+    def __init__(self, batch):
+        self.batch, self.system = batch, prompt_of(30, 90)
+        self.seen, self.ends = [], []
+        self.prompts = self.cached = self.possible = 0
+
+    def ask(self, history, new):
+        """Sends a history with a new message. Returns the history after the answer."""
+        prompt = [*history, *new]
+        request = TextRequest(prompt, 8, shared=len(self.system))
+        cached = self.batch.admit(0, request)
+        (answer,) = finished(self.batch)
+        self._count(prompt, cached)
+        self.seen.append((request, answer))
+        text = [*prompt, *answer]
+        self.ends += [self.system, prompt[:-1], text[:-1]]
+        return text
+
+    def _count(self, prompt, cached):
+        """Checks the cached tokens against the ends of earlier texts."""
+        before = [end for end in self.ends if prompt[: len(end)] == end != prompt]
+        assert cached == max(map(len, before), default=0)
+        longest = 0
+        for request, answer in self.seen:
+            pairs = zip(prompt[:-1], [*request.ids, *answer], strict=False)
+            same = [a == b for a, b in pairs]
+            longest = max(longest, same.index(False) if False in same else len(same))
+        self.prompts += len(prompt)
+        self.cached += cached
+        self.possible += longest
+
+
+def finished(batch):
+    """Decodes the text of row 0 to its end."""
+    tokens = []
+    while True:
+        update = batch.advance()[0]
+        tokens += update.tokens
+        if update.finish != RUNNING:
+            return [tokens]
+
+
+def test_two_users_of_one_system_prompt(batch):
+    """Several turns each, an answer generated again, a branch and an edit: all states
+    fit in the cache, and more than 90 % of the tokens that could be reused are."""
+    batch.clear()
+    batch.prefixes.limit = 16
+    trace = Trace(batch)
+    system = trace.system
+    histories = {"a": system, "b": system}
+    for turn in range(3):
+        for i, user in enumerate("ab"):
+            before, message = histories[user], prompt_of(100 + 10 * turn + i, 11)
+            histories[user] = trace.ask(before, message)
+    trace.ask(before, message)  # the last answer again
+    early = histories["a"][: len(system) + 11 + 8]
+    branch = trace.ask(early, prompt_of(200, 9))
+    edited = prompt_of(120, 11)[:5] + prompt_of(201, 6)
+    trace.ask(histories["a"][:-19], edited)
+    trace.ask(branch, prompt_of(202, 12))
+    trace.ask(histories["a"], prompt_of(203, 7))
+    print(trace.cached, trace.possible, trace.prompts)
+    assert trace.cached > 0.9 * trace.possible > 0.6 * trace.prompts
+    batch.prefixes.limit = SIZES.prefixes
+    for request, answer in trace.seen:
+        batch.prefixes.clear()
+        assert decoded_together(batch, replace(request, shared=0)) == [answer]
+
+
+def test_a_beginning_seen_twice_is_cached(batch):
+    """Completions have no system prompt: the states after their common beginning are
+    cached when it is seen for the second time."""
+    batch.clear()
+    common, found = prompt_of(40, 100), []
+    for seed in range(3):
+        request = TextRequest([*common, seed + 8, *prompt_of(seed, 9)], 4)
+        found.append(batch.admit(0, request))
+        finished(batch)
+    assert found == [0, 0, 100]
 
 
 # --- memory limits --------------------------------------------------------------------
 
 
 def test_counted_bytes_are_those_of_a_batch(batch, model, monkeypatch):
-    """To the byte: rows, lists, and the largest number of cached prefixes."""
+    """To the byte: rows, lists, the space for cached prefixes, and one that is
+    copied."""
     batch.clear()
-    for seed in range(3):
-        decoded_together(batch, TextRequest(prompt_of(seed, 70), 2))
+    held = size_of((batch._decoding, batch._lists))
     spec = batch._specs[False]
-    pasts = [kept.past for kept in batch.prefixes._kept]
-    held = size_of((batch._decoding, batch._lists, pasts))
-    assert len(pasts) == 2
     shapes = fitting.batch_shapes(model, spec, SIZES)
+    for seed in range(5):
+        decoded_together(batch, TextRequest(prompt_of(seed, 200), 2))
+        assert batch.prefixes.bytes <= SIZES.prefixes * size_of(shapes.past)
+    assert batch.prefixes.row_bytes == size_of(shapes.past)
+    held += (SIZES.prefixes + 1) * size_of(shapes.past)
     assert shapes.held(SIZES) == held
     monkeypatch.setattr(fitting, "analysed", lambda _: CompiledBytes(1000, 5, 7))
     needs = list(fitting.needs(model, spec, SIZES))
