@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stree_jax.speculation.step import Spec
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
-ROWS, CONTEXT, PREFIXES = 4, 2048, 4  # defaults
+ROWS, PREFIXES = 4, 16  # defaults
 NOTES = notes(
     f"""
 Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
@@ -72,13 +72,14 @@ def add_serve_options(p: argparse.ArgumentParser) -> None:
 
     batching = group(p, "Batching and caches")
 
-    def size(name: str, default: int, text: str) -> None:
+    def size(name: str, default: object, text: str) -> None:
         text += f" (default: {default}; less if --memory requires it)"
         add(batching, name, int, None, text)
 
     size("--rows", ROWS, "requests decoded together")
-    size("--context", CONTEXT, CONTEXT_HELP)
-    size("--prefixes", PREFIXES, "finished texts whose state is kept to reuse prefixes")
+    size("--context", "the model's own, if memory allows", CONTEXT_HELP)
+    text = "memory for states that are kept to reuse prefixes, in rows of the batch"
+    size("--prefixes", PREFIXES, text)
     text = "decoding steps between two looks at new and finished requests"
     add(batching, "--steps", int, 8, text)
 
@@ -280,9 +281,12 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     (None without a limit).
     """
     from stree_jax.arguments import warn_of_drafter
+    from stree_jax.checkpoints.resolve import resolve
     from stree_jax.cli.terminal import waiting
+    from stree_jax.convert.checkpoint_files import CheckpointFiles
     from stree_jax.default_tree import spec_for
     from stree_jax.pair import load_pair
+    from stree_jax.server.context import default_context
     from stree_jax.server.fitting import ServeTask, smaller
     from stree_jax.sizing.fit import fastest
     from stree_jax.sizing.units import bytes_named, shown_bytes
@@ -296,7 +300,9 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     check_alternatives(args, model.config.num_tokens)
     if (args.rule or "").partition("/")[0] == "typical":
         report_status("rule typical: answers do not follow the model's distribution")
-    sizes, named = sizes_of(args)
+    files = CheckpointFiles(resolve(args.model))
+    context = default_context(files, model, args.rows or ROWS, limit)
+    sizes, named = sizes_of(args, context)
     warn_of_drafter(model, drafter)
     if limit is None:
         return model, spec_for(model, drafter, args.tree, args.rule, None), sizes, None
@@ -309,11 +315,16 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     return model, found.candidate.spec, found.request, limit - found.size
 
 
-def sizes_of(args: argparse.Namespace) -> "tuple[Sizes, list[str]]":
-    """Returns the sizes of the batch, and the names of those that options set."""
+def sizes_of(args: argparse.Namespace, context: int) -> "tuple[Sizes, list[str]]":
+    """Returns the sizes of the batch, and the names of those that options set.
+
+    Args:
+      args: the options.
+      context: the default of --context.
+    """
     from stree_jax.server.batch import Sizes
 
-    defaults = {"rows": ROWS, "context": CONTEXT, "prefixes": PREFIXES}
+    defaults = {"rows": ROWS, "context": context, "prefixes": PREFIXES}
     values = {name: getattr(args, name) for name in defaults}
     named = {name: value for name, value in values.items() if value is not None}
     others = {"steps": args.steps, "top_logprobs": args.logprobs}

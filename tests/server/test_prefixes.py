@@ -260,7 +260,6 @@ def test_two_users_of_one_system_prompt(batch):
     trace.ask(histories["a"][:-19], edited)
     trace.ask(branch, prompt_of(202, 12))
     trace.ask(histories["a"], prompt_of(203, 7))
-    print(trace.cached, trace.possible, trace.prompts)
     assert trace.cached > 0.9 * trace.possible > 0.6 * trace.prompts
     batch.prefixes.limit = SIZES.prefixes
     for request, answer in trace.seen:

@@ -1,0 +1,61 @@
+"""The server's default context: the model's own, as far as memory allows."""
+
+from functools import partial
+
+import jax
+
+from stree_jax.checkpoints.load import Model
+from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.gguf.checkpoint import source_config
+from stree_jax.models import param_dtype
+from stree_jax.models.memory import size_of
+from stree_jax.models.state import init_state
+
+UNKNOWN_CONTEXT = 2048  # tokens; the default for models that name no length
+MAX_CONTEXT = 32768  # tokens; prompt lookup searches the whole context at each step
+CACHE_BYTES = 1 << 29  # bytes that the rows' states may take, or those of the weights
+# Names of the number of positions, in Hugging Face's configs.
+POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "seq_length",
+)
+
+
+def own_context(files: CheckpointFiles) -> int | None:
+    """Returns the number of tokens that a checkpoint says it was made for, or None."""
+    config = source_config(files.header) if files.is_gguf else files.json()
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for name in POSITIONS:
+            if type(part.get(name)) is int and part[name] > 1:
+                return part[name]
+    return None
+
+
+def default_context(
+    files: CheckpointFiles, model: Model, rows: int, limit: int | None = None
+) -> int:
+    """Returns the default of --context: the model's own, halved until the states of all
+    rows fit in memory, but not below `UNKNOWN_CONTEXT`.
+
+    Args:
+      files: the target's checkpoint.
+      model: the target.
+      rows: rows of the batch.
+      limit: bytes on the device, of which the states may take half of what the weights
+        leave. If None, they may take `CACHE_BYTES`, or as much as the weights.
+    """
+    context = own_context(files)
+    if context is None or context <= UNKNOWN_CONTEXT:
+        return context or UNKNOWN_CONTEXT
+    weights = size_of(model.params)
+    most = max(CACHE_BYTES, weights) if limit is None else (limit - weights) // 2
+    state = partial(init_state, model.config, rows, dtype=param_dtype(model.params))
+    context = min(context, MAX_CONTEXT)
+    while context > UNKNOWN_CONTEXT:
+        if size_of(jax.eval_shape(partial(state, capacity=context))) <= most:
+            return context
+        context //= 2
+    return max(context, UNKNOWN_CONTEXT)
