@@ -37,9 +37,9 @@ NOTES = notes(
     f"""
 Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
 base_url is http://HOST:PORT/v1. If {KEY_VARIABLE} is set or --api-key-file is given,
-requests to /v1 need one of these API keys. Until "ready" is printed, requests get
-status 503 with Retry-After, and /health answers "starting". SIGTERM and Ctrl-C let
-running requests finish, at most --grace seconds.""",
+requests to /v1 need one of these API keys. Until "ready" is printed, requests for text
+wait at most --start-timeout seconds, and /health answers 503 with "starting". SIGTERM
+and Ctrl-C let running requests finish, at most --grace seconds.""",
     "stree-jax serve --model OWNER/NAME",
     "stree-jax serve --model model-Q4_K_M.gguf --memory 8GB --rows 8 --port 8080",
 )
@@ -88,6 +88,8 @@ def add_serve_options(p: argparse.ArgumentParser) -> None:
     add(limits, "--queue", int, 64, text)
     text = "seconds that a request may take (504)"
     add(limits, "--timeout", float, 600.0, text)
+    text = "seconds that a request waits while the server starts (503)"
+    add(limits, "--start-timeout", float, 60.0, text)
     text = "seconds that running requests get to finish when the server stops"
     add(limits, "--grace", int, 30, text)
     add(limits, "--max-body", int, 1 << 20, "bytes of a request body (413)")
@@ -109,6 +111,7 @@ def run_serve(args: argparse.Namespace) -> int:
         ) from error
     from stree_jax.cli.chat import given_template
     from stree_jax.server.origins import origins_named, with_origins
+    from stree_jax.server.starting import UntilReady
 
     check_options(args)
     keys, origins = api_keys(args.api_key_file), origins_named(args.allow_origin)
@@ -125,7 +128,8 @@ def run_serve(args: argparse.Namespace) -> int:
                 "key is set"
             )
         begin = partial(ready, args, keys, template, time.perf_counter())
-        return run.run(begin, sock, report_status, args.grace, around)
+        front = UntilReady(args.start_timeout, args.queue)
+        return run.run(begin, sock, report_status, args.grace, around, front)
 
 
 def is_loopback(address: str) -> bool:
@@ -247,6 +251,10 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--port: want at most 65535, got {args.port}")
     if not args.timeout > 0:
         raise ValueError(f"--timeout: want more than 0 seconds, got {args.timeout}")
+    if not args.start_timeout >= 0:
+        raise ValueError(
+            f"--start-timeout: want 0 seconds or more, got {args.start_timeout}"
+        )
 
 
 def api_keys(file: Path | None) -> tuple[bytes, ...]:

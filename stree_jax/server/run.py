@@ -1,19 +1,21 @@
 """Runs the server process: its socket, start, signals and shutdown.
 
-The server listens at once. While a thread loads the model and compiles, it answers that
-it is starting. The main thread runs the event loop, so that a signal can end the
-process at any time.
+The server listens at once. While a thread loads the model and compiles, requests for
+text wait. The same thread then compiles the programs that the first requests do not
+need. The main thread runs the event loop, so that a signal can end the process at any
+time.
 """
 
 import asyncio
 import atexit
 import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,8 @@ from stree_jax.server.starting import UntilReady
 
 if TYPE_CHECKING:
     from stree_jax.server.engine import Engine
+
+log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds that a shutdown waits for the engine, which stops only between two calls of
@@ -71,11 +75,14 @@ class Ready:
       app: the application.
       engine: the engine, whose batch is warm and whose thread is not started.
       line: message to print, which says that the server is ready.
+      further: functions that compile further programs. They are called in turn once
+        requests are answered, until the server stops.
     """
 
     app: ASGIApp
     engine: "Engine"
     line: str
+    further: Sequence[Callable[[], object]] = ()
 
 
 Load = Callable[[Callable[[str], None]], Ready]
@@ -86,7 +93,7 @@ class _Abandoned(Exception):
 
 
 class _Loading(threading.Thread):
-    """The thread that loads the model, while the event loop answers 503.
+    """The thread that loads the model and compiles.
 
     Attributes:
       ready: the loaded server, or None while it is loading.
@@ -114,7 +121,9 @@ class _Loading(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._open(self.load(self._say))
+            ready = self.load(self._say)
+            self._open(ready)
+            self._compile_further(ready)
         except _Abandoned:
             return
         except BaseException as error:
@@ -128,8 +137,19 @@ class _Loading(threading.Thread):
             self.ready = ready
             ready.engine.on_death = lambda reason: self.stop()
             ready.engine.start()
-            self.front.app = ready.app
+            self.front.open(ready.app)
         self.say(ready.line)
+
+    def _compile_further(self, ready: Ready) -> None:
+        """Calls `ready.further`. A failure is only logged: a request that needs the
+        program compiles it again, and gets the error."""
+        for compiles in ready.further:
+            if self._abandoned:
+                return
+            try:
+                compiles()
+            except Exception as error:
+                log.warning("a program could not be compiled: %s", error)
 
     def _say(self, text: str) -> None:
         if self._abandoned:
@@ -137,11 +157,11 @@ class _Loading(threading.Thread):
         self.say(text)
 
     def abandon(self) -> bool:
-        """Abandons loading. Returns False if loading has ended already."""
+        """Ends the thread before its next message. Returns True if the server was
+        neither ready nor failed."""
         with self._lock:
-            if self.ready is None and self.error is None:
-                self._abandoned = True
-        return self._abandoned
+            self._abandoned = True
+            return self.ready is None and self.error is None
 
 
 class _Server(uvicorn.Server):
@@ -153,6 +173,7 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         say: Callable[[str], None],
         listening: Callable[[], None],
+        front: UntilReady,
     ) -> None:
         """Makes a server.
 
@@ -160,9 +181,10 @@ class _Server(uvicorn.Server):
           config: uvicorn's settings.
           say: prints a message.
           listening: called once the socket accepts connections.
+          front: answers requests. It is closed at the first signal.
         """
         super().__init__(config)
-        self.say, self.listening = say, listening
+        self.say, self.listening, self.front = say, listening, front
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -184,6 +206,7 @@ class _Server(uvicorn.Server):
             self.force_exit = True
             return
         self.should_exit = True
+        self.front.close()
         grace = self.config.timeout_graceful_shutdown
         self.say(f"stopping within {grace} s (signal again to stop at once)")
 
@@ -194,6 +217,7 @@ def run(
     say: Callable[[str], None],
     grace_s: int,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    front: UntilReady | None = None,
 ) -> int:
     """Listens, loads, and serves until a signal arrives or the engine stops.
 
@@ -204,6 +228,7 @@ def run(
       say: prints a message.
       grace_s: seconds that running requests have after a signal.
       around: adds middleware, also for answers before the server is ready.
+      front: holds requests until the server is ready. If None, with default limits.
 
     Returns:
       The exit code: 1 if the engine stopped after failures, else 0.
@@ -211,7 +236,7 @@ def run(
     Raises:
       Exception: any exception of `load`.
     """
-    front = UntilReady()
+    front = UntilReady() if front is None else front
     config = uvicorn.Config(
         around(front),
         http=Connection,
@@ -224,39 +249,41 @@ def run(
     )
 
     def stop() -> None:
+        front.close()
         server.should_exit = True
 
     def listening() -> None:
-        say(f"listening on {url_of(sock)} (loading; 503 until it is ready)")
+        say(f"listening on {url_of(sock)} (loading; requests wait until it is ready)")
         loading.start()
 
-    server, loading = _Server(config, say, listening), _Loading(load, front, say, stop)
+    server = _Server(config, say, listening, front)
+    loading = _Loading(load, front, say, stop)
     try:
         server.run(sockets=[sock])
     finally:
         sock.close()
         abandoned, ready = loading.abandon(), loading.ready
         ended = ready is None or ready.engine.stop(STOP_S)
-    if abandoned:
-        atexit.register(_leave, loading)
-        say("stopped before it was ready")
-        return 0
     if loading.error is not None:
         raise loading.error
-    assert ready is not None
-    if ready.engine.dead is not None:
-        say(f"stopped: {ready.engine.dead}")
-        return 1
-    say("stopped" if ended else "stopped during a segment")
-    return 0
+    dead = None if ready is None else ready.engine.dead
+    code = 0 if dead is None else 1
+    if loading.is_alive():
+        atexit.register(_leave, loading, code)
+    if abandoned:
+        say("stopped before it was ready")
+    elif dead is not None:
+        say(f"stopped: {dead}")
+    else:
+        say("stopped" if ended else "stopped during a segment")
+    return code
 
 
-def _leave(loading: threading.Thread) -> None:
-    """Ends the process at its exit if a program is still being compiled, because XLA's
-    cleanup would wait for it or crash. Called only after a signal, so the exit code is
-    0."""
+def _leave(loading: threading.Thread, code: int) -> None:
+    """Ends the process at its exit, with this exit code, if a program is still being
+    compiled, because XLA's cleanup would wait for it or crash."""
     if loading.is_alive():
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(0)
+        os._exit(code)

@@ -134,7 +134,7 @@ def test_streams_and_errors_have_cors_headers(service, monkeypatch):
     monkeypatch.setattr(service.engine, "submit", _broken)
     status, headers, _ = from_page(app, PAGE)
     assert (status, headers[ALLOW]) == (500, PAGE)
-    status, headers, _ = from_page(with_origins(UntilReady()), PAGE)
+    status, headers, _ = from_page(with_origins(UntilReady(wait_s=0)), PAGE)
     assert (status, headers[ALLOW]) == (503, PAGE)
 
 

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import httpx2
 import pytest
 
 from stree_jax.server import run
+from stree_jax.server.starting import UntilReady
 from tests.support.server_process import ROOT, Process
 from tests.support.table_server import write_table
 
@@ -76,7 +79,7 @@ async def fine(scope, receive, send):
     await send({"type": "http.response.body", "body": b"fine"})
 
 
-def served(load, client):
+def served(load, client, front=None):
     """Runs a server in this thread, and `client(url)` in another.
 
     Returns:
@@ -94,13 +97,18 @@ def served(load, client):
     thread = threading.Thread(target=asks)
     thread.start()
     try:
-        return run.run(load, sock, said.append, 5), said
+        return run.run(load, sock, said.append, 5, front=front), said
     finally:
         thread.join()
         assert is_closed(int(url.rpartition(":")[2]))
 
 
+def posted(url):
+    return httpx2.post(url + "/v1/completions", json={}, timeout=60)
+
+
 def test_starting_then_ready_then_stopped():
+    """Requests for text wait during the start. Others say that the server starts."""
     loaded, engine, seen = threading.Event(), Engine(), []
 
     def load(say):
@@ -110,27 +118,118 @@ def test_starting_then_ready_then_stopped():
 
     def client(url):
         seen.append(httpx2.get(url + "/health").json())
-        loaded.set()
+        with ThreadPoolExecutor() as pool:
+            held = [pool.submit(posted, url) for _ in range(3)]
+            while front.waiting < 3:
+                time.sleep(0.01)
+            assert httpx2.get(url + "/v1/models").status_code == 503
+            assert not any(answer.done() for answer in held)
+            loaded.set()
+            seen.extend(answer.result().text for answer in held)
         while httpx2.get(url + "/health").status_code != 200:
             time.sleep(0.01)
         seen.append(httpx2.get(url + "/v1/models").text)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    code, said = served(load, client)
+    code, said = served(load, client, front := UntilReady())
     assert code == 0 and engine.calls == ["start", "stop"]
-    assert seen == [{"status": "starting"}, "fine"]
+    assert seen == [{"status": "starting"}, *["fine"] * 4]
     assert said[0].startswith("listening on http://127.0.0.1:")
     assert said[1:3] == ["compiling", "ready in 1 s"] and said[-1] == "stopped"
 
 
-def test_a_failure_to_load_ends_the_server():
-    """The command then prints one line, and exits with code 2."""
+@pytest.mark.parametrize(
+    "limits", [dict(wait_s=0.05), dict(most=0)], ids=["too long", "too many"]
+)
+def test_requests_that_cannot_wait_get_503(limits):
+    go, seen = threading.Event(), []
 
     def load(say):
+        assert go.wait(30)
+        return run.Ready(fine, Engine(), "ready")
+
+    def client(url):
+        seen.append(posted(url))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    served(load, client, UntilReady(**limits))
+    go.set()
+    (answer,) = seen
+    assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+    assert answer.json()["error"]["code"] == "starting"
+
+
+def test_waiting_requests_are_answered_when_the_server_stops():
+    """At a signal, or if loading fails. The command then prints one line, and exits
+    with code 2."""
+    fails, answers = threading.Event(), []
+
+    def load(say):
+        assert fails.wait(30)
         raise ValueError("the weights are damaged")
 
+    def client(url, ends):
+        with ThreadPoolExecutor() as pool:
+            held = pool.submit(posted, url)
+            while not front.waiting:
+                time.sleep(0.01)
+            ends()
+            answers.append(held.result())
+
+    front = UntilReady()
+    signalled = partial(client, ends=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert served(load, signalled, front)[0] == 0
+    front = UntilReady()
     with pytest.raises(ValueError, match="damaged"):
-        served(load, lambda url: None)
+        served(load, partial(client, ends=fails.set), front)
+    for answer in answers:
+        assert answer.status_code == 503 and "retry-after" not in answer.headers
+        assert answer.json()["error"]["code"] == "unavailable"
+
+
+def test_programs_are_compiled_after_the_server_is_ready():
+    """A failure does not matter, and a signal ends it."""
+    calls, stopping = [], threading.Event()
+
+    def fails():
+        calls.append("fails")
+        raise RuntimeError("no memory")
+
+    def last():
+        calls.append("last")
+        assert stopping.wait(30)
+
+    def load(say):
+        never = partial(calls.append, "never")
+        return run.Ready(fine, Engine(), "ready", [fails, last, never])
+
+    def client(url):
+        while "last" not in calls:
+            time.sleep(0.01)
+        assert posted(url).text == "fine"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    code, said = served(load, client)
+    stopping.set()
+    for thread in threading.enumerate():
+        if thread.name == "loading":
+            thread.join(30)
+    assert code == 0 and said[-1] == "stopped" and calls == ["fails", "last"]
+
+
+def test_a_client_without_retries_gets_its_text(model):
+    """A process that starts, and the official client."""
+    server = Process("--model", model, *TINY, ready=False)
+    try:
+        assert httpx2.get(server.root_url + "/health").status_code == 503
+        create = server.client().completions.create  # max_retries=0
+        answer = create(model=model, prompt="ab", max_tokens=3)
+        assert answer.usage.completion_tokens == 3
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended() == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
 
 
 def test_a_signal_during_the_start_stops_loading():
@@ -168,6 +267,8 @@ def test_bad_options_are_refused_before_it_listens(model, tmp_path):
         (["--model", model, "--logprobs", "9999"], "--logprobs"),
         (["--port", str(taken.getsockname()[1])], "Address already in use"),
         (["--port", "70000"], "--port"),
+        (["--start-timeout", "-1"], "--start-timeout: want 0 seconds or more"),
+        (["--start-timeout", "nan"], "--start-timeout: want 0 seconds or more"),
         (["--host", "nowhere.invalid"], "nowhere.invalid"),
         (["--host", "a" * 300], "use another --host"),
         (["--allow-origin", "localhost"], "--allow-origin"),
