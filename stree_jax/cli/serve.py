@@ -144,7 +144,8 @@ def ready(
     began: float,
     say: Callable[[str], None],
 ) -> "Ready":
-    """Loads the model, compiles, and returns the server.
+    """Loads the model, compiles the programs for first requests, and returns the
+    server.
 
     Args:
       keys: API keys, one of which requests must have. If empty, none is needed.
@@ -152,6 +153,8 @@ def ready(
       began: when the command began, by `time.perf_counter`.
       say: prints the progress.
     """
+    from stree_jax.heap import return_free_memory
+    from stree_jax.server import programs
     from stree_jax.server.app import make_app
     from stree_jax.server.batch import Batch
     from stree_jax.server.engine import Engine
@@ -172,11 +175,13 @@ def ready(
         spell=speller(args.model, model, template),
         keys=keys,
     )
-    batch.warm(say)
+    rest = programs.warm(batch, say)
+    return_free_memory()
     seconds = time.perf_counter() - began
     what = f"model {service.name}, {sizes.rows} rows, context {sizes.context}"
     line = f"ready in {seconds:.1f} s: {what}"
-    return Ready(make_app(service), engine, line)
+    further = [*(program.compile for program in rest), return_free_memory]
+    return Ready(make_app(service), engine, line, further)
 
 
 def name_of(args: argparse.Namespace) -> str:

@@ -1,12 +1,12 @@
 """The server's batch on the device, with continuous batching and fixed sizes.
 
-Everything is compiled in `warm`. Prompts are padded to a few widths, and three programs
-decode: one for greedy rows only, one that also has sampled rows, and one that also has
-log-probabilities and repetition penalties. The program depends on all rows of the
-batch, but a row's tokens do not depend on the program.
+Prompts are padded to a few widths, and three programs decode: one for greedy rows only,
+one that also has sampled rows, and one that also has log-probabilities and repetition
+penalties. The program depends on all rows of the batch, but a row's tokens do not
+depend on the program. `programs` compiles them in advance.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ from stree_jax.speculation.rows import (
 from stree_jax.speculation.step import Spec
 
 GREEDY = Sampling(temperature=0)
+_SAMPLED = Sampling(temperature=1.0, seed=0)
 NO_TOKEN = -1  # padding of lists of stop tokens
 
 
@@ -238,7 +239,7 @@ class Batch:
     def __init__(
         self, model: Model, spec: Spec, sizes: Sizes, spare: int | None = None
     ) -> None:
-        """Allocates nothing; call `warm` or `clear` before other methods.
+        """Allocates nothing; `admit` does when it is first called.
 
         Args:
           model: the target model.
@@ -252,54 +253,52 @@ class Batch:
         self.prefixes = Prefixes(sizes.prefixes)
         self._layout = Layout.of(model.config, spec, sizes)
         spec = refilled(spec)
-        self._specs = {False: spec, True: spec}  # key: True if any row is sampled
+        self.specs = {False: spec, True: spec}  # key: True if any row is sampled
         self._stops = jnp.asarray(stop_token_table(model, None, 1))
         self._key = key_of(0)  # the default key of `sampling_rows`
         self._decoding: Decoding | None = None
         self._lists: logprobs.LogProbs | None = None
 
-    def warm(self, say: Callable[[str], None]) -> None:
-        """Compiles all programs, measures the step times of tree "auto", and clears the
-        batch."""
-        widths = self._layout.widths
-        for i, text in enumerate(texts := self._texts()):
-            say(f"compiling: prefill ({i + 1} of {len(widths)})")
-            self._read(TextRequest(text, 1))
-        self.clear()
-        for i, (kind, request) in enumerate(_KINDS):
-            say(f"compiling: decoding {kind} ({i + 1} of {len(_KINDS)})")
-            for row in range(self.sizes.rows):
-                new = min(PREFILL_CHUNK, self.sizes.context - 1)
-                self.admit(row, replace(request, max_new_tokens=new))
-            self._time_steps()
-            self.advance()
-            self.cancel(range(self.sizes.rows))
-        if self.sizes.prefixes:
-            past = past_jit(self._decoding, jnp.int32(0))
-            for i, text in enumerate(texts):
-                say(f"compiling: prefill after a prefix ({i + 1} of {len(widths)})")
-                self._read(TextRequest(text, 1), past)
-        self.clear()
+    def time_steps(self, shapes: Decoding) -> None:
+        """Sets the step times of tree "auto" for greedy or for sampled texts. If they
+        are not known on this machine, admits texts to all rows to measure them.
 
-    def _texts(self) -> list[list[int]]:
-        """Returns a text for each width."""
-        V, most = self.model.config.num_tokens, self.sizes.context
-        lengths = (min(width, most) - 1 for width in self._layout.widths)
-        return [[i % V for i in range(length)] or [0] for length in lengths]
+        Args:
+          shapes: the shapes of a batch with the fields for these texts.
+        """
+        sampled = shapes.requests.sampling is not None
+        spec, d = self.specs[sampled], shapes
+        if not isinstance(spec.policy, AdaptivePolicy):
+            return
+        if not step_times.all_known(spec, d):
+            new = min(PREFILL_CHUNK, self.sizes.context - 1)
+            request = TextRequest([0], new, _SAMPLED if sampled else GREEDY)
+            for row in range(self.sizes.rows):
+                self.admit(row, request)
+            _, d = self._parts()
+        self.specs[sampled] = step_times.timed(spec, d, self.spare)
+        self.clear()  # of the rows that were admitted
 
     def clear(self) -> None:
-        """Frees all rows, with new arrays."""
-        self._decoding = self._lists = None  # free the old arrays first
+        """Frees all rows, their arrays and the cached states."""
         self.prefixes.clear()
         self.rows = [None] * self.sizes.rows
+        self.rest()
+
+    def rest(self) -> None:
+        """Frees the arrays of the rows, none of which may be assigned. The next `admit`
+        allocates them again."""
+        self._decoding = self._lists = None
+
+    def _allocate(self) -> None:
+        """Allocates the arrays of the rows."""
         one = self._read(TextRequest([0], 1))
-        self._decoding = vacant_jit(self._specs[False], one, self.sizes.rows)
+        self._decoding = vacant_jit(self.specs[False], one, self.sizes.rows)
         lists = logprobs.empty(
             self.sizes.rows, self._layout.output_size, self.sizes.top_logprobs
         )
         # Separate buffers, because they are donated.
         self._lists = jax.tree.map(jnp.copy, lists)
-        jax.block_until_ready(self._decoding.root)
 
     def free_rows(self) -> list[int]:
         """Returns the indices of the free rows."""
@@ -308,11 +307,13 @@ class Batch:
     def admit(self, row: int, request: TextRequest) -> int:
         """Prefills a prompt, except a cached prefix, and assigns a row to it. Returns
         the number of tokens of the cached prefix."""
+        if self._decoding is None:
+            self._allocate()
         kept = self.prefixes.take(request.ids)
         cached = 0 if kept is None else len(kept.ids)
         past = None if kept is None else kept.restored()
         past = self._read_shared(request, cached, past)
-        spec, one = self._specs[False], self._read(request, past)
+        spec, one = self.specs[False], self._read(request, past)
         self._keep(request.ids, (one.state, drafter_kept(one.drafting)))
         jax.block_until_ready(one.root)  # the caller measures the prefill
         self._decoding = admit_jit(spec, self._decoding, jnp.int32(row), one)
@@ -391,20 +392,12 @@ class Batch:
     def _parts(self) -> tuple[Spec, Decoding]:
         """Returns the configuration and the fields of the batch for the program that
         its rows need."""
-        assert self._decoding is not None  # set by `clear`
+        assert self._decoding is not None  # set by `admit`
         requests = [row.request for row in self.rows if row is not None]
         lists = any(r.logprobs or r.sampling.repetition_penalty != 1 for r in requests)
         sampled = lists or any(r.sampling.temperature > 0 for r in requests)
         d = for_program(self._decoding, sampled, self._lists if lists else None)
-        return self._specs[sampled], d
-
-    def _time_steps(self) -> None:
-        """Measures the step times of tree "auto" with the present rows, unless they
-        have log-probabilities."""
-        spec, d = self._parts()
-        if isinstance(spec.policy, AdaptivePolicy) and d.logprobs is None:
-            sampled = d.requests.sampling is not None
-            self._specs[sampled] = step_times.timed(spec, d, self.spare)
+        return self.specs[sampled], d
 
     def _read(self, request: TextRequest, past: Any = None) -> Decoding:
         """Prefills a prompt and returns a batch of one row with the sizes of this one.
@@ -417,7 +410,7 @@ class Batch:
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(request.ids)] = request.ids
         return init_decoding_jit(
-            self._specs[False],
+            self.specs[False],
             jnp.asarray(padded),
             jnp.asarray([len(request.ids)], jnp.int32),
             requests_of(request, self._stops, self._key),
@@ -425,17 +418,6 @@ class Batch:
             capacity=self._layout.capacity,
             past=past,
         )
-
-
-_SAMPLED = Sampling(temperature=1.0, seed=0)
-_KINDS = [
-    ("greedy texts", TextRequest([0], 1)),
-    ("sampled texts", TextRequest([0], 1, _SAMPLED)),
-    (
-        "with log-probabilities and penalties",
-        TextRequest([0], 1, _SAMPLED, logprobs=True),
-    ),
-]
 
 
 def _row_update(host: dict[str, Any], i: int, row: Row) -> RowUpdate:

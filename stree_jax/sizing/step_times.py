@@ -117,6 +117,7 @@ def timed(spec: Spec, decoding: Decoding, spare: int | None = None) -> Spec:
 
     Args:
       spare: bytes available for a copy. If None, there is no limit.
+      decoding: the batch. Its arrays may be abstract if `all_known`.
     """
     alone = without_stage(spec)
     if jax.process_count() > 1:  # they would measure different times and diverge
@@ -124,7 +125,7 @@ def timed(spec: Spec, decoding: Decoding, spare: int | None = None) -> Spec:
     fits = spare is None or size_of(decoding) <= spare
     ways = [spec] if alone is spec else [spec, alone]
     try:
-        if fits or all(known(way, decoding) is not None for way in ways):
+        if fits or all_known(spec, decoding):
             times = [times_of(way, decoding) for way in ways]
             if alone is not spec and not stage_pays(spec, *times):
                 spec, times = alone, times[1:]
@@ -134,6 +135,13 @@ def timed(spec: Spec, decoding: Decoding, spare: int | None = None) -> Spec:
             raise
     log.warning("no memory to measure steps in; they are assumed")
     return alone
+
+
+def all_known(spec: Spec, decoding: Decoding) -> bool:
+    """True if `timed` measures nothing, because the times that it needs are known.
+    Arrays may be abstract."""
+    ways = spec, without_stage(spec)
+    return all(known(way, decoding) is not None for way in ways)
 
 
 def without_stage(spec: Spec) -> Spec:

@@ -10,6 +10,7 @@ import httpx2
 from openai import AsyncOpenAI
 
 from stree_jax.default_tree import spec_for
+from stree_jax.server import programs
 from stree_jax.server.app import make_app
 from stree_jax.server.batch import Batch, Sizes
 from stree_jax.server.engine import Engine
@@ -45,7 +46,7 @@ def spell(model):
 def warm_batch(model):
     said = []
     batch = Batch(model, spec_for(model, "lookup", "auto:1,4", None, None), SIZES)
-    batch.warm(said.append)
+    programs.warm(batch, said.append)
     assert said and all(line.startswith("compiling") for line in said)
     return batch
 

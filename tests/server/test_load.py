@@ -3,10 +3,8 @@ forever.
 """
 
 import asyncio
-import logging
 from dataclasses import replace
 
-import jax
 import openai
 import pytest
 
@@ -178,29 +176,6 @@ def test_metrics_count_tokens_and_requests(service):
     assert values['stree_jax_requests_total{outcome="ok"}'] == "1.0"
     assert values["stree_jax_first_token_seconds_count"] == "1.0"
     assert values["stree_jax_queue_length"] == "0.0"
-
-
-def test_nothing_is_compiled_while_serving(service, prompts, model):
-    """For all kinds of requests and batches."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    names = ("jax._src.interpreters.pxla", "jax._src.dispatch")
-    jax.config.update("jax_log_compiles", True)  # also for the engine's thread
-    for name in names:
-        logging.getLogger(name).addHandler(handler)
-    try:
-        for change in (
-            dict(temperature=0.7, n=3, prompt=[9] * 43),
-            dict(logprobs=1, prompt=[10] * 77, max_tokens=7),
-            dict(stop=["ab", "x"], prompt=[11] * 23),
-        ):
-            assert ask(service, "/v1/completions", FINE | change)[0] == 200
-    finally:
-        jax.config.update("jax_log_compiles", False)
-        for name in names:
-            logging.getLogger(name).removeHandler(handler)
-    assert not [line for line in lines if line.startswith("Compiling")], lines
 
 
 def test_prefill_widths(model):

@@ -12,7 +12,7 @@ from stree_jax.models.memory import size_of
 from stree_jax.models.mixers.attention import AttentionState
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server import batch as batches
-from stree_jax.server import fitting
+from stree_jax.server import fitting, programs
 from stree_jax.server.batch import Batch, Sizes, TextRequest
 from stree_jax.server.prefixes import Prefixes
 from stree_jax.sizing import step_times
@@ -40,9 +40,10 @@ def tiny_config():
 def batch(model):
     with pytest.MonkeyPatch.context() as patch:  # times are assumed, not measured
         patch.setattr(step_times, "timed", lambda spec, *_: spec)
+        patch.setattr(step_times, "all_known", lambda *_: True)
         spec = spec_for(model, tiny(2, layers=("mamba",)), "auto:1,4", None, None)
         batch = Batch(model, spec, SIZES)
-        batch.warm(lambda _: None)
+        programs.warm(batch, lambda _: None)
     return batch
 
 
@@ -286,12 +287,12 @@ def test_counted_bytes_are_those_of_a_batch(batch, model, monkeypatch):
     """To the byte: rows, lists, the space for cached prefixes, and one that is
     copied."""
     batch.clear()
-    held = size_of((batch._decoding, batch._lists))
-    spec = batch._specs[False]
+    spec = batch.specs[False]
     shapes = fitting.batch_shapes(model, spec, SIZES)
     for seed in range(5):
         decoded_together(batch, TextRequest(prompt_of(seed, 200), 2))
         assert batch.prefixes.bytes <= SIZES.prefixes * size_of(shapes.past)
+    held = size_of((batch._decoding, batch._lists))
     assert batch.prefixes.row_bytes == size_of(shapes.past)
     held += (SIZES.prefixes + 1) * size_of(shapes.past)
     assert shapes.held(SIZES) == held
@@ -385,7 +386,7 @@ def test_a_batch_stays_within_the_predicted_bytes(model):
     fit = fitted(10**9, [sizes], model)
     before = {id(x) for x in jax.live_arrays()}
     batch = Batch(model, fit.candidate.spec, sizes)
-    batch.warm(lambda _: None)
+    programs.warm(batch, lambda _: None)
     for seed in range(3):
         decoded_together(
             batch,

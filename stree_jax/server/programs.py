@@ -1,0 +1,207 @@
+"""The compiled programs of a batch: their shapes, and when they are compiled.
+
+Programs are lowered from shapes and compiled without running. JAX then finds them
+when the batch calls the same functions with arrays of these shapes. A program that is
+not compiled in advance is compiled by the first request that needs it.
+"""
+
+import enum
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stree_jax.arguments import stop_token_table
+from stree_jax.checkpoints.load import Model
+from stree_jax.models.keys import key_of
+from stree_jax.models.memory import size_of
+from stree_jax.sampling import logprobs
+from stree_jax.server.batch import (
+    GREEDY,
+    Batch,
+    Layout,
+    Sizes,
+    TextRequest,
+    for_program,
+    requests_of,
+)
+from stree_jax.speculation.decoding import Decoding
+from stree_jax.speculation.loop import advance_jit, init_decoding, init_decoding_jit
+from stree_jax.speculation.rows import admit_jit, past_jit, past_of, vacant
+from stree_jax.speculation.step import Spec
+
+NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+@dataclass(frozen=True)
+class BatchShapes:
+    """Shapes of a batch's arrays.
+
+    Attributes:
+      layout: sizes of the arrays.
+      requests: requests of one row.
+      one: a row after its prefill.
+      whole: the batch, with fields for sampling.
+      lists: arrays of log-probabilities.
+      past: the state of a finished row, which is cached.
+    """
+
+    layout: Layout
+    requests: Any
+    one: Decoding
+    whole: Decoding
+    lists: Any
+    past: Any
+
+    def held(self, sizes: Sizes) -> int:
+        """Returns the bytes that are always allocated, without the weights. One state
+        more than the cached ones is being copied to or from the cache."""
+        kept = (sizes.prefixes + bool(sizes.prefixes)) * size_of(self.past)
+        return size_of(self.whole) + size_of(self.lists) + kept
+
+
+def batch_shapes(model: Model, spec: Spec, sizes: Sizes) -> BatchShapes:
+    """Returns the shapes of a batch's arrays."""
+    layout = Layout.of(model.config, spec, sizes)
+    stops = jnp.asarray(stop_token_table(model, None, 1))
+    requests = requests_of(TextRequest([0], 1, GREEDY), stops, key_of(0))
+    begin = partial(init_decoding, **_sizes(layout))
+    one = jax.eval_shape(begin, spec, *_text(layout.widths[0]), requests)
+    whole = jax.eval_shape(partial(vacant, rows=sizes.rows), spec, one)
+    lists = jax.eval_shape(
+        partial(logprobs.empty, sizes.rows, layout.output_size, sizes.top_logprobs)
+    )
+    past = jax.eval_shape(past_of, whole, NUMBER)
+    return BatchShapes(layout, requests, one, whole, lists, past)
+
+
+def _sizes(layout: Layout) -> dict[str, Any]:
+    return {"max_new_tokens": layout.output_size, "capacity": layout.capacity}
+
+
+def _text(width: int) -> tuple[Any, Any]:
+    """Returns the shapes of a prompt padded to a width, and of its length."""
+    ids = jax.ShapeDtypeStruct((1, width), jnp.int32)
+    return ids, jax.ShapeDtypeStruct((1,), jnp.int32)
+
+
+class When(enum.Enum):
+    """When a program is compiled: before requests are answered, afterwards in the
+    background, or by the first request that needs it."""
+
+    FIRST = enum.auto()
+    LATER = enum.auto()
+    NEEDED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program that a batch runs.
+
+    Attributes:
+      name: its name in messages.
+      lower: traces the program and returns a `jax.stages.Lowered`.
+      when: when it is compiled.
+      beside: bytes of arrays that are allocated while it runs, in addition to its
+        temporaries and the arrays of the batch.
+    """
+
+    name: str
+    lower: Callable[[], Any]
+    when: When = When.LATER
+    beside: int = 0
+
+    def compile(self) -> None:
+        """Compiles the program, without running it."""
+        self.lower().compile()
+
+
+def programs(
+    specs: Mapping[bool, Spec], shapes: BatchShapes, prefixes: bool
+) -> Iterator[Program]:
+    """Yields the programs of a batch.
+
+    The first ones decode greedy and sampled texts after short prompts. The program for
+    log-probabilities waits for a request, because few clients use it and it takes more
+    memory than any other (84 MB for SmolLM2-135M).
+
+    Args:
+      specs: the decoder's configuration for batches with sampled rows (key True) and
+        without (False).
+      shapes: shapes of the arrays.
+      prefixes: True if states are cached.
+    """
+    spec, layout = specs[False], shapes.layout
+    pasts = [None, shapes.past] if prefixes else [None]
+    for width, past in product(layout.widths, pasts):
+        args = spec, *_text(width), shapes.requests
+        short = width == layout.widths[0] and past is None
+        yield Program(
+            f"prefill of {width - 1} tokens" + (" after a prefix" if past else ""),
+            partial(init_decoding_jit.lower, *args, **_sizes(layout), past=past),
+            When.FIRST if short else When.LATER,
+        )
+    admit = partial(admit_jit.lower, spec, shapes.whole, NUMBER, shapes.one)
+    yield Program("new texts in rows", admit, When.FIRST, size_of(shapes.one))
+    for name, sampled, lists, when in (
+        ("greedy texts", False, None, When.FIRST),
+        ("sampled texts", True, None, When.FIRST),
+        ("with log-probabilities and penalties", True, shapes.lists, When.NEEDED),
+    ):
+        d = for_program(shapes.whole, sampled, lists)
+        lower = partial(advance_jit.lower, specs[sampled], d, NUMBER)
+        yield Program(f"decoding {name}", lower, when)
+    if prefixes:
+        lower = partial(past_jit.lower, shapes.whole, NUMBER)
+        yield Program("caching a state", lower)
+
+
+def warm(batch: Batch, say: Callable[[str], None]) -> list[Program]:
+    """Compiles the programs that must be there before requests are answered, and
+    returns those to compile afterwards.
+
+    If the step times of tree "auto" are not known on this machine, also measures them,
+    for which programs have to run.
+
+    Args:
+      say: prints the progress.
+    """
+    shapes = batch_shapes(batch.model, batch.specs[False], batch.sizes)
+    for sampled in (False, True):
+        batch.time_steps(for_program(shapes.whole, sampled, None))
+    found = list(programs(batch.specs, shapes, batch.sizes.prefixes > 0))
+    first = [program for program in found if program.when is When.FIRST]
+    compiled: list[Future[None]] = []
+    try:
+        for i, program in enumerate(first):
+            say(f"compiling: {program.name} ({i + 1} of {len(first)})")
+            compiled.append(_in_thread(program.lower().compile))
+    finally:
+        wait(compiled)
+    for future in compiled:
+        future.result()
+    return [program for program in found if program.when is When.LATER]
+
+
+def _in_thread(call: Callable[[], Any]) -> Future[None]:
+    """Calls a function in a thread of its own: XLA compiles or reads a program there
+    while the next one is traced. The thread does not delay the end of the process, as
+    those of a ThreadPoolExecutor would."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="compiling", daemon=True).start()
+    return future
