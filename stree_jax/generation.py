@@ -41,7 +41,7 @@ from stree_jax.result import Generation, Past, Plan, summarise
 from stree_jax.sampling.continuation import Continuation, continuation
 from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, sampling_rows
-from stree_jax.sampling.stop_strings import token_bytes, token_table
+from stree_jax.sampling.stop_strings import searched_bytes, token_bytes, token_table
 from stree_jax.sizing import step_times
 from stree_jax.sizing.budget import GenerateTask, fitted
 from stree_jax.sizing.step_times import Measured
@@ -238,7 +238,8 @@ def _continuations(
 def _stop_strings(
     model: Model, lists: list[list[str]], n: int
 ) -> tuple[list[bytes] | None, StopAutomata | None]:
-    """Returns the bytes of each token and the automata that find stop strings.
+    """Returns the bytes of each token in which stop strings are searched, and the
+    automata that find them.
 
     Both are None if no row has stop strings.
 
@@ -251,7 +252,7 @@ def _stop_strings(
         return None, None
     if model.tokenizer is None:
         raise ValueError("stop_strings: this model has no tokenizer.json")
-    pieces = token_bytes(model.tokenizer)
+    pieces = searched_bytes(model.tokenizer, token_bytes(model.tokenizer))
     sets = sorted({tuple(strings) for strings in lists})
     table = token_table(pieces, sets, model.config.num_tokens)
     automaton = [sets.index(tuple(strings)) for strings in lists for _ in range(n)]
@@ -302,7 +303,7 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       stop_tokens: ids that end a text and are kept in the output, for all prompts or by
         row. If None, they are the model's own. If (), only the limit ends a text.
       stop_strings: strings that end a text and are left out of `texts`, for all prompts
-        or by row.
+        or by row. They may contain special tokens, such as "<|im_end|>".
       logprobs: number of top log-probabilities to return for each token, in addition to
         its own. If 0, only its own is returned; if None, no log-probabilities.
       n: samples per prompt, which share its prefill. Rows come prompt by prompt.

@@ -13,7 +13,7 @@ from stree_jax.models.memory import size_of
 from stree_jax.notebook import UNKNOWN, HtmlRow, html_of
 from stree_jax.sampling.continuation import UNFINISHED, Continuation, Decoder
 from stree_jax.sampling.logprobs import LogProbs
-from stree_jax.sampling.stop_strings import cut_text, held_back
+from stree_jax.sampling.stop_strings import text_so_far
 from stree_jax.sizing.traffic import Traffic, traffic_of
 from stree_jax.speculation.accept import Promise, Rule
 from stree_jax.speculation.decoding import (
@@ -260,7 +260,7 @@ class Plan:
       continuations: decoders for the generated tokens after each prompt. None if the
         model has no tokenizer.
       stop_strings, min_new_tokens: the options of the same names.
-      pieces: bytes of each token of the vocabulary. None if no row has stop strings.
+      pieces: result of `searched_bytes`. None if no row has stop strings.
       keep_past: True if the result includes a `Past`.
       spare: bytes of the memory limit that are unused. None if there is no limit.
     """
@@ -274,35 +274,6 @@ class Plan:
     pieces: list[bytes] | None
     keep_past: bool
     spare: int | None
-
-
-def text_so_far(
-    decoder: Decoder,
-    tokens: list[int],
-    finish: int,
-    strings: Sequence[str] = (),
-    pieces: Sequence[bytes] | None = None,
-    begin: int = 0,
-) -> tuple[str, int, str | None]:
-    """Returns a row's text, how many characters of it are final, and its stop string.
-
-    Args:
-      decoder: the `Continuation` of the row's prompt.
-      tokens: the row's generated token ids.
-      finish: value of `Decoding.finish`. If it is STOP_STRING, the last token
-        completes a stop string.
-      strings: the row's stop strings.
-      pieces: bytes of each token of the vocabulary; None if no row has stop strings.
-      begin: first token from which stop strings are searched.
-    """
-    reason = None
-    if finish == STOP_STRING:
-        assert pieces is not None  # there are stop strings
-        text, reason = cut_text(decoder, pieces, tokens, strings, begin)
-    else:
-        text = decoder.decode(tokens)
-    held = held_back(text, strings) if finish == RUNNING else 0
-    return text, len(text) - held, reason
 
 
 def runs_by_origin(
@@ -383,18 +354,18 @@ def summarise(
     if plan.continuations is not None:
         texts, new_texts = [], []
         for b, row in enumerate(tokens):
-            text, final, string = text_so_far(
+            found = text_so_far(
                 plan.continuations[b],
                 row,
-                finish[b],
-                plan.stop_strings[b],
-                plan.pieces,
-                plan.min_new_tokens[b],
+                running=finish[b] == RUNNING,
+                stops=plan.stop_strings[b],
+                pieces=plan.pieces,
+                begin=plan.min_new_tokens[b],
             )
-            reasons[b] = string if string is not None else reasons[b]
-            texts.append(text)
-            new_texts.append(text[shown[b] : final])
-            shown[b] = max(shown[b], final)
+            reasons[b] = found.stop if found.stop is not None else reasons[b]
+            texts.append(found.text)
+            new_texts.append(found.text[shown[b] : found.final])
+            shown[b] = max(shown[b], found.final)
     if host["logprobs"] is not None:
         logprobs = [
             jax.tree.map(lambda x, b=b, n=n: x[b, :n], host["logprobs"])

@@ -3,13 +3,16 @@
 The host prepares `token_table` once; the loop on the device then follows every token
 with `state = table[which, state, token]` and ends when the state is `HIT`. Matching is
 on bytes, because a token can end within a character. The host cuts the text afterwards.
+
+Special tokens are left out of texts, but stop strings may contain them: the bytes that
+are searched (`searched_bytes`) include the texts of special tokens.
 """
 
 import json
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +41,9 @@ def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
     strips off the start of the text, and writes more replacement characters than Python
     does for a run of byte tokens that is malformed somewhere.
     """
-    convert = _converter(json.loads(tokenizer.to_str())["decoder"])
+    decoder = tokenizer.decoder
+    state = None if decoder is None else json.loads(decoder.__getstate__())
+    convert = _converter(state)
     added = tokenizer.get_added_tokens_decoder()
     pieces = []
     for token_id in range(max(tokenizer.get_vocab().values(), default=-1) + 1):
@@ -46,6 +51,20 @@ def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
         special = token_id in added and added[token_id].special
         pieces.append(b"" if token is None or special else convert(token))
     return pieces
+
+
+def searched_bytes(tokenizer: "Tokenizer", pieces: Sequence[bytes]) -> list[bytes]:
+    """Returns the bytes of each id in which stop strings are searched.
+
+    Args:
+      tokenizer: the tokenizer.
+      pieces: result of `token_bytes`, to which the texts of special tokens are added.
+    """
+    found = list(pieces)
+    for token_id, token in tokenizer.get_added_tokens_decoder().items():
+        if token.special:
+            found[token_id] = token.content.encode("utf-8")
+    return found
 
 
 def token_table(
@@ -123,56 +142,124 @@ def find_stop(
     return cut, stop
 
 
-def cut_text(
-    decoder: Decoder,
-    pieces: Sequence[bytes],
-    tokens: Sequence[int],
-    stops: Sequence[str],
-    begin: int = 0,
-) -> tuple[str, str | None]:
-    """Cuts a text before the stop string that its last token completes.
+def unfinished_stop(
+    pieces: Sequence[bytes], tokens: Sequence[int], stops: Sequence[str]
+) -> int:
+    """Returns the number of bytes at the end of the tokens that may become a stop
+    string: the longest proper beginning of one. 0 if there is none."""
+    keys = _encode(stops)
+    longest = max(map(len, keys), default=1) - 1
+    start, size = len(tokens), 0
+    while start > 0 and size < longest:
+        start -= 1
+        size += len(_piece(pieces, tokens[start]))
+    data = b"".join(_piece(pieces, token) for token in tokens[start:])
+    for size in range(min(longest, len(data)), 0, -1):
+        if any(len(key) > size and key.startswith(data[-size:]) for key in keys):
+            return size
+    return 0
+
+
+class Place(NamedTuple):
+    """A place within a list of tokens.
+
+    Attributes:
+      tokens: number of whole tokens before the place.
+      bytes: number of bytes of the next token before the place.
+    """
+
+    tokens: int
+    bytes: int = 0
+
+
+def place_before(pieces: Sequence[bytes], tokens: Sequence[int], size: int) -> Place:
+    """Returns the place before the last `size` bytes of the tokens."""
+    end = len(tokens)
+    while size > 0:
+        end -= 1
+        size -= len(_piece(pieces, tokens[end]))
+    return Place(end, -size)
+
+
+def text_before(
+    decoder: Decoder, pieces: Sequence[bytes], tokens: Sequence[int], place: Place
+) -> str:
+    """Returns the text of the tokens before a place where a stop string starts.
 
     Args:
-      decoder: decodes the tokens.
-      pieces: bytes of each token of the vocabulary.
+      decoder: decodes the tokens, without special tokens.
+      pieces: result of `searched_bytes`.
       tokens: the generated token ids.
+      place: the place.
+    """
+    before = decoder.decode(list(tokens[: place.tokens]))
+    if place.bytes == 0:
+        return before
+    # The stop string starts within a token. It starts with a whole character, so the
+    # characters before it are the same with and without it.
+    text = decoder.decode(list(tokens[: place.tokens + 1]))
+    if text == before:
+        return before  # a special token
+    rest = pieces[tokens[place.tokens]][place.bytes :]
+    surplus = len(rest.decode("utf-8", "replace"))
+    return text[: max(0, len(text) - surplus)]
+
+
+class TextSoFar(NamedTuple):
+    """The text of the tokens that a row has generated so far.
+
+    Attributes:
+      text: the text, cut before a stop string.
+      final: number of its characters that further tokens do not change. The others may
+        be the start of a stop string, or of an unfinished character.
+      place: the end of the tokens that belong to the text: where a stop string starts,
+        or may start.
+      stop: the stop string that ended the text, or None.
+    """
+
+    text: str
+    final: int
+    place: Place
+    stop: str | None
+
+
+def text_so_far(
+    decoder: Decoder,
+    tokens: Sequence[int],
+    *,
+    running: bool,
+    stops: Sequence[str] = (),
+    pieces: Sequence[bytes] | None = None,
+    begin: int = 0,
+) -> TextSoFar:
+    """Decodes generated tokens and cuts the text before a stop string.
+
+    Args:
+      decoder: the `Continuation` of the row's prompt.
+      tokens: the generated token ids.
+      running: True if more tokens follow, False if a stop string may be complete. Only
+        the last token can complete one.
       stops: the stop strings.
+      pieces: result of `searched_bytes`; None if there are no stop strings.
       begin: index of the first token in which a stop string may start.
-
-    Returns:
-      The text before the stop string, and the stop string. If the tokens contain no
-      stop string, the text of all tokens, and None.
     """
-    found = find_stop(pieces, tokens[begin:], stops)
-    if found is None:
-        return decoder.decode(list(tokens)), None
-    cut, stop = found
-    end = len(tokens)
-    while cut > 0:
-        end -= 1
-        cut -= len(_piece(pieces, tokens[end]))
-    if cut == 0:
-        return decoder.decode(list(tokens[:end])), stop
-    # The stop string starts within token `end`. It starts with a whole character, so
-    # the characters before it are the same with and without it.
-    text = decoder.decode(list(tokens[: end + 1]))
-    surplus = len(pieces[tokens[end]][-cut:].decode("utf-8", "replace"))
-    return text[: max(0, len(text) - surplus)], stop
-
-
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """Returns how many characters at the end of a streamed text cannot be shown yet.
-
-    They may be the start of a stop string, or an unfinished character, or the one
-    before the other.
-    """
-    rest = text.rstrip(UNFINISHED)
-    longest = max(map(len, stops), default=1) - 1
-    for start in range(max(0, len(rest) - longest), len(rest)):
-        suffix = rest[start:]
-        if any(stop.startswith(suffix) and stop != suffix for stop in stops):
-            return len(text) - start
-    return len(text) - len(rest)
+    tokens, place, stop = list(tokens), Place(len(tokens)), None
+    if stops and pieces is not None:
+        if not running and (found := find_stop(pieces, tokens[begin:], stops)):
+            size, stop = found
+            place = place_before(pieces, tokens, size)
+        elif running:
+            size = unfinished_stop(pieces, tokens[begin:], stops)
+            place = place_before(pieces, tokens, size)
+    text = before = decoder.decode(tokens)
+    if place.tokens < len(tokens):
+        before = text_before(decoder, pieces or (), tokens, place)
+    if not running:
+        return TextSoFar(before, len(before), place, stop)
+    # Characters behind an unfinished one make it final: it is malformed.
+    behind = text[len(before) :] if text.startswith(before) else ""
+    final = before if behind.strip(UNFINISHED) else before.rstrip(UNFINISHED)
+    return TextSoFar(text, len(final), place, None)
 
 
 def _encode(stops: Sequence[str]) -> list[bytes]:

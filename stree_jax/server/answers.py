@@ -1,5 +1,6 @@
 """Answers in the protocol's format: complete answers, and chunks of a stream."""
 
+import codecs
 import json
 import time
 import uuid
@@ -9,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stree_jax.server.protocol import Request
-from stree_jax.server.texts import Choice, Piece
+from stree_jax.server.texts import Choice, Piece, Token
 from stree_jax.version import __version__
 
 DONE = b"data: [DONE]\n\n"
@@ -107,7 +108,7 @@ def whole(answer: Answer) -> dict[str, Any]:
             {
                 "index": i,
                 **({"message": message} if chat else {"text": text}),
-                "logprobs": _logprobs(answer, answer.logprobs[i], 0),
+                "logprobs": _logprobs(answer, answer.logprobs[i]),
                 "finish_reason": answer.finish_reasons[i],
             }
         )
@@ -155,8 +156,7 @@ def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
     """
     chat, events = answer.request.kind == "chat", []
     before = len(answer.logprobs[index]) - len(piece.logprobs)
-    offset = sum(len(_text(c.token)) for c in answer.logprobs[index][:before])
-    lists = _logprobs(answer, piece.logprobs, offset)
+    lists = _logprobs(answer, piece.logprobs, answer.logprobs[index][:before])
     if piece.text or piece.logprobs:
         new = {"delta": {"content": piece.text}} if chat else {"text": piece.text}
         events.append(_chunk(answer, index, new, lists, None))
@@ -217,7 +217,7 @@ def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
 
 
 def _logprobs(
-    answer: Answer, choices: Sequence[Choice], offset: int
+    answer: Answer, choices: Sequence[Choice], before: Sequence[Choice] = ()
 ) -> dict[str, Any] | None:
     """Returns log-probabilities in the format of the endpoint, or None if they were not
     requested.
@@ -225,7 +225,7 @@ def _logprobs(
     Args:
       answer: the answer.
       choices: the tokens.
-      offset: number of characters of the text before the first token.
+      before: the tokens of the text before these.
     """
     if answer.request.top_logprobs is None:
         return None
@@ -236,22 +236,52 @@ def _logprobs(
             for c in choices
         ]
         return {"content": entries, "refusal": None}
-    texts = [_text(c.token) for c in choices]
-    offsets, at = [], offset
-    for text in texts:
-        offsets.append(at)
-        at += len(text)
     return {
-        "tokens": texts,
+        "tokens": [_unique_text(c.token) for c in choices],
         "token_logprobs": [c.logprob for c in choices],
-        "top_logprobs": [{_text(token): p for token, p in c.top} for c in choices],
-        "text_offset": offsets,
+        "top_logprobs": [_by_text(c.top) for c in choices],
+        "text_offset": _offsets(before, choices),
     }
 
 
-def _entry(token: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": _text(token), "logprob": logprob, "bytes": list(token)}
+def _entry(token: Token, logprob: float) -> dict[str, Any]:
+    """Returns a token in the format of chats. The bytes of all tokens of a text,
+    joined, are the text's."""
+    text = token.name.decode("utf-8", "replace")
+    return {"token": text, "logprob": logprob, "bytes": list(token.bytes)}
 
 
-def _text(token: bytes) -> str:
-    return token.decode("utf-8", "replace")
+def _by_text(top: Sequence[tuple[Token, float]]) -> dict[str, float]:
+    """Returns log-probabilities by text, the format of completions. Of several tokens
+    with the same text, the likeliest has it as its key, and the others their ids."""
+    found: dict[str, float] = {}
+    for token, logprob in top:
+        text = _unique_text(token)
+        found[f"token_id:{token.id}" if text in found else text] = logprob
+    return found
+
+
+def _unique_text(token: Token) -> str:
+    """Returns the text of a token. For a token that splits a character, it lists the
+    bytes, "bytes:\\xf0\\x9f", as in OpenAI's completions."""
+    try:
+        return token.name.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.name)
+
+
+def _offsets(before: Sequence[Choice], choices: Sequence[Choice]) -> list[int]:
+    """Returns the index of each token's first character in the text. Tokens that share
+    a character have the same index.
+
+    Args:
+      before: the tokens before the first one.
+      choices: the tokens.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    at = len(decoder.decode(b"".join(choice.token.bytes for choice in before)))
+    offsets = []
+    for choice in choices:
+        offsets.append(at)
+        at += len(decoder.decode(choice.token.bytes))
+    return offsets

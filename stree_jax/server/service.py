@@ -12,7 +12,7 @@ from stree_jax.arguments import encode_prompts
 from stree_jax.checkpoints.load import Model
 from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.sampling.continuation import continuation
-from stree_jax.sampling.stop_strings import token_bytes
+from stree_jax.sampling.stop_strings import searched_bytes, token_bytes
 from stree_jax.server.answers import Timings, empty_answer
 from stree_jax.server.batch import TextRequest
 from stree_jax.server.engine import Closed, Engine, Failed, Job, QueueFull
@@ -79,9 +79,10 @@ def reader_of(model: Model) -> Reader:
     if model.tokenizer is None:
         raise ValueError(NO_TOKENIZER)
     try:
-        return Reader(model.tokenizer, token_bytes(model.tokenizer))
+        pieces = token_bytes(model.tokenizer)
     except ValueError:  # without the bytes of tokens only stop strings are unsupported
-        return Reader(model.tokenizer, None)
+        return Reader(model.tokenizer)
+    return Reader(model.tokenizer, pieces, searched_bytes(model.tokenizer, pieces))
 
 
 @dataclass(frozen=True)

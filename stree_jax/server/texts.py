@@ -2,13 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from stree_jax.result import FINISH_REASONS, text_so_far
+from stree_jax.result import FINISH_REASONS
 from stree_jax.sampling.continuation import Continuation, continuation
-from stree_jax.sampling.stop_strings import HIT, byte_automaton, follow
+from stree_jax.sampling.stop_strings import (
+    HIT,
+    TextSoFar,
+    byte_automaton,
+    follow,
+    text_so_far,
+)
 from stree_jax.server.batch import RowUpdate
 from stree_jax.speculation.decoding import RUNNING, STOP_STRING
 
@@ -18,22 +24,43 @@ if TYPE_CHECKING:
 MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
 
 
+class Token(NamedTuple):
+    """A token at a place in a text.
+
+    Attributes:
+      id: the token id.
+      bytes: the bytes that it adds to the text, empty for special tokens.
+      name: these bytes, or the name of a token that adds none.
+    """
+
+    id: int
+    bytes: bytes
+    name: bytes
+
+
 @dataclass(frozen=True)
 class Reader:
     """A converter of a model's tokens to text.
 
     Attributes:
       tokenizer: the model's tokenizer.
-      pieces: the bytes of each token. None if they cannot be derived from this kind of
-        tokenizer.
+      pieces: the bytes that each token adds to texts. None if they cannot be derived
+        from this kind of tokenizer.
+      searched: the bytes of each token in which stop strings are searched: `pieces`
+        with the texts of special tokens.
     """
 
     tokenizer: "Tokenizer"
-    pieces: Sequence[bytes] | None
+    pieces: Sequence[bytes] | None = None
+    searched: Sequence[bytes] | None = None
 
-    def bytes_of(self, token: int, place: Continuation) -> bytes:
-        """Returns the bytes that a token adds to the text after `place`. For tokens
-        that never add text, such as special ones, returns the token's name."""
+    def token(self, token: int, place: Continuation) -> Token:
+        """Returns a token with the bytes that it adds to the text after `place`."""
+        data = self._bytes(token, place)
+        name = data or (self.tokenizer.id_to_token(token) or "").encode()
+        return Token(token, data, name)
+
+    def _bytes(self, token: int, place: Continuation) -> bytes:
         piece = b""
         if self.pieces is None:
             piece = place.decode([token]).encode()
@@ -43,16 +70,16 @@ class Reader:
             text = place.decode([token])  # decoding may strip spaces at the start
             if text != piece.decode("utf-8", "replace"):
                 return text.encode()
-        return piece or (self.tokenizer.id_to_token(token) or "").encode()
+        return piece
 
 
 @dataclass(frozen=True)
 class Choice:
     """A token with its log-probability, and the likeliest tokens with theirs."""
 
-    token: bytes
+    token: Token
     logprob: float
-    top: tuple[tuple[bytes, float], ...]
+    top: tuple[tuple[Token, float], ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +89,9 @@ class Piece:
     Attributes:
       text: new characters. They are complete, and cannot become part of a stop string.
       tokens: number of new tokens.
-      logprobs: log-probabilities of these tokens, empty if not requested.
+      logprobs: log-probabilities of further tokens of the text, empty if not requested.
+        Tokens that may become part of a stop string come with a later piece. Tokens of
+        a stop string are left out.
       finish_reason: "stop" or "length" for the last piece, else None.
     """
 
@@ -86,7 +115,9 @@ class Writer:
       state: state of the automaton of the stop strings.
       steps: transition table of the automaton, or None without stop strings.
       decoder: decodes the text.
-      place: decodes the next token whose log-probability is returned.
+      place: decodes the next token whose log-probability is received.
+      choices: log-probabilities of the tokens so far, empty if not requested.
+      returned: number of `choices` that were returned.
     """
 
     reader: Reader
@@ -99,6 +130,8 @@ class Writer:
     steps: np.ndarray | None = None
     decoder: Continuation = field(init=False)
     place: Continuation = field(init=False)
+    choices: list[Choice] = field(default_factory=list)
+    returned: int = 0
 
     def __post_init__(self) -> None:
         self.decoder = self.after or continuation(self.reader.tokenizer, ())
@@ -112,45 +145,67 @@ class Writer:
         After a stop string the text is finished, even if its row continues."""
         count, finish = self._kept(update)
         self.tokens += update.tokens[:count]
-        text, final, _ = text_so_far(
-            self.decoder, self.tokens, finish, self.stops, self.reader.pieces
+        found = text_so_far(
+            self.decoder,
+            self.tokens,
+            running=finish == RUNNING,
+            stops=self.stops,
+            pieces=self.reader.searched,
         )
-        new, self.shown = text[self.shown : final], max(self.shown, final)
+        new = found.text[self.shown : found.final]
+        self.shown = max(self.shown, found.final)
         ended = None if finish == RUNNING else FINISH_REASONS[finish]
-        return Piece(new, count, self._choices(update, count), ended)
+        self._receive(update, count)
+        return Piece(new, count, self._ready(found), ended)
 
     def _kept(self, update: RowUpdate) -> tuple[int, int]:
         """Returns the number of new tokens up to the first stop string, and the
         `Decoding.finish` after them."""
         if self.steps is None:
             return len(update.tokens), update.finish
-        pieces = self.reader.pieces
-        assert pieces is not None  # checked by `text_requests`
         for i, token in enumerate(update.tokens):
-            piece = pieces[token] if token < len(pieces) else b""
+            piece = _searched(self.reader, token)
             self.state = follow(self.steps, self.state, piece)
             if self.state == HIT:
                 return i + 1, STOP_STRING
         return len(update.tokens), update.finish
 
-    def _choices(self, update: RowUpdate, count: int) -> tuple[Choice, ...]:
-        """Returns the log-probabilities of the first `count` new tokens, empty if not
-        requested."""
+    def _receive(self, update: RowUpdate, count: int) -> None:
+        """Adds the log-probabilities of the first `count` new tokens to `choices`."""
         raw, top, likeliest = update.raw, update.top, update.top_tokens
         if raw is None or top is None or likeliest is None:
-            return ()
-        choices = []
+            return
         for i, token in enumerate(update.tokens[:count]):
             others = tuple(
-                (self._name(int(likeliest[i, k])), _finite(top[i, k]))
+                (
+                    self.reader.token(int(likeliest[i, k]), self.place),
+                    _finite(top[i, k]),
+                )
                 for k in range(self.top)
             )
-            choices.append(Choice(self._name(token), _finite(raw[i]), others))
+            chosen = self.reader.token(token, self.place)
+            self.choices.append(Choice(chosen, _finite(raw[i]), others))
             self.place = self.place.after([token])
-        return tuple(choices)
 
-    def _name(self, token: int) -> bytes:
-        return self.reader.bytes_of(token, self.place)
+    def _ready(self, text: TextSoFar) -> tuple[Choice, ...]:
+        """Returns the log-probabilities of the tokens that belong to the text, without
+        those that were returned before."""
+        ready = self.choices[self.returned : text.place.tokens]
+        self.returned += len(ready)
+        if text.stop is not None and text.place.bytes and self.choices:
+            # Only the beginning of this token belongs to the text.
+            last = self.choices[text.place.tokens]
+            cut = len(_searched(self.reader, last.token.id)) - text.place.bytes
+            if data := last.token.bytes[: max(0, len(last.token.bytes) - cut)]:
+                token = Token(last.token.id, data, data)
+                ready.append(Choice(token, last.logprob, last.top))
+        return tuple(ready)
+
+
+def _searched(reader: Reader, token: int) -> bytes:
+    """Returns a token's bytes in which stop strings are searched."""
+    assert reader.searched is not None  # checked by `text_requests`
+    return reader.searched[token] if token < len(reader.searched) else b""
 
 
 def _finite(logprob: np.floating) -> float:

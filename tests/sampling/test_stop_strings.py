@@ -10,13 +10,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from stree_jax.sampling.stop_strings import (
     HIT,
-    cut_text,
     find_stop,
-    held_back,
+    searched_bytes,
+    text_so_far,
     token_bytes,
     token_table,
+    unfinished_stop,
 )
 from stree_jax.training.corpus import train_tokenizer
+from tests.support.pieces import spelled
 
 STOPS = ["ab", "abab", "b", "bab", "aac", "\n\n", "é", "aé", "🙂b", "\na\n"]
 PIECES = [
@@ -65,6 +67,19 @@ SENTENCE_IDS = st.lists(
     ),
     max_size=8,
 ).map(lambda units: [token for unit in units for token in unit])
+
+
+def cut_text(
+    tokenizer: Tokenizer,
+    pieces: Sequence[bytes],
+    tokens: Sequence[int],
+    stops: list[str],
+) -> tuple[str, str | None]:
+    """Returns the text that ends with these tokens, and its stop string."""
+    options = dict(running=False, stops=stops, pieces=pieces)
+    found = text_so_far(tokenizer, tokens, **options)
+    assert found.final == len(found.text)
+    return found.text, found.stop
 
 
 def joined(pieces: Sequence[bytes], tokens: Sequence[int]) -> bytes:
@@ -322,43 +337,103 @@ def test_cut_text_in_the_middle_of_tokens() -> None:
 
 
 @settings(max_examples=300)
-@given(STOP_SETS, st.text("ab\né🙂\ufffd", max_size=12))
-def test_held_back_is_the_longest_beginning_of_a_stop_string(
-    stops: list[str], text: str
+@given(STOP_SETS, st.lists(st.integers(0, len(PIECES)), max_size=8))
+def test_unfinished_stop_is_the_longest_beginning_of_a_stop_string(
+    stops: list[str], tokens: list[int]
 ) -> None:
-    rest = text.rstrip("\ufffd")
-    starts = {stop[:size] for stop in stops for size in range(len(stop))}
-    longest = max(len(start) for start in starts if rest.endswith(start))
-    assert held_back(text, stops) == len(text) - len(rest) + longest
+    data = joined([*PIECES, b""], tokens)
+    keys = [stop.encode() for stop in stops]
+    starts = {key[:size] for key in keys for size in range(len(key))}
+    longest = max(len(start) for start in starts if data.endswith(start))
+    assert unfinished_stop(PIECES, tokens, stops) == longest
+
+
+@settings(max_examples=500)
+@given(STOP_SETS, BYTE_IDS)
+def test_streaming_never_shows_text_that_is_cut(
+    stops: list[str], tokens: list[int]
+) -> None:
+    shown, stop = "", None
+    for end in range(1, len(tokens) + 1):
+        head, seen = tokens[:end], joined(BYTE_PIECES, tokens[:end])
+        stop = cut_text(BYTE_LEVEL, BYTE_PIECES, head, stops)[1]
+        options = dict(stops=stops, pieces=BYTE_PIECES, running=stop is None)
+        found = text_so_far(BYTE_LEVEL, head, **options)
+        visible = found.text[: found.final]
+        if stop is not None:
+            assert visible == found.text and visible.startswith(shown)
+            return
+        assert visible.startswith(shown)  # shown text is never taken back
+        assert seen.decode("utf-8", "replace").startswith(visible)
+        shown = visible
+    rest = text_so_far(BYTE_LEVEL, tokens, running=False).text
+    assert rest.startswith(shown)
+
+
+def test_final_text_examples() -> None:
+    def final(data: bytes, stops: list[str]) -> str:
+        tokens = [BYTE_LEVEL.token_to_id(spelled(bytes([byte]))) for byte in data]
+        options = dict(stops=stops, pieces=BYTE_PIECES, running=True)
+        found = text_so_far(BYTE_LEVEL, tokens, **options)
+        return found.text[: found.final]
+
+    assert final(b"", ["ab"]) == ""
+    assert final(b"text", []) == "text"
+    assert final(b"x\xc3", []) == "x"
+    assert final(b"xa\xc3", ["a\xe9"]) == "x"
+    assert final(b"xaba", ["abab", "ac"]) == "x"
+    assert final(b"xab", ["ab"]) == "xab"  # complete, not a beginning
+
+
+# Special tokens, which texts leave out
+
+
+SEARCHED = searched_bytes(BYTE_LEVEL, BYTE_PIECES)
+USER, END = (BYTE_LEVEL.token_to_id(name) for name in ("<|user|>", "<|end|>"))
+SPECIAL_STOPS = [
+    *("<|end|>", "a<|end|>", "<|end|>a", "<|user|><|end|>", "a<|end|><|user|>\u00e9"),
+    *("|", "d|>a", "ab", "a<|user|>b", "<|end|"),
+]
+SPECIAL_IDS = st.lists(
+    st.sampled_from([USER, END, *BYTE_LEVEL.encode("ab\u00e9\U0001f642 abab").ids]),
+    max_size=12,
+)
+
+
+def test_special_tokens_are_searched_by_their_text() -> None:
+    assert SEARCHED[USER] == b"<|user|>" and BYTE_PIECES[USER] == b""
+    others = [i for i, piece in enumerate(BYTE_PIECES) if piece]
+    assert [SEARCHED[i] for i in others] == [BYTE_PIECES[i] for i in others]
+    pieces = searched_bytes(SENTENCEPIECE, SENTENCE_PIECES)
+    assert pieces[SENTENCEPIECE.token_to_id("<end>")] == b"<end>"
 
 
 @settings(max_examples=500)
 @given(
-    STOP_SETS,
-    st.text("aabbcé🙂\n", max_size=14),
-    st.lists(st.integers(1, 5), min_size=56, max_size=56),
+    st.lists(st.sampled_from(SPECIAL_STOPS), min_size=1, max_size=4, unique=True),
+    SPECIAL_IDS,
 )
-def test_streaming_never_shows_text_that_is_cut(
-    stops: list[str], text: str, sizes: list[int]
-) -> None:
-    data, shown, before = text.encode(), "", b""
-    for end in np.cumsum(sizes):
-        after = data[:end]
-        so_far = after.decode("utf-8", "replace")
-        if matches := completed(before, after, stops):
-            assert data[: matches[0][0]].decode().startswith(shown)
+def test_stop_strings_with_special_tokens(stops: list[str], tokens: list[int]) -> None:
+    """Follows the device's table and a streamed text, token by token. The expected text
+    is that of all bytes before the first match, without those of special tokens."""
+    table = token_table(SEARCHED, [stops], len(SEARCHED))[0]
+    shown, state, data, visible = "", 0, b"", []
+    for end, token in enumerate(tokens, 1):
+        before = data
+        data += SEARCHED[token]
+        visible += [token not in (USER, END)] * len(SEARCHED[token])
+        state = table[state, token]
+        matches = completed(before, data, stops)
+        assert (state == HIT) == bool(matches)
+        found = text_so_far(
+            BYTE_LEVEL, tokens[:end], running=not matches, stops=stops, pieces=SEARCHED
+        )
+        assert found.text[: found.final].startswith(shown)
+        shown = found.text[: found.final]
+        if matches:
+            start = matches[0][0]
+            kept = bytes(
+                b for b, seen in zip(data[:start], visible, strict=False) if seen
+            )
+            assert (shown, found.stop) == (kept.decode(), matches[0][2])
             return
-        visible = so_far[: len(so_far) - held_back(so_far, stops)]
-        assert visible.startswith(shown)  # shown text is never taken back
-        assert "\ufffd" not in visible
-        shown, before = visible, after
-    assert text.startswith(shown)
-
-
-def test_held_back_examples() -> None:
-    assert held_back("", ["ab"]) == 0
-    assert held_back("text", []) == 0
-    assert held_back("x\ufffd", []) == 1
-    assert held_back("xa\ufffd\ufffd", ["aé"]) == 3
-    assert held_back("xaba", ["abab", "ac"]) == 3
-    assert held_back("xab", ["ab"]) == 0  # complete, not a beginning

@@ -116,6 +116,6 @@ def test_token_texts_of_any_decoder_join_to_the_text():
         news = RowUpdate([3, 2, 3], origins, 1, OUT_OF_LENGTH, *lists, others)
         piece = writer.write(news)
         assert piece.text == "".join(expected)
-        assert [c.token.decode() for c in piece.logprobs] == expected
-        likeliest = [c.top[0][0].decode() for c in piece.logprobs]
+        assert [c.token.name.decode() for c in piece.logprobs] == expected
+        likeliest = [c.top[0][0].name.decode() for c in piece.logprobs]
         assert likeliest == [expected[0].replace("c", "a"), "b", "b"]

@@ -56,10 +56,11 @@ def spell_of(path):
     return speller(str(path), stree_jax.load(path))
 
 
-def table_service(path, **changes):
-    """Returns a service for a model directory. Programs compile at first use."""
+def table_service(path, top=2, **changes):
+    """Returns a service for a model directory, with up to `top` alternatives per token.
+    Programs compile at first use."""
     model = stree_jax.load(path)
-    sizes = Sizes(rows=2, context=64, steps=8, top_logprobs=2)
+    sizes = Sizes(rows=2, context=64, steps=8, top_logprobs=top)
     batch = Batch(model, spec_for(model, None, None, None, None), sizes)
     engine = Engine(batch, 4)
     fields = dict(
