@@ -1,45 +1,37 @@
 """Applies the setting `add_prefix_space` of tokenizer_config.json to a tokenizer.
 
-transformers' classes for GPT-2, GPT-NeoX, Qwen2 and Llama follow this setting, even if
-tokenizer.json contradicts it. Its other classes ignore the setting.
+transformers' classes for GPT-2, GPT-NeoX, Qwen2, Llama and CodeLlama follow this
+setting, even if tokenizer.json contradicts it. Its other classes ignore the setting.
 """
 
 import json
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.special_tokens import tokenizer_class
+from stree_jax.convert.vocab_files import CLASSES as BYTE_LEVEL_CLASSES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BYTE_LEVEL_CLASSES = (
-    "GPT2Tokenizer",
-    "GPTNeoXTokenizer",
-    "Qwen2Tokenizer",
-    "Qwen3_5Tokenizer",
-)
-PIECE_CLASS = "LlamaTokenizer"
+PIECE_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer")
 SETTING = "add_prefix_space"
 Part = dict[str, Any]
 
 
 def with_prefix_space(
-    tokenizer: "Tokenizer", files: CheckpointFiles, settings: ConfigFields
+    tokenizer: "Tokenizer", name: str, settings: ConfigFields
 ) -> "Tokenizer":
     """Returns the tokenizer with the `add_prefix_space` of the settings.
 
     Args:
       tokenizer: the tokenizer from tokenizer.json.
-      files: the checkpoint.
+      name: the class, a result of `rebuilding_class`.
       settings: fields of tokenizer_config.json.
     """
-    name = tokenizer_class(files)
     if settings.get(SETTING, None) is None:
         return tokenizer
     wanted = settings.flag(SETTING, False)
-    if name not in BYTE_LEVEL_CLASSES and (name != PIECE_CLASS or wanted):
+    if name not in BYTE_LEVEL_CLASSES and (name not in PIECE_CLASSES or wanted):
         return tokenizer
     values = json.loads(tokenizer.to_str())
     before = json.dumps(values)

@@ -29,23 +29,39 @@ FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _END = "<|endoftext|>"
 _ENDS = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
 _QWEN_ENDS = {"eos_token": _END, "unk_token": _END, "pad_token": _END}
+_GEMMA = {f"{role}_token": f"<{role}>" for role in ("unk", "bos", "eos", "pad", "mask")}
+_CODE_LLAMA = {
+    **{"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    **{"prefix_token": "\u2581<PRE>", "middle_token": "\u2581<MID>"},
+    **{"suffix_token": "\u2581<SUF>", "eot_token": "\u2581<EOT>"},
+    "fill_token": "<FILL_ME>",
+}
 # Defaults of transformers' tokenizer classes for special tokens.
 CLASS_ROLES = {
     "GPT2Tokenizer": _ENDS,
     "GPTNeoXTokenizer": _ENDS | {"pad_token": "<|padding|>"},
     "Qwen2Tokenizer": _QWEN_ENDS,
     "Qwen3_5Tokenizer": _QWEN_ENDS,
+    "GemmaTokenizer": _GEMMA,
+    "CodeLlamaTokenizer": _CODE_LLAMA,
 }
+GENERIC = "TokenizersBackend"  # transformers' class that uses tokenizer.json as it is
+# Tokenizer classes of families (`TOKENIZER_MAPPING_NAMES` in tokenization_auto.py).
 FAMILY_CLASSES = {
-    "mamba2": "GPTNeoXTokenizer",
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "qwen3_next": "Qwen2Tokenizer",
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "GPTNeoXTokenizer"),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_next"), "Qwen2Tokenizer"),
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
         "Qwen3_5Tokenizer",
     ),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), GENERIC),
+    **dict.fromkeys(("granitemoehybrid", "jamba", "kimi_linear"), GENERIC),
+    **dict.fromkeys(("mistral", "olmo_hybrid"), GENERIC),
 }
+# Families whose class counts more than the one in tokenizer_config.json
+# (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS`).
+OVERRULED = ("jamba", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True)
@@ -67,15 +83,21 @@ class SpecialTokens:
 def tokenizer_class(files: CheckpointFiles) -> str:
     """Returns the name of transformers' tokenizer class, without "Fast".
 
-    Without a tokenizer.json, the model's family may determine the class. Returns an
-    empty string if the class is unknown.
+    It follows from tokenizer_config.json and the model's family. Returns an empty
+    string if the class is unknown or generic.
     """
-    name = files.fields_if_any(SETTINGS).values.get("tokenizer_class")
-    if isinstance(name, str):
-        return name.removesuffix("Fast")
-    if files.has("tokenizer.json") or not files.has(CONFIG):
+    config = files.json() if files.has(CONFIG) else {}
+    family = str(config.get("model_type"))
+    usual = FAMILY_CLASSES.get(family, "")
+    named = files.fields_if_any(SETTINGS).values.get("tokenizer_class")
+    if not named and files.has("tokenizer.json"):
+        named = config.get("tokenizer_class")
+    name = named.removesuffix("Fast") if isinstance(named, str) else ""
+    if not name or (family in OVERRULED and files.has("tokenizer.json")):
+        name = usual
+    elif usual == GENERIC and files.has("tokenizer.json"):
         return ""
-    return FAMILY_CLASSES.get(str(files.json().get("model_type")), "")
+    return "" if name == GENERIC else name
 
 
 def read_special_tokens(files: CheckpointFiles) -> SpecialTokens:
@@ -91,7 +113,7 @@ def read_special_tokens(files: CheckpointFiles) -> SpecialTokens:
     newer = DECODER in settings.values
     sources = [settings] if newer else [*older, settings]
     roles = _class_roles(files, settings) | _roles(sources)
-    order = [*NAMES, *sorted(roles.keys() - set(NAMES))]
+    order = dict.fromkeys([*NAMES, *roles])  # new tokens get ids in this order
     special = [roles[n] for n in order if n in roles] + _extra(sources)
     if newer:
         listed = _decoder(settings)
@@ -183,7 +205,7 @@ def _token(
     """Parses a token that is given as its text, or as an object with "content"."""
     from tokenizers import AddedToken
 
-    text = value.get("content") if isinstance(value, dict) else value
+    text = token_text(value)
     if not isinstance(text, str) or not _is_utf8(text):
         raise fields.wants(name, 'a string or {"content": string}', value)
     if isinstance(value, str):
@@ -193,6 +215,11 @@ def _token(
     if odd:
         raise fields.wants(f"{name}.{odd[0]}", "true or false", flags[odd[0]])
     return AddedToken(text, **({"special": special} | flags))
+
+
+def token_text(value: Any) -> Any:
+    """Returns the text of a token that is given as a text, or as an object."""
+    return value.get("content") if isinstance(value, dict) else value
 
 
 def _is_utf8(text: str) -> bool:

@@ -13,9 +13,11 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.files import MAX_TOKENIZER_BYTES, read_text
 from stree_jax.convert.gguf.vocabulary import read_vocabulary, settings
+from stree_jax.convert.mistral_words import set_mistral_words
 from stree_jax.convert.piece_model import FILE as PIECES
 from stree_jax.convert.piece_model import is_piece_model, read_piece_model
 from stree_jax.convert.prefix_space import with_prefix_space
+from stree_jax.convert.rebuilt import disagreement, rebuilding_class
 from stree_jax.convert.source import is_file, read_json
 from stree_jax.convert.special_tokens import (
     ADDED,
@@ -70,7 +72,8 @@ def read_tokenizer(
 
     Args:
       files: the checkpoint.
-      warn: called with one line if there is a tokenizer that cannot be read.
+      warn: called with one line if there is a tokenizer that cannot be read, or if
+        transformers encodes texts differently.
 
     Raises:
       CheckpointError: a file of the tokenizer is malformed.
@@ -82,8 +85,11 @@ def read_tokenizer(
     pieces = files.path / PIECES
     if files.has(TOKENIZER):
         as_saved = read_tokenizer_file(files.path / TOKENIZER)
-        tokenizer = with_prefix_space(as_saved, files, fields)
+        name = rebuilding_class(as_saved, files)
+        tokenizer = with_prefix_space(as_saved, name, fields)
         add_special_tokens(tokenizer, special)
+        if warn is not None and name:
+            _warn_of_disagreement(tokenizer, files, name, warn)
     elif (name := class_of(files)) is not None:
         tokenizer = read_vocab_files(files, name, fields, special)
     elif files.has(PIECES) and is_piece_model(pieces):
@@ -91,6 +97,7 @@ def read_tokenizer(
     if tokenizer is None and files.has(TEKKEN):
         tokenizer = read_tekken(files.path / TEKKEN, special)
     if tokenizer is not None:
+        set_mistral_words(tokenizer, files, fields)
         tokenizer.encode_special_tokens = fields.flag("split_special_tokens", False)
     elif warn is not None:
         _warn_of_other_forms(files.path, warn)
@@ -153,6 +160,22 @@ def token_names(files: CheckpointFiles) -> dict[str, str]:
         found = settings(files.header)
         return {name: found[name] for name in NAMES if name in found}
     return read_special_tokens(files).named
+
+
+def _warn_of_disagreement(
+    tokenizer: "Tokenizer",
+    files: CheckpointFiles,
+    name: str,
+    warn: Callable[[str], object],
+) -> None:
+    """Warns if transformers does not use tokenizer.json as it is, and so gives other
+    ids for some texts."""
+    if text := disagreement(tokenizer, name, files.fields_if_any(SETTINGS)):
+        warn(
+            f"{files.path / TOKENIZER}: transformers 5 takes only the vocabulary from "
+            f"this file, because of its class {name}, and encodes some texts "
+            f"differently, such as {text!r}; stree-jax encodes them as the file says"
+        )
 
 
 def _warn_of_other_forms(directory: Path, warn: Callable[[str], object]) -> None:

@@ -22,6 +22,8 @@ from stree_jax.convert.special_tokens import (
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from tokenizers.normalizers import Normalizer
+    from tokenizers.pre_tokenizers import PreTokenizer
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
 # By class: the expression that finds words (None for GPT-2's), and True for NFC
@@ -43,6 +45,24 @@ def class_of(files: CheckpointFiles) -> str | None:
     return name if name in CLASSES else None
 
 
+def class_parts(name: str, space: bool) -> tuple["Normalizer | None", "PreTokenizer"]:
+    """Returns the normalizer and pre-tokenizer of a class.
+
+    Args:
+      name: the class, one of `CLASSES`.
+      space: True if a space is put before each text (`add_prefix_space`).
+    """
+    from tokenizers import Regex, normalizers
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+    expression, composed = CLASSES[name]
+    normalizer = normalizers.NFC() if composed else None
+    letters = ByteLevel(add_prefix_space=space, use_regex=expression is None)
+    if expression is None:
+        return normalizer, letters
+    return normalizer, Sequence([Split(Regex(expression), "isolated"), letters])
+
+
 def read_vocab_files(
     files: CheckpointFiles, name: str, settings: ConfigFields, special: SpecialTokens
 ) -> "Tokenizer":
@@ -57,8 +77,7 @@ def read_vocab_files(
     Raises:
       CheckpointError: a file is malformed.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
-    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+    from tokenizers import Tokenizer, decoders, models
 
     both = str(files.path / VOCAB), str(files.path / MERGES)
     try:
@@ -67,17 +86,9 @@ def read_vocab_files(
         where = f"{files.path}: {VOCAB} and {MERGES}"
         raise CheckpointError(f"{where}: not a tokenizer ({error})") from error
     tokenizer = Tokenizer(model)
-    expression, composed = CLASSES[name]
     space = settings.flag("add_prefix_space", False)
-    letters = ByteLevel(add_prefix_space=space, use_regex=expression is None)
-    if expression is None:
-        tokenizer.pre_tokenizer = letters
-    else:
-        words = Split(Regex(expression), "isolated")
-        tokenizer.pre_tokenizer = Sequence([words, letters])
+    tokenizer.normalizer, tokenizer.pre_tokenizer = class_parts(name, space)
     tokenizer.decoder = decoders.ByteLevel()
-    if composed:
-        tokenizer.normalizer = normalizers.NFC()
     add_special_tokens(tokenizer, special)
     _add_around(tokenizer, settings, special)
     return tokenizer
