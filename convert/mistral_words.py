@@ -24,8 +24,9 @@ MIN_TOKENS = 100_000  # vocabularies up to this size are older and unaffected
 
 def set_mistral_words(
     tokenizer: "Tokenizer", files: CheckpointFiles, settings: ConfigFields
-) -> None:
-    """Replaces the expression that finds words, if the settings ask for it.
+) -> bool:
+    """Replaces the expression that finds words, if the settings ask for it. Returns
+    True if it was replaced.
 
     Args:
       tokenizer: the tokenizer, which is changed in place.
@@ -36,7 +37,7 @@ def set_mistral_words(
       CheckpointError: the setting is not true or false.
     """
     if not settings.flag(SETTING, False) or not _is_affected(tokenizer, files):
-        return
+        return False
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Sequence, Split
 
@@ -48,6 +49,7 @@ def set_mistral_words(
     else:
         parts = [words, current]
     tokenizer.pre_tokenizer = Sequence(parts)
+    return True
 
 
 def _is_affected(tokenizer: "Tokenizer", files: CheckpointFiles) -> bool:

@@ -16,6 +16,7 @@ from stree_jax.convert.gguf.vocabulary import read_vocabulary, settings
 from stree_jax.convert.mistral_words import set_mistral_words
 from stree_jax.convert.piece_model import FILE as PIECES
 from stree_jax.convert.piece_model import is_piece_model, read_piece_model
+from stree_jax.convert.prefix_space import SETTING as PREFIX_SPACE
 from stree_jax.convert.prefix_space import with_prefix_space
 from stree_jax.convert.rebuilt import disagreement, rebuilding_class
 from stree_jax.convert.source import is_file, read_json
@@ -227,8 +228,9 @@ def tokenizer_settings(files: CheckpointFiles) -> ConfigFields:
 def copy_tokenizer(src: CheckpointFiles, dst: Path) -> None:
     """Copies the files of a tokenizer, or writes equivalent files for a GGUF file.
 
-    tokenizer.json is written without truncation, padding and dropout. If it is absent,
-    it is created from the other files.
+    tokenizer.json is written without truncation, padding and dropout, and with the
+    settings that depend on the model's family, because the copy may name another. If it
+    is absent, it is created from the other files.
     """
     if src.is_gguf:
         if (tokenizer := read_tokenizer(src)) is not None:
@@ -243,8 +245,15 @@ def copy_tokenizer(src: CheckpointFiles, dst: Path) -> None:
         shutil.copyfile(file, copy)
     if (dst / TOKENIZER).exists():
         tokenizer = _as_saved(dst / TOKENIZER)
-        if (whole := for_whole_texts(tokenizer)) is not tokenizer:
+        fields = src.fields_if_any(SETTINGS)
+        whole = for_whole_texts(tokenizer)
+        name = rebuilding_class(whole, src)
+        whole = with_prefix_space(whole, name, fields)
+        if set_mistral_words(whole, src, fields) or whole is not tokenizer:
             whole.save(str(dst / TOKENIZER))
+        if not name and PREFIX_SPACE in fields.values:  # it has no effect
+            kept = {n: v for n, v in fields.values.items() if n != PREFIX_SPACE}
+            (dst / SETTINGS).write_text(json.dumps(kept, indent=2) + "\n")
     elif (made := read_tokenizer(src)) is not None:
         made.save(str(dst / TOKENIZER))
 

@@ -19,7 +19,7 @@ from stree_jax.convert import CheckpointError
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.mistral_words import before_version_5
 from stree_jax.convert.special_tokens import FAMILY_CLASSES, OVERRULED
-from stree_jax.convert.tokenizer import read_tokenizer
+from stree_jax.convert.tokenizer import copy_tokenizer, read_tokenizer
 from tests.support.table_models import spm
 from tests.support.vocabularies import LLAMA3, SPACE, UNSEEN, split
 from tests.support.vocabularies import byte_level as trained
@@ -220,6 +220,19 @@ def test_fix_mistral_regex(tmp_path, fields, config, tokens, words, pieces):
     if pieces is not None:
         ours = read_tokenizer(CheckpointFiles(folder))
         assert ours.encode("eBay").tokens == pieces
+
+
+@pytest.mark.parametrize("fields", [FIX, {"add_prefix_space": False}])
+def test_copies_give_the_same_ids(tmp_path, fields):
+    """A converted directory may be of another family."""
+    tokenizer = large(split(LLAMA3)) if fields == FIX else spm()
+    folder = write(tmp_path / "m", tokenizer, "LlamaTokenizer", "mistral", fields)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    copy_tokenizer(CheckpointFiles(folder), copy)
+    before, after = (read_tokenizer(CheckpointFiles(path)) for path in (folder, copy))
+    for text in ("eBay", "Hello world"):
+        assert after.encode(text).ids == before.encode(text).ids
 
 
 VERSIONS = (
