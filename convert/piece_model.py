@@ -8,6 +8,7 @@ Source: sentencepiece's `sentencepiece_model.proto`.
 
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +56,8 @@ def read_piece_model(
     Raises:
       CheckpointError: the file is damaged.
     """
-    if file.stat().st_size > MAX_BYTES:
-        raise CheckpointError(f"{file}: larger than {MAX_BYTES} bytes")
-    try:
+    with _readable(file):
         values = _vocabulary(file)
-    except (IndexError, ValueError, struct.error) as error:
-        raise CheckpointError(f"{file}: not a SentencePiece model ({error})") from error
     if values is None:
         return None
     for name in ("add_bos_token", "add_eos_token"):
@@ -78,6 +75,64 @@ def read_piece_model(
     return tokenizer
 
 
+def is_bpe_model(file: Path) -> bool:
+    """True if a SentencePiece model is of the supported kind. Does not read its pieces.
+
+    Raises:
+      CheckpointError: the file is damaged.
+    """
+    with _readable(file):
+        return _is_supported(list(_message(file.read_bytes())))
+
+
+def piece_id(file: Path, text: str) -> int | None:
+    """Returns the id of a piece of a SentencePiece model, without building its
+    tokenizer. None if the model lacks the piece or is of an unsupported kind.
+
+    Raises:
+      CheckpointError: the file is damaged.
+    """
+    wanted = text.encode("utf-8", "replace")
+    with _readable(file):
+        parts = list(_message(file.read_bytes()))
+        if not _is_supported(parts):
+            return None
+        pieces = [value for number, value in parts if number == 1]
+        for i, piece in enumerate(pieces):
+            if isinstance(piece, bytes) and wanted in piece:
+                if dict(_message(piece)).get(1) == wanted:
+                    return i
+    return None
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Converts the errors of parsing a SentencePiece model.
+
+    Raises:
+      CheckpointError: the file is damaged or too large.
+    """
+    if file.stat().st_size > MAX_BYTES:
+        raise CheckpointError(f"{file}: larger than {MAX_BYTES} bytes")
+    try:
+        yield
+    except (IndexError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{file}: not a SentencePiece model ({error})") from error
+
+
+def _is_supported(parts: list[tuple[int, Value]]) -> bool:
+    """True if a model's settings say BPE without normalization."""
+    trainer, normalizer = (_settings(parts, number) for number in (2, 3))
+    normalizes = normalizer.get(2) or normalizer.get(4, 1)
+    return trainer.get(3, 1) == BPE and not normalizes
+
+
+def _settings(parts: list[tuple[int, Value]], number: int) -> dict[int, Value]:
+    """Returns the last message with this number, or an empty one."""
+    found = [value for n, value in parts if n == number and isinstance(value, bytes)]
+    return dict(_message(found[-1])) if found else {}
+
+
 def _vocabulary(file: Path) -> dict[str, Any] | None:
     """Returns the model as the metadata of a GGUF file's vocabulary, or None if it is
     of an unsupported kind.
@@ -85,19 +140,15 @@ def _vocabulary(file: Path) -> dict[str, Any] | None:
     Raises:
       ValueError, IndexError, struct.error: the file is not a SentencePiece model.
     """
-    pieces: list[dict[int, Value]] = []
-    trainer: dict[int, Value] = {}
-    normalizer: dict[int, Value] = {}
-    for number, value in _message(file.read_bytes()):
-        if number == 1 and isinstance(value, bytes):
-            pieces.append(dict(_message(value)))
-        elif number == 2 and isinstance(value, bytes):
-            trainer = dict(_message(value))
-        elif number == 3 and isinstance(value, bytes):
-            normalizer = dict(_message(value))
-    normalizes = normalizer.get(2) or normalizer.get(4, 1)
-    if trainer.get(3, 1) != BPE or normalizes:
+    parts = list(_message(file.read_bytes()))
+    if not _is_supported(parts):
         return None
+    trainer, normalizer = (_settings(parts, number) for number in (2, 3))
+    pieces = [
+        dict(_message(value))
+        for number, value in parts
+        if number == 1 and isinstance(value, bytes)
+    ]
     values: dict[str, Any] = {
         "model": "llama",
         "tokens": [_text(piece.get(1, b"")) for piece in pieces],

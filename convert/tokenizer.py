@@ -6,16 +6,25 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.files import MAX_TOKENIZER_BYTES, read_text
-from stree_jax.convert.gguf.vocabulary import read_vocabulary, settings
+from stree_jax.convert.gguf.vocabulary import (
+    has_vocabulary,
+    read_vocabulary,
+    settings,
+)
 from stree_jax.convert.mistral_words import set_mistral_words
 from stree_jax.convert.piece_model import FILE as PIECES
-from stree_jax.convert.piece_model import is_piece_model, read_piece_model
+from stree_jax.convert.piece_model import (
+    is_bpe_model,
+    is_piece_model,
+    piece_id,
+    read_piece_model,
+)
 from stree_jax.convert.prefix_space import SETTING as PREFIX_SPACE
 from stree_jax.convert.prefix_space import with_prefix_space
 from stree_jax.convert.rebuilt import disagreement, rebuilding_class
@@ -126,9 +135,20 @@ def _as_saved(file: Path) -> "Tokenizer":
 
 
 def has_tokenizer(files: CheckpointFiles) -> bool:
-    """True if `read_tokenizer` returns a tokenizer. Does not open a tokenizer.json."""
-    whole = not files.is_gguf and (files.path / TOKENIZER).is_file()
-    return whole or read_tokenizer(files) is not None
+    """True if the checkpoint has a tokenizer of a supported kind.
+
+    Does not build the tokenizer, which takes seconds for a large vocabulary. So it does
+    not find every damage that `read_tokenizer` reports.
+    """
+    if files.is_gguf:
+        return has_vocabulary(files.header)
+    if (files.path / TOKENIZER).is_file() or class_of(files) is not None:
+        return True
+    pieces = files.path / PIECES
+    if files.has(PIECES) and is_piece_model(pieces) and is_bpe_model(pieces):
+        return True
+    # Without this list, `read_tekken` returns None.
+    return files.has(TEKKEN) and files.json(TEKKEN).get("special_tokens") is not None
 
 
 def end_token(files: CheckpointFiles) -> int | None:
@@ -144,6 +164,13 @@ def end_token(files: CheckpointFiles) -> int | None:
         for entry in added if isinstance(added, list) else []:
             if isinstance(entry, dict) and entry.get("content") == text:
                 return entry["id"] if type(entry.get("id")) is int else None
+    found: Any = None
+    if class_of(files) is not None:
+        found = files.json(VOCAB).get(text)
+    elif files.has(PIECES) and is_piece_model(files.path / PIECES):
+        found = piece_id(files.path / PIECES, text)
+    if type(found) is int:
+        return found
     tokenizer = read_tokenizer(files)
     return None if tokenizer is None else tokenizer.token_to_id(text)
 

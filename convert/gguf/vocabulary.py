@@ -139,6 +139,16 @@ def read_vocabulary(
     return None
 
 
+def has_vocabulary(header: Header) -> bool:
+    """True if the file has a tokenizer of a supported kind. Does not build it."""
+    fields = _fields(header)
+    if header.values.get(HF_JSON) is not None:
+        return True
+    model = _text(fields, "model", "no_vocab")
+    known = _text(fields, "pre", "default") in PRETOKENIZERS
+    return model == "llama" or (model == "gpt2" and known)
+
+
 def piece_tokenizer(fields: ConfigFields) -> "Tokenizer":
     """Returns the tokenizer of a SentencePiece BPE vocabulary.
 

@@ -21,11 +21,13 @@ from stree_jax.cli.main import main
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tokenizer import (
+    end_token,
     has_tokenizer,
     read_tokenizer,
     tokenizer_files_among,
 )
 from tests.support.table_models import byte_level, follow, spm, write_llama
+from tests.support.unbuilt import no_tokenizer_is_built
 from tests.support.vocabularies import LLAMA3, piece_ids, pieces
 from tests.support.vocabularies import TEXTS as WORDS
 from tests.support.vocabularies import byte_level as trained
@@ -409,7 +411,9 @@ def test_sentencepiece_bpe_models(tmp_path, prefix):
         assert ours.encode(text).ids == [1, *wanted], text
         assert ours.decode(wanted) == text
     assert ours.encode("</s>", add_special_tokens=False).ids == [2]
-    assert has_tokenizer(CheckpointFiles(path))
+    with no_tokenizer_is_built():
+        assert has_tokenizer(CheckpointFiles(path))
+        assert end_token(CheckpointFiles(path)) == 2
 
 
 def test_add_bos_and_eos_with_a_sentencepiece_model(tmp_path):
@@ -474,7 +478,8 @@ def test_tekken_json(tmp_path, config):
     """Newer Mistral repositories, such as Devstral's, have only this file."""
     path = write(tmp_path / "m", model_type="mistral")
     (path / "tekken.json").write_text(json.dumps(tekken(**config)))
-    assert has_tokenizer(CheckpointFiles(path))
+    with no_tokenizer_is_built():
+        assert has_tokenizer(CheckpointFiles(path))
     same(path, (*WORDS, "<s>[INST]hi[/INST]</s>", "e\u0301", "<SPECIAL_7>"))
 
 
