@@ -113,26 +113,33 @@ class Recipe:
       named: schemes by module; they also apply to the modules below it.
       patterned: schemes by pattern of the module's name, or None for a module that is
         not quantized. The first pattern that matches counts; `named` takes precedence.
-      default: scheme of all other quantized modules. If None, there are no others.
+      defaults: schemes of all other quantized modules. If empty, there are no others.
       ignored: modules that are not quantized.
+      overlaps: True if a module may be in several groups. Its stored tensors then
+        decide which of their schemes it has.
     """
 
     file: Path
     named: Mapping[str, Scheme] = field(default_factory=dict)
     patterned: tuple[tuple[re.Pattern[str], Scheme | None], ...] = ()
-    default: Scheme | None = None
+    defaults: tuple[Scheme, ...] = ()
     ignored: Modules = Modules()
+    overlaps: bool = False
 
     def has_schemes(self) -> bool:
-        return bool(self.named or self.patterned or self.default)
+        return bool(self.named or self.patterned or self.defaults)
 
-    def scheme(self, module: str) -> Scheme | None:
-        """Returns the scheme of a quantized module, or None if there is no scheme."""
-        for name in (module, *_above(module)):
-            if name in self.named:
-                return self.named[name]
-        fits = (scheme for p, scheme in self.patterned if p.match(module))
-        return next(fits, self.default)
+    def schemes(self, module: str) -> tuple[Scheme, ...]:
+        """Returns the schemes that a quantized module may have, the most specific
+        first. Unless groups may overlap, there is at most one."""
+        above = (module, *_above(module))
+        found: list[Scheme | None] = [
+            *(self.named[name] for name in above if name in self.named),
+            *(scheme for p, scheme in self.patterned if p.match(module)),
+            *self.defaults,
+        ]
+        chosen = found if self.overlaps else found[:1]
+        return tuple(dict.fromkeys(scheme for scheme in chosen if scheme is not None))
 
 
 def _above(module: str) -> Iterator[str]:
@@ -165,14 +172,14 @@ def read_recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
         case "fbgemm_fp8":
             ignored = _modules(fields, "modules_to_not_convert")
             scheme = replace(FP8, block=CHANNEL)
-            return Recipe(fields.file, default=scheme, ignored=ignored)
+            return Recipe(fields.file, defaults=(scheme,), ignored=ignored)
         case "gptq":
             return _by_module(fields, _gptq)
         case "awq":
             return _by_module(fields, _awq)
         case "mxfp4":
             ignored = _modules(fields, "modules_to_not_convert")
-            return Recipe(fields.file, default=MXFP4, ignored=ignored)
+            return Recipe(fields.file, defaults=(MXFP4,), ignored=ignored)
     raise fields.error(
         "quant_method",
         f"weights quantized by {reprlib.repr(method)} are not supported "
@@ -216,7 +223,7 @@ def _modelopt(fields: ConfigFields) -> Recipe:
         return Recipe(fields.file, ignored=ignored)
     if fields.get("quant_algo") != MIXED:
         scheme = _algorithm(fields)
-        return Recipe(fields.file, default=scheme, ignored=ignored)
+        return Recipe(fields.file, defaults=(scheme,), ignored=ignored)
     layers = fields.object("quantized_layers")
     named = {name: _algorithm(layers.object(name)) for name in layers.values}
     return Recipe(fields.file, named, ignored=ignored)
@@ -251,7 +258,7 @@ def _fine_grained(fields: ConfigFields) -> Recipe:
         scheme = replace(FP8, block=block, scale=INVERSE)
     elif fields.has_tensor(f".{INVERSE}"):  # as written by transformers
         scheme = replace(FP8, scale=INVERSE)
-    return Recipe(fields.file, default=scheme, ignored=ignored)
+    return Recipe(fields.file, defaults=(scheme,), ignored=ignored)
 
 
 def _block(fields: ConfigFields, name: str) -> tuple[int, int]:
@@ -283,7 +290,7 @@ def _by_module(
         merged = replace(own, values={**fields.values, **own.values})
         patterned.append((pattern, None if name.startswith("-:") else scheme(merged)))
     ignored = _modules(fields, "modules_to_not_convert")
-    return Recipe(fields.file, {}, tuple(patterned), scheme(fields), ignored)
+    return Recipe(fields.file, {}, tuple(patterned), (scheme(fields),), ignored)
 
 
 def _gptq(fields: ConfigFields) -> Scheme:
@@ -328,7 +335,13 @@ def _group_size(fields: ConfigFields) -> int:
 
 def _compressed(fields: ConfigFields) -> Recipe:
     """Reads compressed-tensors' groups of modules, which are given by name, pattern
-    ("re:...") or class."""
+    ("re:...") or class.
+
+    A module may be in several groups. compressed-tensors 0.20 takes names first, then
+    patterns in alphabetical order, then classes, and of two groups with the same target
+    the last. Since files with other orders are published, this is only the order in
+    which the schemes are compared with the stored tensors.
+    """
     if fields.get("transform_config", None):
         raise fields.error("transform_config", "transformed weights are not supported")
     sparsity = fields.object("sparsity_config")
@@ -336,8 +349,8 @@ def _compressed(fields: ConfigFields) -> Recipe:
     groups = fields.object("config_groups")
     named: dict[str, Scheme] = {}
     patterned: list[tuple[re.Pattern[str], Scheme | None]] = []
-    default: Scheme | None = None
-    for name in groups.values:
+    classes: list[tuple[str, Scheme]] = []
+    for name in reversed(groups.values):
         group = groups.object(name)
         if group.get("weights", None) is None:  # only activations are quantized
             continue
@@ -346,16 +359,20 @@ def _compressed(fields: ConfigFields) -> Recipe:
             if target.startswith("re:"):
                 patterned.append((_pattern(group, "targets", target), scheme))
             elif "." in target or target == "lm_head":
-                named[target] = scheme
-            elif default not in (None, scheme):
-                raise group.error("targets", f"{target}: is in another group, too")
+                named.setdefault(target, scheme)
             else:  # a class, such as Linear, means all other quantized modules
-                default = scheme
+                classes.append((target, scheme))
     ignored = _strings(fields, "ignore")
     plain = frozenset(name for name in ignored if not name.startswith("re:"))
     patterns = (_pattern(fields, "ignore", n) for n in ignored if n not in plain)
     modules = Modules(plain, tuple(patterns))
-    return Recipe(fields.file, named, tuple(patterned), default, modules)
+    patterned.sort(key=lambda entry: entry[0].pattern)
+    defaults = tuple(
+        scheme for _, scheme in sorted(classes, key=lambda entry: entry[0])
+    )
+    return Recipe(
+        fields.file, named, tuple(patterned), defaults, modules, overlaps=True
+    )
 
 
 def _pattern(fields: ConfigFields, name: str, target: str) -> re.Pattern[str]:

@@ -102,16 +102,41 @@ def scheme_names(source: Source) -> str | None:
 def _quantized(
     recipe: Recipe, stored: Mapping[str, TensorInfo], module: str, name: str
 ) -> PackedInfo:
-    """Finds the stored tensors of a quantized matrix, and checks their names, dtypes
-    and shapes."""
-    info, scheme = stored[name], recipe.scheme(module)
+    """Finds the stored tensors of a quantized matrix, by the scheme that fits them.
+
+    Raises:
+      CheckpointError: they fit no scheme; the message is about the first one.
+    """
+    info = stored[name]
     where = f"{info.file}: {name}"
     if recipe.ignored.has(module):
         raise CheckpointError(
             f"{where}: is {info.dtype}, but {recipe.file.name} says it is not quantized"
         )
-    if scheme is None:
-        raise CheckpointError(f"{where}: no scheme for it in {recipe.file.name}")
+    fits, problems = list[PackedInfo](), list[CheckpointError]()
+    for scheme in recipe.schemes(module):
+        try:
+            fits.append(_parts(recipe, scheme, stored, module, name))
+        except CheckpointError as error:
+            problems.append(error)
+    if fits:  # a scheme with zero points also fits the same matrix without them
+        return max(fits, key=lambda found: len(found.parts))
+    if problems:
+        raise problems[0]
+    raise CheckpointError(f"{where}: no scheme for it in {recipe.file.name}")
+
+
+def _parts(
+    recipe: Recipe,
+    scheme: Scheme,
+    stored: Mapping[str, TensorInfo],
+    module: str,
+    name: str,
+) -> PackedInfo:
+    """Finds the stored tensors of a matrix in a scheme, and checks their names, dtypes
+    and shapes."""
+    info = stored[name]
+    where = f"{info.file}: {name}"
     if (name, info.dtype) != (_joined(module, scheme.weight), scheme.stored):
         raise CheckpointError(
             f"{where}: want {scheme.weight} of dtype {scheme.stored} "

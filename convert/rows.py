@@ -1,7 +1,7 @@
 """Maps source tensors to parameters and back: one row per parameter."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -428,6 +428,8 @@ class Names:
         from the config.
       spelling: returns the names that a file uses, from the names of its tensors, for
         formats with several spellings. These names are those of an export.
+      renamed: names of tensors in the file, by the names that these `Names` give them,
+        for files that spell some tensors differently.
       left_out: prefixes of the names of tensors that are not read, such as those of a
         vision encoder. If empty, all tensors are read.
       numbers_every_layer: True if an MLP is a layer with its own number. If False, it
@@ -451,6 +453,7 @@ class Names:
     computed: Callable[[ModelConfig, Path, int, Block], Iterator[Row]] | None = None
     ignored: tuple[str, ...] = ()
     spelling: Callable[["Names", Collection[str]], "Names"] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     numbers_every_layer: bool = False
     mtp_is_last: bool = False

@@ -42,6 +42,11 @@ def rows_of(names: Names, config: ModelConfig) -> list[Row]:
     """Returns a row for every parameter of a model, with the checkpoint's names."""
     shapes = param_shapes(config)
     rows = [row for row in candidates(names, config) if row.path in shapes]
+    if names.renamed:
+        rows = [
+            replace(row, sources=tuple(names.renamed.get(n, n) for n in row.sources))
+            for row in rows
+        ]
     assert {row.path for row in rows} == shapes.keys(), "a parameter without a row"
     return rows
 

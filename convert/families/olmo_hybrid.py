@@ -4,8 +4,10 @@ Layers with Gated DeltaNet have norms before the mixer and the MLP, layers with
 attention have them after. Norms of q and k are of all heads together. The strength of
 a write is up to 2 (`linear_allow_neg_eigval`).
 
-There are two spellings of the names of norms. transformers 5.23 also saves the
-convolution of q, k and v in three parts of almost equal size, which are not q, k and v.
+The norms of a layer have two spellings. The released model has the older one in layers
+with Gated DeltaNet only. transformers 5.23 saves it in all layers, and reads both in
+any layer. It also saves the convolution of q, k and v in three parts of almost equal
+size, which are not q, k and v.
 """
 
 import re
@@ -35,7 +37,7 @@ TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 NORM_EPS = 1e-5  # of the norm of each head's output; not in the config
 CONV = re.compile(r"layers\.(\d+)\.linear_attn\.([qkv])_conv1d\.weight")
 BEFORE, AFTER = "input_layernorm", "post_attention_layernorm"
-OTHER_BEFORE, OTHER_AFTER = "attention_layer_norm", "feedforward_layer_norm"
+OLDER = {"attention_layer_norm": BEFORE, "feedforward_layer_norm": AFTER}
 
 
 def delta_rows(
@@ -69,13 +71,13 @@ def delta_rows(
 
 def spelled(names: Names, tensors: Collection[str]) -> Names:
     """Returns the names that a file uses; see `Names.spelling`."""
-    if any(name.endswith(f"{OTHER_BEFORE}.weight") for name in tensors):
-        names = replace(
-            names,
-            mixer_norm=OTHER_BEFORE,
-            mlp_norm=OTHER_AFTER,
-            norm_after_mixer=OTHER_AFTER,
-        )
+    ours = {
+        name.replace(f".{o}.", f".{n}."): name
+        for o, n in OLDER.items()
+        for name in tensors
+        if f".{o}." in name
+    }
+    names = replace(names, renamed=ours)
     if isinstance(tensors, Mapping) and (convs := _conv_sizes(tensors)):
         names = names.with_parts(
             delta=Part("linear_attn", partial(delta_rows, convs=convs))

@@ -107,15 +107,18 @@ REFUSALS = {
     "odd targets": (CT, group(targets="Linear"), ["targets", "list"]),
     "transforms": (INT, config(transform_config={"a": 1}), ["transform_config"]),
     "sparsity": (INT, config(sparsity_config={"format": "sparse-24"}), ["sparsity"]),
-    "two classes": (
+    "two groups, which both do not fit": (
         INT,
         config(
             config_groups={
-                "a": {"targets": ["Linear"], "weights": {"strategy": "channel"}},
-                "b": {"targets": ["Embedding"], "weights": {"strategy": "tensor"}},
+                "a": {
+                    "targets": ["Linear"],
+                    "weights": {"strategy": "group", "group_size": 7},
+                },
+                "b": {"targets": ["re:.*"], "weights": {"strategy": "tensor"}},
             }
         ),
-        ["config_groups.b.targets", "Embedding"],
+        ["lm_head.weight_scale: want shape [] or [1] or [1, 1]"],
     ),
     "ue8m0": (BLOCK, config(scale_fmt="ue8m0"), ["scale_fmt", "ue8m0"]),
     "odd block": (BLOCK, config(weight_block_size=[0, 4]), ["weight_block_size"]),
