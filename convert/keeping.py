@@ -61,8 +61,7 @@ def _parts(source: Source, row: Row, shape: tuple[int, ...]) -> tuple[Part, ...]
     by_columns = bool(row.groups) and row.group_axis == 1
     parts: list[Part] = []
     for name, order in orders:
-        stored = source.quantized.get(name)
-        factor = bool(stored and stored.scheme.global_scale)
+        factor = source.has_factor(name)
         part = Part(str(source.scheme(name)), len(order), by_columns, factor)
         if parts and parts[-1].kind == part.kind:
             part = part._replace(rows=parts.pop().rows + part.rows)

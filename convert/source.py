@@ -16,7 +16,13 @@ import numpy as np
 from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.files import check_fetched, read_text
-from stree_jax.convert.gguf.blocks import Kind, packed_blocks, read_blocks, read_plain
+from stree_jax.convert.gguf.blocks import (
+    Kind,
+    nvfp4_arrays,
+    packed_blocks,
+    read_blocks,
+    read_plain,
+)
 from stree_jax.convert.rows import Index
 from stree_jax.models.weights.weight import Packed
 
@@ -55,6 +61,8 @@ class TensorInfo:
       start: offset of the first byte in the file, for GGUF files and for dtypes that
         safetensors cannot return as NumPy arrays.
       kind: storage type in a GGUF file. None for other files.
+      factors: factors of the stored numbers in a GGUF file: one, or one for each index
+        of the first axis. Empty if there are none.
     """
 
     file: Path
@@ -62,6 +70,7 @@ class TensorInfo:
     dtype: str
     start: int = 0
     kind: Kind | None = None
+    factors: tuple[float, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +122,13 @@ class Source:
         kind = self.tensors[name].kind
         return None if kind is None or kind.plain else kind.name.lower()
 
+    def has_factor(self, name: str) -> bool:
+        """True if `packed` returns a factor for each row of the matrix."""
+        if name in self.quantized:
+            return bool(self.quantized[name].scheme.global_scale)
+        kind = self.tensors[name].kind
+        return kind is not None and kind.name == "NVFP4"
+
     def is_quantized(self, name: str) -> bool:
         """True if a tensor is quantized."""
         return self.scheme(name) is not None
@@ -149,6 +165,9 @@ class Source:
             where = info.file, name, info.kind, info.start, info.shape
             if info.kind.plain:
                 return read_plain(*where)[index]
+            if info.factors:
+                found = _times(read_blocks(*where, np.float32), info.factors)
+                return found.astype(dtype, copy=False)[index]
             return read_blocks(*where, dtype)[index]
         if name not in self.quantized:
             return self._stored(name, info, index)
@@ -176,6 +195,11 @@ class Source:
         else:
             where = info.file, name, info.kind, info.start, info.shape
             arrays["blocks"] = packed_blocks(*where)
+            if info.kind.name == "NVFP4":
+                arrays = nvfp4_arrays(arrays["blocks"], info.shape)
+                rows = len(arrays["numbers"])
+                factors = np.array(info.factors or (1,), np.float32)
+                arrays["factor"] = np.repeat(factors, rows // len(factors))
         return Packed(scheme, info.shape, arrays)
 
     def _arrays(self, stored: PackedInfo) -> dict[Part, np.ndarray]:
@@ -202,6 +226,13 @@ class Source:
             return _read_slices(name, info, index)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{info.file}: {name}: {error}") from error
+
+
+def _times(numbers: np.ndarray, factors: tuple[float, ...]) -> np.ndarray:
+    """Multiplies a float32 array by one factor, or by one for each index of its first
+    axis."""
+    shape = (len(factors), *[1] * (numbers.ndim - 1))
+    return numbers * np.array(factors, np.float32).reshape(shape)
 
 
 def _read_slices(name: str, info: TensorInfo, index: Index) -> np.ndarray:

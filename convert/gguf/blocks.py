@@ -1,10 +1,11 @@
 """Reads tensors of a GGUF file as NumPy arrays: plain floats, or quantized blocks.
 
-The `gguf` package decodes the blocks; plain floats need no package. The sizes of blocks
-are from ggml.h.
+The `gguf` package decodes the blocks, except those of `DECODERS`; plain floats need no
+package. The sizes of blocks are from ggml.h.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,57 @@ KINDS = {
         Kind(34, "TQ1_0", 256, 54),
         Kind(35, "TQ2_0", 256, 66),
         Kind(39, "MXFP4", 32, 17),
+        Kind(40, "NVFP4", 64, 36),
+        Kind(41, "Q1_0", 128, 18),
+        Kind(42, "Q2_0", 64, 18),
     )
 }
+# Names of ggml's other types: integers, types of activations, and removed types.
+OTHER_KINDS = {
+    **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K"},
+    **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
+    **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
+    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+}
+
+
+def _q1_0(blocks: np.ndarray) -> np.ndarray:
+    """Decodes a float16 scale and a bit per weight, lowest first: 0 is -1, 1 is +1."""
+    scale = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+    bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")
+    return scale * (2 * bits.astype(np.float32) - 1)
+
+
+def _q2_0(blocks: np.ndarray) -> np.ndarray:
+    """Decodes a float16 scale and two bits per weight, lowest first: 0 to 3 are -1 to
+    2."""
+    scale = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+    codes = blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+    return scale * (codes.reshape(len(blocks), -1).astype(np.float32) - 1)
+
+
+# Decoders of blocks [n, bytes] to float32 [n, numbers], for types that the package
+# gguf 0.19 cannot decode.
+DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"Q1_0": _q1_0, "Q2_0": _q2_0}
+
+
+def nvfp4_arrays(rows: np.ndarray, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Converts rows of NVFP4 blocks to the layout that `Scheme.kept` describes.
+
+    A block has four unsigned E4M3 scales, each for 16 weights, then the weights as E2M1
+    in 8 bytes for each scale: the first eight in the low halves, the others in the high
+    halves.
+
+    Args:
+      rows: [m, bytes per row] uint8.
+      shape: [.., k], the shape of the matrix, whose last axis is a multiple of 64.
+    """
+    blocks = rows.reshape(-1, 36)
+    pairs = blocks[:, 4:].reshape(-1, 4, 8)
+    numbers = np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(-1, shape[-1])
+    bits = np.where(blocks[:, :4] == 127, 0, blocks[:, :4])  # NaN is 0 in ggml
+    scale = (bits & 127).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return {"numbers": numbers, "scale": scale.reshape(len(numbers), -1)}
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -110,14 +160,7 @@ def read_blocks(
     Raises:
       CheckpointError: the file is too short, or the `gguf` package is missing.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise CheckpointError(
-            f"{file}: {kind.name} weights are read by gguf; "
-            "pip install 'stree-jax[gguf]'"
-        ) from error
-    numbered = gguf.GGMLQuantizationType(kind.number)
+    decode = _decoder(file, kind)
     columns = shape[-1]
     rows = math.prod(shape[:-1])
     row_bytes = kind.nbytes(columns)
@@ -127,9 +170,24 @@ def read_blocks(
         piece = result[i : i + step]
         data = _bytes(file, name, start + i * row_bytes, len(piece) * row_bytes)
         with np.errstate(all="ignore"):  # a damaged file may have any scales
-            numbers = gguf.quants.dequantize(data.reshape(len(piece), -1), numbered)
+            numbers = decode(data.reshape(-1, kind.size)).reshape(piece.shape)
             piece[...] = numbers.astype(dtype, copy=False)
     return result.reshape(shape)
+
+
+def _decoder(file: Path, kind: Kind) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the function that decodes blocks [n, bytes] to [n, numbers] float32."""
+    if kind.name in DECODERS:
+        return DECODERS[kind.name]
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(
+            f"{file}: {kind.name} weights are read by gguf; "
+            "pip install 'stree-jax[gguf]'"
+        ) from error
+    numbered = gguf.GGMLQuantizationType(kind.number)
+    return lambda blocks: gguf.quants.dequantize(blocks, numbered)
 
 
 def _bytes(file: Path, name: str, start: int, count: int) -> np.ndarray:

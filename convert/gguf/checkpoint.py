@@ -12,7 +12,7 @@ from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.architectures import ARCHITECTURES, Architecture
-from stree_jax.convert.gguf.blocks import NAMES
+from stree_jax.convert.gguf.blocks import NAMES, read_plain
 from stree_jax.convert.gguf.header import Header
 from stree_jax.convert.gguf.keys import (
     check_neutral,
@@ -34,6 +34,7 @@ PARTS_OF_MODELS = {
     "mmproj": "it encodes images for a model; open the model's own file for text",
     "imatrix": "it is for quantizing a model; open the model's own file",
 }
+SCALE, INPUT_SCALE = "scale", "input_scale"  # last components of names, beside "weight"
 QUANTIZED = "bfloat16"  # default dtype for tensors of blocks
 
 
@@ -124,18 +125,54 @@ def architecture_of(header: Header) -> str:
 
 
 def _tensors(header: Header) -> dict[str, TensorInfo]:
+    """Returns the infos of all tensors, without the scales of NVFP4 matrices, which
+    become the matrices' `factors`."""
     found: dict[str, TensorInfo] = {}
+    scales = _scales(header)
     for name, t in header.tensors.items():
+        if name in scales:
+            continue
         if name.endswith(".ffn_norm"):  # the name in Falcon-H1 files
             name += ".weight"
         if name in found:
             raise CheckpointError(f"{header.file}: {name}: occurs twice")
         dtype = NAMES.get(t.kind.name, QUANTIZED)
-        found[name] = TensorInfo(t.file, t.shape, dtype, t.start, t.kind)
+        factors = _factors(header, scales, name)
+        found[name] = TensorInfo(t.file, t.shape, dtype, t.start, t.kind, factors)
     name = f"{EMBEDDING}.weight"
     if name not in found or len(found[name].shape) != 2:
         raise CheckpointError(f"{header.file}: {name}: is missing, or not a matrix")
     return found
+
+
+def _scales(header: Header) -> set[str]:
+    """Returns the names of tensors with scales of NVFP4 matrices, and of their
+    activations, which stay floats here."""
+    matrices = [
+        name.removesuffix("weight")
+        for name, t in header.tensors.items()
+        if t.kind.name == "NVFP4" and name.endswith(".weight")
+    ]
+    named = {f"{m}{word}" for m in matrices for word in (SCALE, INPUT_SCALE)}
+    return named & header.tensors.keys()
+
+
+def _factors(header: Header, scales: set[str], name: str) -> tuple[float, ...]:
+    """Returns the factors of an NVFP4 matrix: one, or one for each expert. Empty if the
+    file has none, because all are 1."""
+    scale = f"{name.removesuffix('weight')}{SCALE}"
+    if not name.endswith(".weight") or scale not in scales:
+        return ()
+    stored, matrix = header.tensors[scale], header.tensors[name]
+    wanted = [(1,)] + [matrix.shape[:1]] * (len(matrix.shape) == 3)
+    if stored.kind.name != "F32" or stored.shape not in wanted:
+        shown = " or ".join(str(list(shape)) for shape in wanted)
+        raise CheckpointError(
+            f"{stored.file}: {scale}: want float32 of shape {shown}, got "
+            f"{stored.kind.name} {list(stored.shape)}"
+        )
+    where = stored.file, scale, stored.kind, stored.start, stored.shape
+    return tuple(read_plain(*where).tolist())
 
 
 def _fields(header: Header, name: str, source: Source) -> ConfigFields:

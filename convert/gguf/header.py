@@ -17,7 +17,7 @@ import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.files import check_fetched
-from stree_jax.convert.gguf.blocks import KINDS, Kind, without_ones
+from stree_jax.convert.gguf.blocks import KINDS, OTHER_KINDS, Kind, without_ones
 from stree_jax.convert.source import file_names, weights_among
 
 MAGIC = b"GGUF"
@@ -256,6 +256,20 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
     return {name: found[name] for _, name, _, _ in read}
 
 
+def _unsupported(number: int) -> str:
+    """Returns the message for a storage type that cannot be read."""
+    known = OTHER_KINDS.get(number)
+    if known is None:
+        last = max(KINDS)
+        return (
+            f"unknown type of tensor {number} (ggml's types known here end at {last})"
+        )
+    return (
+        f"type {known} is not supported for weights; get or make a file of another "
+        "type, such as Q4_K_M or Q8_0"
+    )
+
+
 def _shape(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Kind]:
     """Reads a tensor's shape, slowest axis first, and its storage type."""
     dims = cursor.number(name, "<u4")
@@ -264,7 +278,7 @@ def _shape(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Kind]:
     shape = tuple(cursor.number(name) for _ in range(dims))[::-1]
     number = cursor.number(name, "<u4")
     if number not in KINDS:
-        raise cursor.error(f"{name}: unknown type of tensor {number}")
+        raise cursor.error(f"{name}: {_unsupported(number)}")
     kind = KINDS[number]
     if 0 in shape or shape[-1] % kind.block:
         raise cursor.error(
