@@ -22,7 +22,7 @@ CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
 TEXT_CONFIG = "text_config"
 OLD_CONFIG = "compression_config"  # the field's name in compressed-tensors before 2025
 FP8 = Scheme("fp8", "F8_E4M3")
-INT8 = Scheme("int8", "I8")
+INT8 = Scheme("int8", "I8", signed_scales=True)
 NVFP4 = Scheme("nvfp4", "U8", (1, 16), global_scale="weight_scale_2")
 CHANNEL = (1, 0)  # a scale for each row
 INVERSE = "weight_scale_inv"  # a factor, too: the inverse of the quantizer's scale
@@ -74,6 +74,14 @@ AWQ = Int4(
     layout="awq",
 )
 GPTQ = replace(AWQ, groups="g_idx", layout="gptq", adds_biases=True)
+# AutoRound's packing formats after "auto_round:", by GPTQ's format of the zero points.
+AUTO_ROUND_GPTQ = ("auto_gptq", "gptq")
+AUTO_ROUND_GPTQ_V2 = ("gptqmodel", "exllamav2", "tritonv2", "")
+AUTO_ROUND_FLOATS = {
+    "fp": FP8,
+    "mx_fp": COMPRESSED["mxfp4-pack-quantized", "float", 4],
+    "nv_fp": NVFP4_PACKED,
+}
 WEIGHTS = frozenset(s.weight for s in (*COMPRESSED.values(), AWQ, MXFP4))
 FORMATS = tuple(dict.fromkeys(format for format, _, _ in COMPRESSED))
 
@@ -177,13 +185,16 @@ def read_recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
             return _by_module(fields, _gptq)
         case "awq":
             return _by_module(fields, _awq)
+        case "auto-round" | "auto_round" | "intel/auto-round":
+            return _auto_round(fields)
         case "mxfp4":
             ignored = _modules(fields, "modules_to_not_convert")
             return Recipe(fields.file, defaults=(MXFP4,), ignored=ignored)
     raise fields.error(
         "quant_method",
         f"weights quantized by {reprlib.repr(method)} are not supported "
-        "(known: modelopt, compressed-tensors, fp8, fbgemm_fp8, gptq, awq, mxfp4); "
+        "(known: modelopt, compressed-tensors, fp8, fbgemm_fp8, gptq, awq, auto-round, "
+        "mxfp4); "
         "load the model that it was made of, or a GGUF file",
     )
 
@@ -313,12 +324,92 @@ def _gptq(fields: ConfigFields) -> Scheme:
 def _awq(fields: ConfigFields) -> Scheme:
     """Returns the scheme of AWQ's fields (AutoAWQ, GPTQModel)."""
     fields.choice("bits", REQUIRED, (4,))
-    fields.choice("zero_point", True, (True,))
+    # Symmetric files (of AutoRound) have zero points of 8, too.
+    has_zeros = fields.flag("zero_point", True)
     if fields.get("backend", None) == "llm-awq":
         raise fields.error("backend", "the layout of 'llm-awq' is not supported")
     name = _first(fields, "version", "format", "checkpoint_format")
     fields.choice(name, "gemm", ("gemm", "GEMM"))
-    return replace(AWQ, block=(1, _group_size(fields)))
+    return replace(
+        AWQ,
+        block=(1, _group_size(fields)),
+        optional=frozenset() if has_zeros else frozenset({"zero_point"}),
+    )
+
+
+def _auto_round(fields: ConfigFields) -> Recipe:
+    """Reads AutoRound's own fields.
+
+    The weights are in the layout of another library, which `packing_format` names.
+    `extra_config` has other values for some modules, by name or by regular expression;
+    16 bits mean that a module is not quantized.
+    """
+    if fields.get("rotation_config", None):
+        raise fields.error("rotation_config", "rotated weights are not supported")
+    extra = fields.object("extra_config")
+    named: dict[str, Scheme] = {}
+    patterned: list[tuple[re.Pattern[str], Scheme | None]] = []
+    floats: list[str] = []
+    for name in extra.values:
+        own = extra.object(name)
+        merged = replace(own, values={**fields.values, **own.values})
+        floating = merged.size("bits", REQUIRED) == 16
+        scheme = None if floating else _auto_round_scheme(merged)
+        if re.fullmatch(r"[\w.]+", name) is None:
+            patterned.append((_pattern(extra, name, name), scheme))
+        elif scheme is None:
+            floats.append(name)
+        else:
+            named[name] = scheme
+    ignored = Modules(frozenset(floats))
+    return Recipe(
+        fields.file, named, tuple(patterned), (_auto_round_scheme(fields),), ignored
+    )
+
+
+def _auto_round_scheme(fields: ConfigFields) -> Scheme:
+    """Returns the scheme of AutoRound's fields.
+
+    "auto_round:auto_gptq" is GPTQ's first format and the default. "auto_round" and
+    "auto_round:gptqmodel" have its zero points without the offset of 1.
+    """
+    name = _first(fields, "packing_format", "backend")
+    packing = fields.get(name, "auto_round:auto_gptq")
+    word = (
+        packing.removeprefix("auto_round").lstrip(":")
+        if isinstance(packing, str)
+        else ""
+    )
+    kind = fields.choice("data_type", "int", tuple(AUTO_ROUND_FLOATS) + ("int",))
+    if kind != "int" and word in ("fp8", "llm_compressor"):
+        key = kind, fields.size("bits"), word
+        if key == ("fp", 8, "fp8"):
+            fields.choice("fmt", "e4m3", ("e4m3",))
+            if fields.get("weight_block_size", None) is None:
+                return replace(FP8, block=CHANNEL)
+            return replace(
+                FP8, block=_block(fields, "weight_block_size"), scale=INVERSE
+            )
+        if key[1:] == (4, "llm_compressor") and kind in ("mx_fp", "nv_fp"):
+            return AUTO_ROUND_FLOATS[kind]
+    elif kind == "int" and word in ("auto_awq", "awq"):
+        fields.choice("bits", REQUIRED, (4,))
+        return replace(AWQ, block=(1, _group_size(fields)))
+    elif kind == "int" and word in (*AUTO_ROUND_GPTQ, *AUTO_ROUND_GPTQ_V2):
+        fields.choice("bits", REQUIRED, (4,))
+        return replace(
+            GPTQ,
+            block=(1, _group_size(fields)),
+            symmetric=fields.flag("sym", True),
+            less_one=word in AUTO_ROUND_GPTQ,
+            optional=frozenset({"groups"}),
+        )
+    raise fields.error(
+        name,
+        f"{reprlib.repr(packing)} with {kind} weights is not supported (known: "
+        "auto_round:auto_gptq, auto_round:auto_awq, auto_round:gptqmodel, "
+        "auto_round:fp8, auto_round:llm_compressor with mx_fp or nv_fp)",
+    )
 
 
 def _first(fields: ConfigFields, *names: str) -> str:

@@ -48,7 +48,7 @@ def first(value):
 
 G, ORDERED, AWQ = "gptq", "gptq in order of activations", "awq"
 CT, CTG = "compressed int4", "compressed int4 in order of activations"
-MX = "compressed mxfp4"
+MX, AR = "compressed mxfp4", "auto-round"
 HEADERS = {  # seen without reading weights
     "gptq of 3 bits": (G, config(bits=3), [f"{FIELD}.bits: 3 is not supported"]),
     "gptq of no bits": (G, config(bits=None), [f"{FIELD}.bits", "missing"]),
@@ -75,7 +75,27 @@ HEADERS = {  # seen without reading weights
     "gemv_fast": (AWQ, config(version="gemv_fast"), ["'gemv_fast' is not supp"]),
     "awq for marlin": (AWQ, config(version="marlin"), ["'marlin' is not supported"]),
     "llm-awq": (AWQ, config(backend="llm-awq"), [f"{FIELD}.backend", "llm-awq"]),
-    "awq without zeros": (AWQ, config(zero_point=False), [f"{FIELD}.zero_point"]),
+    "auto-round of 8 bits for some": (
+        AR,
+        config(extra_config={"model.layers.0.mlp.up_proj": {"bits": 8}}),
+        [f"{FIELD}.extra_config.model.layers.0.mlp.up_proj.bits: 8 is not supported"],
+    ),
+    "auto-round in floats for some": (
+        AR,
+        config(extra_config={UP: {"bits": 16}}),
+        [f"{UP}.qweight", "not quantized"],
+    ),
+    "auto-round of 2 bits": (AR, config(bits=2), [f"{FIELD}.bits: 2 is not supp"]),
+    "auto-round's fake format": (
+        AR,
+        config(packing_format="auto_round:fake"),
+        [f"{FIELD}.packing_format: 'auto_round:fake' with int weights", "known"],
+    ),
+    "auto-round with a rotation": (
+        AR,
+        config(rotation_config={"hadamard_type": "random"}),
+        [f"{FIELD}.rotation_config", "not supported"],
+    ),
     "awq of 8 bits": (AWQ, config(bits=8), [f"{FIELD}.bits: 8 is not supported"]),
     "not converted": (
         AWQ,
@@ -147,7 +167,9 @@ def test_refusals(quantized, tmp_path, case):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("spelling", ["gptq by module", AWQ, CTG])
+@pytest.mark.parametrize(
+    "spelling", ["gptq by module", AWQ, CTG, "auto-round by module"]
+)
 def test_odd_fields_never_crash(quantized, tmp_path, spelling):
     shutil.copytree(quantized(spelling), tmp_path / "in")
     assert count_refused_fields(tmp_path / "in") > 20

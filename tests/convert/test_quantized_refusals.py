@@ -64,7 +64,6 @@ REFUSALS = {
         f"method {method}": (F8, config(quant_method=method), [FIELD, method])
         for method in (
             "bitsandbytes",
-            "auto-round",
             "marlin",
             "hqq",
             "quark",
@@ -178,7 +177,7 @@ REFUSALS = {
     "scale of 0": (F8, put("weight_scale", F32(0)), [f"{UP}.weight_scale", "is 0"]),
     "infinite": (F4, put("weight_scale_2", F32(np.inf)), ["weight_scale_2", "finite"]),
     "NaN of E4M3": (F4, edit("weight_scale", first_nan), ["weight_scale", "finite"]),
-    "negative": (INT, edit("weight_scale", lambda s: -s), ["weight_scale", "negative"]),
+    "negative": (F8, edit("weight_scale", lambda s: -s), ["weight_scale", "negative"]),
     "scale of other dtype": (
         F4,
         edit("weight_scale", lambda s: s.astype(F32)),

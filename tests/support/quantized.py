@@ -101,6 +101,7 @@ def fp8(w, block, dtype=np.float32):
 
 def int8(w, block, dtype=np.float32, zeros=None):
     scale = (largest(w, block) / 120).astype(dtype)
+    scale[0, 0] *= -1  # some quantizers choose the sign, too
     each = spread(scale, w.shape, block)
     zero = 0 if zeros is None else spread(zeros, w.shape, block)
     stored = np.clip(np.rint(w / each) + zero, -128, 127).astype(np.int8)
@@ -325,6 +326,18 @@ SPELLINGS = {
     "fp8 by tensor, inverse": (
         per_tensor,
         {"quant_method": "fp8", "weight_block_size": None},
+    ),
+    "auto-round fp8": (
+        fine_grained,
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:fp8",
+            "bits": 8,
+            "data_type": "fp",
+            "group_size": [24, 20],
+            "weight_block_size": [24, 20],
+            "fmt": "e4m3",
+        },
     ),
     "fbgemm_fp8": (compressed_channel, {"quant_method": "fbgemm_fp8"}),
 }

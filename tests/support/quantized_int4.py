@@ -114,13 +114,13 @@ def gptq(
     return store
 
 
-def awq(size):
+def awq(size, symmetric=False):
     order = (0, 2, 4, 6, 1, 3, 5, 7)
 
     def store(module, w):
         if len(w) % 8:
             return None
-        q, scale, zero, exact = int4(w, groups_of(w.shape[1], size))
+        q, scale, zero, exact = int4(w, groups_of(w.shape[1], size), symmetric)
         qweight, qzeros = words(q.T, 1, order), words(zero.T, 1, order)
         return {"qweight": qweight, "qzeros": qzeros, "scales": scale.T}, exact
 
@@ -187,6 +187,20 @@ def awq_config(size, **others):
     }
 
 
+def auto_round_config(packing, **others):
+    return {
+        "quant_method": "auto-round",
+        "packing_format": packing,
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "data_type": "int",
+        "block_name_to_quantize": "model.layers",
+        "autoround_version": "0.16.1",
+        **others,
+    }
+
+
 def packed_config(size, **others):
     strategy = {"strategy": "group", "group_size": size} if size else {}
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
@@ -228,6 +242,22 @@ DYNAMIC = {  # of GPTQModel: the first pattern that matches counts
 }
 
 
+EXTRA = {  # of AutoRound
+    "lm_head": {"bits": 16},
+    ".*down_proj.*": {"group_size": 64, "sym": False, "act_bits": 16},
+    "model.layers.1.self_attn.o_proj": {"group_size": 16},
+}
+
+
+def auto_round_by_module(module, w):
+    if module == "lm_head":
+        return None
+    if module.endswith("down_proj"):
+        return gptq(64, False, with_groups=False)(module, w)
+    size = 16 if module.endswith("layers.1.self_attn.o_proj") else 32
+    return gptq(size, with_groups=False)(module, w)
+
+
 def gptq_by_module(module, w):
     if module == "lm_head":
         return None
@@ -258,6 +288,30 @@ SPELLINGS = {
     "gptq with biases": (gptq(with_biases=True), gptq_config()),
     "gptq by module": (gptq_by_module, gptq_config(dynamic=DYNAMIC, lm_head=False)),
     "awq": (awq(32), awq_config(32)),
+    "awq symmetric": (awq(32, True), awq_config(32, zero_point=False, sym=True)),
+    "auto-round": (
+        gptq(with_groups=False),
+        auto_round_config("auto_round:auto_gptq"),
+    ),
+    "auto-round asymmetric": (
+        awq(32),
+        auto_round_config("auto_round:auto_awq", sym=False),
+    ),
+    "auto-round symmetric awq": (awq(32, True), auto_round_config("auto_round:awq")),
+    "auto-round gptqmodel": (
+        gptq(32, False, less_one=0),
+        auto_round_config("auto_round:gptqmodel", sym=False),
+    ),
+    "auto-round by module": (
+        auto_round_by_module,
+        auto_round_config("auto_round:auto_gptq", extra_config=EXTRA),
+    ),
+    "auto-round mxfp4": (
+        compressed_mxfp4,
+        auto_round_config(
+            "auto_round:llm_compressor", data_type="mx_fp", quant_method="auto_round"
+        ),
+    ),
     "awq by 64": (awq(64), awq_config(64, version="GEMM")),
     "compressed int4": (compressed(32), packed_config(32, **LLM_COMPRESSOR)),
     "compressed int4 by channel": (compressed(0), packed_config(0)),
