@@ -22,6 +22,7 @@ from stree_jax.convert.families import NAMES
 from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
 from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.keeping import kept_kinds, layout_of, note_of_dequantized
+from stree_jax.convert.mlx import check_layout
 from stree_jax.convert.quantized import logical, scheme_names
 from stree_jax.convert.rows import Names, Row
 from stree_jax.convert.source import Source, open_source
@@ -209,7 +210,9 @@ def open_local(
         if mtp:
             check_mtp(files.path, config)
     else:
-        source = logical(open_source(files.path), files)
+        source = open_source(files.path)
+        check_layout(source)
+        source = logical(source, files)
         format, config = read_config(files, source.tensors, dt_floor, warn, mtp)
         source, left_out = without_left_out(source, NAMES[format], warn)
         names, config = settle_names(source, NAMES[format], config, warn)

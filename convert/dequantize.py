@@ -4,7 +4,8 @@
 
 Products of a stored number and its scales are computed in float64, where they are
 exact: E2M1 has 2 significant bits, E4M3 has 4, an integer of 8 bits minus a zero point
-has 9 and a float32 scale has 24. The result is rounded once, to the requested dtype. A
+has 9 and a float32 scale has 24. So is the sum of a product and an offset of 16 bits
+near in size. The result is rounded once, to the requested dtype. A
 global scale is never multiplied into the E4M3 scales, because most products would be
 subnormal.
 
@@ -31,7 +32,9 @@ FLOATS = ("float32", "float16", "bfloat16")
 BLOCKS, SCALES = "_blocks", "_scales"  # endings of the tensors of gpt-oss
 E8M0_NAN = 255  # the other bytes e stand for 2**(e - 127)
 PIECE = 2**21  # numbers that are converted to float64 at a time
-Part = Literal["weight", "scale", "global_scale", "zero_point", "shape", "groups"]
+Part = Literal[
+    "weight", "scale", "global_scale", "zero_point", "offset", "shape", "groups"
+]
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,9 @@ class Scheme:
       stored: dtype of the stored weight: F8_E4M3; I8; U8 (two E2M1 per byte); or I32
         (four int8 plus 128 each, the first in the lowest bits).
       block: (rows, columns) that share a scale; 0 means all rows or columns.
-      weight, scale, global_scale, zero_point, shape: the last components of the
-        tensors' names. If empty, the scheme has no such tensor.
+      weight, scale, global_scale, zero_point, offset, shape: the last components of
+        the tensors' names. If empty, the scheme has no such tensor. An offset is added
+        to each product of a number and its scale.
       groups: the same, for the index of each column's group of scales.
       optional: the tensors that a file may lack.
       reciprocal: True if numbers are divided by the global scale instead of multiplied.
@@ -60,6 +64,7 @@ class Scheme:
     scale: str = "weight_scale"
     global_scale: str = ""
     zero_point: str = ""
+    offset: str = ""
     shape: str = ""
     groups: str = ""
     optional: frozenset[Part] = frozenset()
@@ -75,6 +80,7 @@ class Scheme:
             "scale": self.scale,
             "global_scale": self.global_scale,
             "zero_point": self.zero_point,
+            "offset": self.offset,
             "shape": self.shape,
             "groups": self.groups,
         }
@@ -129,6 +135,7 @@ class Scheme:
         return {
             "scale": grids,
             "zero_point": grids,
+            "offset": grids,
             "global_scale": {(), (1,)},
             "shape": {(2,)},
             "groups": {matrix[1:]},
@@ -249,6 +256,9 @@ def dequantize(
         if "zero_point" in arrays:
             numbers -= _spread(zero, scheme.block, matrix, rows, columns)
         numbers *= _spread(scale, scheme.block, matrix, rows, columns)
+        if "offset" in arrays:
+            offset = arrays["offset"].astype(np.float64).reshape(grid)
+            numbers += _spread(offset, scheme.block, matrix, rows)
         if "global_scale" in arrays:
             factor = arrays["global_scale"].astype(np.float64).reshape(())
             # The quotient is not exact. But since both operands have few bits, it is at

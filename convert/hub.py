@@ -23,7 +23,7 @@ from stree_jax.convert.drafters.fields import has_drafter_fields
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import mambainllama
 from stree_jax.convert.gguf.header import MAX_HEADER, SHARD, first_shards, read_one
-from stree_jax.convert.quantization_config import MODELOPT_FILE
+from stree_jax.convert.quantization_config import MODELOPT_FILE, RECIPE_FILES
 from stree_jax.convert.source import (
     ADAPTER,
     INDEX,
@@ -35,7 +35,7 @@ from stree_jax.convert.store import PARAMS, SOURCE_CONFIG, is_ours
 from stree_jax.convert.tokenizer import tokenizer_files_among
 
 CONFIG_FILES = (
-    *("config.json", mambainllama.FILE, MODELOPT_FILE, SOURCE_CONFIG),
+    *("config.json", mambainllama.FILE, MODELOPT_FILE, *RECIPE_FILES, SOURCE_CONFIG),
     ADAPTER,  # downloaded so that `load` reports it as an error
 )
 NAME = re.compile(

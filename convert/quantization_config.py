@@ -11,15 +11,25 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.dequantize import BLOCKS, SCALES, Blocks, Scheme
 from stree_jax.convert.fields import REQUIRED, ConfigFields
 from stree_jax.convert.int4 import Int4
+from stree_jax.convert.mlx import GROUPS, affine
 from stree_jax.convert.source import Source
 
 CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
 TEXT_CONFIG = "text_config"
+# Files of quantizers, in the order in which they are looked for, and the method that
+# each stands for. Older versions of AutoGPTQ and AutoAWQ write nothing to config.json.
+RECIPE_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quantization_config.json": "gptq",
+}
+MLX_CONFIG = "quantization"  # older versions of mlx-lm write nothing else
 OLD_CONFIG = "compression_config"  # the field's name in compressed-tensors before 2025
 FP8 = Scheme("fp8", "F8_E4M3")
 INT8 = Scheme("int8", "I8", signed_scales=True)
@@ -164,12 +174,36 @@ def read_recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
     if all(config.get(name, None) is None for name in (CONFIG, OLD_CONFIG)):
         text = config.object(TEXT_CONFIG)  # of a multimodal model
         config = text if text.get(CONFIG, None) is not None else config
-    name = CONFIG if config.get(CONFIG, None) is not None else OLD_CONFIG
-    if config.get(name, None) is None:
-        has_file = files.has(MODELOPT_FILE)
-        return _modelopt(files.fields(MODELOPT_FILE)) if has_file else None
-    fields = config.object(name)
-    method = fields.get("quant_method")
+    names = [
+        n for n in (CONFIG, OLD_CONFIG, MLX_CONFIG) if config.get(n, None) is not None
+    ]
+    if not names:
+        return _recipe_of_file(source, files)
+    return _recipe(config.object(names[0]))
+
+
+def _recipe_of_file(source: Source, files: CheckpointFiles) -> Recipe | None:
+    """Reads the schemes from a file of the quantizer's own, or returns None.
+
+    The files of GPTQ and AWQ are read only if there are such tensors, because they may
+    be left over in the directory of a model that was dequantized.
+    """
+    if files.has(MODELOPT_FILE):
+        return _modelopt(files.fields(MODELOPT_FILE))
+    if not any(name.endswith(f".{AWQ.weight}") for name in source.tensors):
+        return None
+    for file, method in RECIPE_FILES.items():
+        if files.has(file):
+            return _recipe(files.fields(file), method)
+    return None
+
+
+def _recipe(fields: ConfigFields, usual: Any = REQUIRED) -> Recipe:
+    """Reads the schemes from a quantizer's fields. `usual` is the method if they name
+    none."""
+    if usual is REQUIRED and {"bits", "group_size"} <= fields.values.keys():
+        usual = "mlx"  # the only one that does not name itself
+    method = fields.get("quant_method", usual)
     match method:
         case "modelopt" | "modelopt_fp4" | "modelopt_mixed":
             return _modelopt(fields)
@@ -187,6 +221,8 @@ def read_recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
             return _by_module(fields, _awq)
         case "auto-round" | "auto_round" | "intel/auto-round":
             return _auto_round(fields)
+        case "mlx":
+            return _mlx(fields)
         case "mxfp4":
             ignored = _modules(fields, "modules_to_not_convert")
             return Recipe(fields.file, defaults=(MXFP4,), ignored=ignored)
@@ -194,7 +230,7 @@ def read_recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
         "quant_method",
         f"weights quantized by {reprlib.repr(method)} are not supported "
         "(known: modelopt, compressed-tensors, fp8, fbgemm_fp8, gptq, awq, auto-round, "
-        "mxfp4); "
+        "mlx, mxfp4); "
         "load the model that it was made of, or a GGUF file",
     )
 
@@ -323,7 +359,7 @@ def _gptq(fields: ConfigFields) -> Scheme:
 
 def _awq(fields: ConfigFields) -> Scheme:
     """Returns the scheme of AWQ's fields (AutoAWQ, GPTQModel)."""
-    fields.choice("bits", REQUIRED, (4,))
+    fields.choice(_first(fields, "bits", "w_bit"), REQUIRED, (4,))
     # Symmetric files (of AutoRound) have zero points of 8, too.
     has_zeros = fields.flag("zero_point", True)
     if fields.get("backend", None) == "llm-awq":
@@ -412,6 +448,34 @@ def _auto_round_scheme(fields: ConfigFields) -> Scheme:
     )
 
 
+def _mlx(fields: ConfigFields) -> Recipe:
+    """Reads the fields of mlx-lm: common values, and for some modules false or an
+    object of their own values."""
+    named: dict[str, Scheme] = {}
+    floats: list[str] = []
+    for name, value in fields.values.items():
+        if value is False:
+            floats.append(name)
+        elif isinstance(value, dict):
+            own = fields.object(name)
+            own = replace(own, values={"mode": fields.get("mode", None), **own.values})
+            named[name] = _affine(own)
+    return Recipe(
+        fields.file, named, (), (_affine(fields),), Modules(frozenset(floats))
+    )
+
+
+def _affine(fields: ConfigFields) -> Scheme:
+    mode, bits = fields.get("mode", "affine"), fields.get("bits", 4)
+    if mode != "affine" or bits not in (4, 8):
+        raise fields.error(
+            "bits" if mode == "affine" else "mode",
+            f"{reprlib.repr(mode)} weights of {reprlib.repr(bits)} bits by MLX are not "
+            "supported (known: affine weights of 4 or 8 bits)",
+        )
+    return affine(bits, fields.choice("group_size", 64, GROUPS))
+
+
 def _first(fields: ConfigFields, *names: str) -> str:
     """Returns the first of these names that is present, or else the first name."""
     return next((n for n in names if fields.get(n, None) is not None), names[0])
@@ -419,9 +483,8 @@ def _first(fields: ConfigFields, *names: str) -> str:
 
 def _group_size(fields: ConfigFields) -> int:
     """Returns the number of columns that share a scale. 0 means all."""
-    if fields.get("group_size", 128) == -1:
-        return 0
-    return fields.size("group_size", 128)
+    name = _first(fields, "group_size", "q_group_size")
+    return 0 if fields.get(name, 128) == -1 else fields.size(name, 128)
 
 
 def _compressed(fields: ConfigFields) -> Recipe:

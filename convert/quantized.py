@@ -11,7 +11,13 @@ from dataclasses import replace
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.dequantize import BLOCKS, FLOATS, SCALES, Part, Scheme
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.quantization_config import WEIGHTS, Recipe, read_recipe
+from stree_jax.convert.quantization_config import (
+    CONFIG,
+    RECIPE_FILES,
+    WEIGHTS,
+    Recipe,
+    read_recipe,
+)
 from stree_jax.convert.source import (
     PICKLED,
     PackedInfo,
@@ -42,9 +48,10 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
         not fit the config or its shape.
     """
     recipe = read_recipe(source, files)
-    if recipe is None:
-        return source
     stored = source.tensors
+    if recipe is None:
+        _check_plain(source)
+        return source
     if pickled := [t.file for t in stored.values() if t.file.suffix in PICKLED]:
         raise CheckpointError(
             f"{pickled[0]}: quantized weights are read from safetensors files only"
@@ -76,6 +83,18 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
         info = q.parts["weight"][1]
         tensors[name] = TensorInfo(info.file, q.scheme.matrix(info.shape), "bfloat16")
     return replace(source, tensors=tensors, quantized=quantized)
+
+
+def _check_plain(source: Source) -> None:
+    """Raises CheckpointError if there are tensors of a quantizer, but no recipe."""
+    words = WEIGHTS - {"weight"}
+    name = next((n for n in source.tensors if _split(n)[1] in words), None)
+    if name is not None:
+        files = ", ".join(RECIPE_FILES)
+        raise CheckpointError(
+            f"{source.tensors[name].file}: {name}: is quantized, but config.json has "
+            f"no {CONFIG}; copy the quantizer's own file next to it ({files})"
+        )
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes  # the import also makes NumPy and safetensors support bfloat16
@@ -37,7 +38,8 @@ INDEX = ".index.json"  # ending of the file that maps tensors to shards
 PICKLED = (".bin", ".pt")
 F8 = "F8_E4M3"
 # Bytes per number of each dtype; all others have 2.
-BYTES = {F8: 1, "I8": 1, "U8": 1, "float32": 4, "I32": 4, "I64": 8, "float64": 8}
+BYTES = {F8: 1, "I8": 1, "U8": 1, "float32": 4, "I32": 4, "U32": 4}
+BYTES |= {"I64": 8, "float64": 8}
 PIECE = 2**24  # numbers of a tensor that are read at a time
 ALIGNMENT = 64  # bytes; XLA:CPU uses arrays with this alignment without a copy
 ADAPTER = "adapter_config.json"
@@ -106,6 +108,8 @@ class Source:
         most one file is open, because the pages that were read count as memory.
       quantized: how the quantized tensors are stored, by their names in `tensors`.
       shapes_from: name of the file that determines the shapes, for messages.
+      unlisted: tensors that an index does not list. Those that the model lacks are
+        ignored.
     """
 
     directory: Path
@@ -113,6 +117,7 @@ class Source:
     opened: dict[Path, dict[str, Any]] = field(default_factory=dict)
     quantized: Mapping[str, PackedInfo] = field(default_factory=dict)
     shapes_from: str = "config.json"
+    unlisted: frozenset[str] = frozenset()
 
     def scheme(self, name: str) -> str | None:
         """Returns a tensor's quantization scheme, such as "nvfp4", "int4_128" or
@@ -365,7 +370,7 @@ def _shards(index: Path) -> tuple[list[Path], dict[str, Any]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map: want a non-empty object")
     shards = []
-    for name in dict.fromkeys(map(str, weight_map.values())):
+    for name in sorted(set(map(str, weight_map.values()))):
         odd = Path(name).name != name or len(name) > MAX_NAME
         if odd or not name.endswith((".safetensors", ".bin")):
             raise CheckpointError(
@@ -392,7 +397,7 @@ def open_source(directory: Path) -> Source:
             "file away to load the weights without it"
         )
     files, weight_map = weight_files(directory)
-    source = open_files(directory, files)
+    source = open_files(directory, files, weight_map)
     if missing := weight_map.keys() - source.tensors.keys():
         raise CheckpointError(
             f"{directory}: the index lists {min(missing)}, but no shard has it"
@@ -421,8 +426,23 @@ def _without_config(directory: Path) -> str:
     )
 
 
-def open_files(directory: Path, files: Sequence[Path]) -> Source:
-    """Lists the tensors of weight files. Reads only headers."""
+def open_files(
+    directory: Path,
+    files: Sequence[Path],
+    weight_map: Mapping[str, Any] = MappingProxyType({}),
+) -> Source:
+    """Lists the tensors of weight files. Reads only headers.
+
+    Args:
+      directory: the checkpoint's directory.
+      files: the files.
+      weight_map: name of the file for each tensor, from an index. It decides which of
+        two files a tensor is read from. Tensors that it does not list are read, too.
+
+    Raises:
+      CheckpointError: a file is damaged, or two files have a tensor and the index does
+        not say which one to read.
+    """
     tensors: dict[str, TensorInfo] = {}
     opened: dict[Path, dict[str, Any]] = {}
     for file in files:
@@ -432,10 +452,18 @@ def open_files(directory: Path, files: Sequence[Path]) -> Source:
             found = {name: _torch_info(file, name, t) for name, t in loaded.items()}
         else:
             found = _safetensors_header(file)
-        if repeated := tensors.keys() & found.keys():
-            raise CheckpointError(f"{file}: {min(repeated)} is also in another shard")
+        for name in sorted(tensors.keys() & found.keys()):
+            wanted = weight_map.get(name)
+            if wanted not in (file.name, tensors[name].file.name):
+                raise CheckpointError(
+                    f"{file}: {name} is also in {tensors[name].file.name}, and no "
+                    "index says which of the two to read"
+                )
+            if wanted != file.name:
+                del found[name]
         tensors |= found
-    return Source(directory, tensors, opened)
+    unlisted = tensors.keys() - weight_map.keys() if weight_map else ()
+    return Source(directory, tensors, opened, unlisted=frozenset(unlisted))
 
 
 def _safetensors_header(file: Path) -> dict[str, TensorInfo]:

@@ -91,7 +91,7 @@ def check_tensors(
     if names is not None and names.mtp_is_last:
         mtp.append(names.layer.format(i=numbered_layers(names, config)))
     for name in sorted(present.keys() - expected.keys() - copies):
-        unused = name.endswith("rotary_emb.inv_freq")
+        unused = name.endswith("rotary_emb.inv_freq") or name in source.unlisted
         unused |= names is not None and name.endswith(names.ignored)
         unused |= name.startswith(tuple(mtp)) and not config.mtp
         # An unshared block may still have the adapters of layers that do not use it.

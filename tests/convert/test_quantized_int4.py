@@ -25,6 +25,9 @@ SCHEMES = {
     "gptq by module": "int4_32+int4_64",
     "auto-round by module": "int4+int4_32+int4_64",
     "auto-round mxfp4": "mxfp4",
+    "mlx": "int4_64",
+    "mlx of 8 bits": "int8",
+    "mlx by module": "int4_32+int8",
     "awq by 64": "int4_64",
     "compressed int4 by channel": "int4_128+int4_64",
     "compressed int4 with unused groups": "int4_64",
@@ -141,14 +144,16 @@ def test_kept(plain, tmp_path, spelling):
     format = open_local(CheckpointFiles(tmp_path / "in")).weight_format("kept")
     counted = weight_bytes(kept.config, format)  # without permutations of columns
     assert 0.9 * size_of(kept.params) < counted <= size_of(kept.params)
-    down = kept.params["layers_1"]["mlp"]["down"]  # of 128 columns
-    if spelling == "gptq by 16":  # there are no panels with such groups
+    down, wanted = (m.params["layers_1"]["mlp"]["down"] for m in (kept, exact))
+    if spelling in ("gptq by 16", "mlx of 8 bits"):  # there are no such panels
         assert str(kept.weight_format) == "bfloat16"
         return
+    if spelling == "mlx by module":  # these have 8 bits
+        down = kept.params["layers_1"]["mlp"]["gate_up"]
+        wanted = exact.params["layers_1"]["mlp"]["gate_up"]
     assert isinstance(down, Panels)
     assert (down.columns is not None) == ("in order" in spelling)
-    wanted = exact.params["layers_1"]["mlp"]["down"]
-    np.testing.assert_allclose(down.matrix(), wanted, rtol=1e-6)
+    np.testing.assert_allclose(down.matrix(), wanted, rtol=1e-6, atol=1e-7)
     tokens = np.random.default_rng(0).integers(0, hf.VOCAB, (1, 12))
     ours, theirs = (np.asarray(stree_jax.score(m, tokens)) for m in (kept, exact))
     limit = (

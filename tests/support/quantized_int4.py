@@ -146,6 +146,38 @@ def compressed(size, symmetric=True, groups=None):
     return store
 
 
+def mlx(size, bits=4):
+    """MLX's affine weights: scale * q + bias, with numbers from the lowest bits on."""
+
+    def store(module, w):
+        if w.shape[1] % size:
+            return None
+        groups = groups_of(w.shape[1], size)
+        scale = np.zeros((len(w), groups.max() + 1), BF16)
+        bias = np.zeros_like(scale)
+        for g in range(groups.max() + 1):
+            some = w[:, groups == g]
+            scale[:, g] = ((some.max(1) - some.min(1)) / (2**bits - 1)).astype(BF16)
+            bias[:, g] = some.min(1).astype(BF16)
+        bias[0, 0] = w[0, groups == 0].max()
+        scale[0, 0] *= -1  # as MLX does where the largest weight is exact
+        each, low = (a.astype(np.float64)[:, groups] for a in (scale, bias))
+        q = np.clip(np.rint((w - low) / each), 0, 2**bits - 1).astype(np.uint32)
+        per_word = 32 // bits
+        packed = np.zeros((len(w), w.shape[1] // per_word), np.uint32)
+        for i in range(per_word):
+            packed |= q[:, i::per_word] << np.uint32(bits * i)
+        return {"weight": packed, "scales": scale, "biases": bias}, each * q + low
+
+    return store
+
+
+def mlx_by_module(module, w):
+    if module == "lm_head":
+        return None
+    return (mlx(64, 8) if module.endswith("down_proj") else mlx(32))(module, w)
+
+
 def mxfp4(w):
     """Returns codes [m, k], exponents plus 127 [m, k / 32], and the exact weight."""
     exponents = np.floor(np.log2(largest(w, (1, 32)))).astype(np.int64) - 2
@@ -311,6 +343,18 @@ SPELLINGS = {
         auto_round_config(
             "auto_round:llm_compressor", data_type="mx_fp", quant_method="auto_round"
         ),
+    ),
+    "mlx": (mlx(64), {"group_size": 64, "bits": 4, "mode": "affine"}),
+    "mlx of 8 bits": (mlx(64, 8), {"group_size": 64, "bits": 8}),
+    "mlx by module": (
+        mlx_by_module,
+        {
+            "group_size": 32,
+            "bits": 4,
+            "lm_head": False,
+            "model.layers.0.mlp.down_proj": {"group_size": 64, "bits": 8},
+            "model.layers.1.mlp.down_proj": {"group_size": 64, "bits": 8},
+        },
     ),
     "awq by 64": (awq(64), awq_config(64, version="GEMM")),
     "compressed int4": (compressed(32), packed_config(32, **LLM_COMPRESSOR)),
