@@ -174,8 +174,9 @@ def read_recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
     if all(config.get(name, None) is None for name in (CONFIG, OLD_CONFIG)):
         text = config.object(TEXT_CONFIG)  # of a multimodal model
         config = text if text.get(CONFIG, None) is not None else config
+    others = (MLX_CONFIG,) if _is_mlx(config) else ()
     names = [
-        n for n in (CONFIG, OLD_CONFIG, MLX_CONFIG) if config.get(n, None) is not None
+        n for n in (CONFIG, OLD_CONFIG, *others) if config.get(n, None) is not None
     ]
     if not names:
         return _recipe_of_file(source, files)
@@ -198,11 +199,16 @@ def _recipe_of_file(source: Source, files: CheckpointFiles) -> Recipe | None:
     return None
 
 
+def _is_mlx(fields: ConfigFields) -> bool:
+    """True if there are weights in the dtype that only MLX uses for them."""
+    return any(info.dtype == "U32" for info in fields.tensors.values())
+
+
 def _recipe(fields: ConfigFields, usual: Any = REQUIRED) -> Recipe:
     """Reads the schemes from a quantizer's fields. `usual` is the method if they name
     none."""
-    if usual is REQUIRED and {"bits", "group_size"} <= fields.values.keys():
-        usual = "mlx"  # the only one that does not name itself
+    if usual is REQUIRED and _is_mlx(fields):
+        usual = "mlx"  # the only quantizer that does not name itself
     method = fields.get("quant_method", usual)
     match method:
         case "modelopt" | "modelopt_fp4" | "modelopt_mixed":
@@ -466,14 +472,16 @@ def _mlx(fields: ConfigFields) -> Recipe:
 
 
 def _affine(fields: ConfigFields) -> Scheme:
-    mode, bits = fields.get("mode", "affine"), fields.get("bits", 4)
+    """Returns the scheme of MLX's fields."""
+    mode, bits = fields.get("mode", "affine"), fields.size("bits", 4)
     if mode != "affine" or bits not in (4, 8):
         raise fields.error(
             "bits" if mode == "affine" else "mode",
-            f"{reprlib.repr(mode)} weights of {reprlib.repr(bits)} bits by MLX are not "
+            f"{reprlib.repr(mode)} weights of {bits} bits by MLX are not "
             "supported (known: affine weights of 4 or 8 bits)",
         )
-    return affine(bits, fields.choice("group_size", 64, GROUPS))
+    fields.choice("group_size", 64, GROUPS)
+    return affine(bits, fields.size("group_size", 64))
 
 
 def _first(fields: ConfigFields, *names: str) -> str:
