@@ -512,7 +512,7 @@ def _compressed(fields: ConfigFields) -> Recipe:
     named: dict[str, Scheme] = {}
     patterned: list[tuple[re.Pattern[str], Scheme | None]] = []
     classes: list[tuple[str, Scheme]] = []
-    for name in reversed(groups.values):
+    for name in reversed(list(groups.values)):
         group = groups.object(name)
         if group.get("weights", None) is None:  # only activations are quantized
             continue

@@ -462,7 +462,7 @@ def open_files(
             if wanted != file.name:
                 del found[name]
         tensors |= found
-    unlisted = tensors.keys() - weight_map.keys() if weight_map else ()
+    unlisted = tensors.keys() - weight_map.keys() if weight_map else set[str]()
     return Source(directory, tensors, opened, unlisted=frozenset(unlisted))
 
 

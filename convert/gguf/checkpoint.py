@@ -34,7 +34,7 @@ PARTS_OF_MODELS = {
     "mmproj": "it encodes images for a model; open the model's own file for text",
     "imatrix": "it is for quantizing a model; open the model's own file",
 }
-SCALE, INPUT_SCALE = "scale", "input_scale"  # last components of names, beside "weight"
+SCALE, INPUT_SCALE = "scale", "input_scale"  # last parts of names
 QUANTIZED = "bfloat16"  # default dtype for tensors of blocks
 
 
@@ -164,7 +164,9 @@ def _factors(header: Header, scales: set[str], name: str) -> tuple[float, ...]:
     if not name.endswith(".weight") or scale not in scales:
         return ()
     stored, matrix = header.tensors[scale], header.tensors[name]
-    wanted = [(1,)] + [matrix.shape[:1]] * (len(matrix.shape) == 3)
+    wanted: list[tuple[int, ...]] = [(1,)]
+    if len(matrix.shape) == 3:
+        wanted.append(matrix.shape[:1])
     if stored.kind.name != "F32" or stored.shape not in wanted:
         shown = " or ".join(str(list(shape)) for shape in wanted)
         raise CheckpointError(
