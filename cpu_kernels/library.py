@@ -1,7 +1,9 @@
 """Loads the compiled kernels and chooses the CPU instructions that they may use."""
 
 import ctypes
+import logging
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +13,9 @@ import jax
 VARIABLE = "STREE_JAX_CPU_KERNELS"
 # Levels of instructions, numbered as in src/levels.cc.
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
+FILES = "_native*.so"
+
+log = logging.getLogger("stree_jax")
 
 
 class Library(NamedTuple):
@@ -29,9 +34,9 @@ class Library(NamedTuple):
 @cache
 def library() -> Library:
     """Loads the kernels and registers them with XLA, once per process."""
-    files = sorted(Path(__file__).parent.glob("_native*.so"))
+    files = sorted(Path(__file__).parent.glob(FILES))
     if not files:
-        return Library(None, "not built: there was no C++ compiler")
+        return Library(None, _why_not_built())
     try:
         loaded = ctypes.CDLL(str(files[0]))
         for target in _text_of(loaded.stree_kernels).split():
@@ -41,6 +46,46 @@ def library() -> Library:
         # Built for another machine, or for a jaxlib with another interface.
         return Library(None, " ".join(str(error).split()))
     return Library(tuple(_text_of(loaded.stree_instructions).split()), None)
+
+
+def _why_not_built() -> str:
+    """Returns why there is no file of kernels, and what to do about it."""
+    if sys.platform == "win32":
+        return "not built: they need Linux or macOS"
+    sources = _source_folder()
+    if sources is None:
+        return (
+            "not built when stree-jax was installed; install it again where a C++17 "
+            "compiler works"
+        )
+    build = f"run `pip install -e {sources}`, which needs a C++ compiler"
+    installed = _installed_with_kernels(sources)
+    if installed is None:
+        return f"not built in the source folder {sources}; {build}"
+    return (
+        f"not built in the source folder {sources}, which Python imports instead of "
+        f"the package in {installed}; {build}, or start Python in another folder"
+    )
+
+
+def _source_folder() -> Path | None:
+    """Returns the folder of the repository that this package is imported from, or None
+    if it is an installed copy, which has no C++ sources."""
+    here = Path(__file__).resolve().parent
+    return here.parent if (here / "src").is_dir() else None
+
+
+def _installed_with_kernels(sources: Path) -> Path | None:
+    """Returns a folder of `sys.path` with another copy of the package that has
+    kernels."""
+    folders = (Path(entry) for entry in sys.path)
+    others = (folder for folder in folders if folder.resolve() != sources)
+    found = (
+        folder
+        for folder in others
+        if any((folder / "stree_jax" / "cpu_kernels").glob(FILES))
+    )
+    return next(found, None)
 
 
 def _text_of(function: Any) -> str:
@@ -75,9 +120,25 @@ def available() -> bool:
     """True if programs compiled in this process will most likely run the kernels.
 
     Exported programs and programs for another device may not. A wrong answer only costs
-    time.
+    time. Warns once per process if a source folder lacks its kernels.
     """
-    return level() is not None and jax.default_backend() == "cpu"
+    allowed, on_cpu = level() is not None, jax.default_backend() == "cpu"
+    if on_cpu and not allowed and os.environ.get(VARIABLE) != "off":
+        _warn_of_source_folder()
+    return allowed and on_cpu
+
+
+@cache
+def _warn_of_source_folder() -> None:
+    """Logs one line, once per process, if a source folder lacks its kernels.
+
+    An installed package without kernels is not warned of: there was no compiler.
+    """
+    if _source_folder() is not None and sys.platform != "win32":
+        log.warning(
+            "decoding is slow here: the CPU kernels of stree-jax are %s",
+            library().absent,
+        )
 
 
 def describe() -> str:

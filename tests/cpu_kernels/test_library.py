@@ -1,9 +1,13 @@
 """Test loading the compiled kernels, and the variable that restricts them."""
 
 import ctypes
+import os
 import platform
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,5 +113,93 @@ def test_everything_works_without_a_library(content, tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(module, "library", module.library.__wrapped__)
     assert cpu_kernels.level() is None
-    reason = r"not built: .*" if content is None else ".+"
+    reason = r"not built when stree-jax was installed; .*" if content is None else ".+"
     assert re.fullmatch(rf"none \({reason}\)", cpu_kernels.describe())
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A clone whose kernels were never built: the files that Python imports first."""
+    root = tmp_path_factory.mktemp("clone").resolve()
+    (root / "stree_jax").mkdir()
+    for name in ("__init__.py", "version.py"):
+        shutil.copy(ROOT / "stree_jax" / name, root / "stree_jax")
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "cpu_kernels", root / "cpu_kernels", ignore=ignored)
+    (root / "stree_jax" / "cpu_kernels").symlink_to("../cpu_kernels")
+    return root
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder of packages with an installed copy that has kernels."""
+    root = tmp_path_factory.mktemp("site").resolve()
+    kernels = root / "stree_jax" / "cpu_kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "_native.abi3.so").touch()
+    return root
+
+
+def python(clone, *args, path=None, **options):
+    """Runs Python in the clone. Returns (standard output, lines of standard error)."""
+    env = os.environ | {"PYTHONPATH": str(path or "")} | options.pop("env", {})
+    env.setdefault(VARIABLE, "")
+    done = subprocess.run(
+        [sys.executable, *args],
+        cwd=clone,
+        env=env,
+        text=True,
+        capture_output=True,
+        check=True,
+        **options,
+    )
+    return done.stdout, done.stderr.splitlines()
+
+
+USED_TWICE = """
+from stree_jax import cpu_kernels
+print(cpu_kernels.available(), cpu_kernels.available())
+"""
+
+
+@pytest.mark.parametrize("how", ["-c", "a file as standard input"])
+def test_a_clone_that_hides_an_installed_package_warns_once(how, clone, site):
+    """`pip install .` builds kernels elsewhere, and Python imports the clone."""
+    args, text = (["-c", USED_TWICE], None) if how == "-c" else (["-"], USED_TWICE)
+    out, err = python(clone, *args, path=site, input=text)
+    assert out == "False False\n"
+    (line,) = err
+    assert f"not built in the source folder {clone}" in line
+    assert f"instead of the package in {site}" in line
+    assert f"`pip install -e {clone}`" in line
+
+
+def test_the_module_says_why_a_clone_has_no_kernels(clone, site):
+    """It blamed a missing compiler."""
+    for path in (None, site):
+        out, err = python(clone, "-m", "stree_jax.cpu_kernels", path=path)
+        assert err == []
+        assert out.startswith(
+            f"CPU kernels: none (not built in the source folder {clone}"
+        )
+        assert f"pip install -e {clone}" in out
+        assert (str(site) in out) == (path is site)
+
+
+def test_kernels_that_are_switched_off_are_no_reason_to_warn(clone, site):
+    out, err = python(clone, "-c", USED_TWICE, path=site, env={VARIABLE: "off"})
+    assert (out, err) == ("False False\n", [])
+
+
+@built
+def test_a_clone_with_kernels_does_not_warn():
+    assert python(ROOT, "-c", USED_TWICE) == ("True True\n", [])
+
+
+def test_an_installed_package_without_kernels_does_not_warn(clone, tmp_path):
+    """There was no compiler, which is not a mistake."""
+    ignored = shutil.ignore_patterns("src")
+    shutil.copytree(clone / "stree_jax", tmp_path / "stree_jax", ignore=ignored)
+    assert python(tmp_path, "-c", USED_TWICE) == ("False False\n", [])
+    out, _ = python(tmp_path, "-m", "stree_jax.cpu_kernels")
+    assert out.startswith("CPU kernels: none (not built when stree-jax was installed")
