@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-fast test-real format lint types check wheel-test wheels \
+.PHONY: demo test test-long test-fast test-real test-peers format lint types check wheel-test wheels \
   release-check gpu-check gpu-test docs docs-serve clean
 
 KERNELS := setup.py $(wildcard cpu_kernels/src/*)
@@ -55,6 +55,11 @@ REAL := .venv-real/bin
 
 test-real: .venv-real/.done
 	$(REAL)/pytest -q -m real tests/real
+
+# The tests of llama.cpp's own repository, from a package of PyPI (77 MB). `PEERS=FOLDER`
+# keeps the download there.
+test-peers: .venv/.test
+	STREE_JAX_TEST_PEERS=$(PEERS) $(BIN)/pytest -q -rP -m peers tests/peers
 
 # Fixes what ruff can fix, and formats.
 format: .venv/.test
