@@ -88,10 +88,21 @@ def test_a_client_that_stops_reading_frees_its_row(served):
     ):
         with pytest.raises(refused):
             wrong.pop("client", client).completions.create(**long | wrong)
-    with pytest.raises(openai.BadRequestError, match="no chat template"):
-        message = {"role": "user", "content": "hello"}
-        client.chat.completions.create(model="demo", messages=[message])
     assert [model.id for model in client.models.list()] == ["demo"]
+
+
+def test_the_bundled_model_chats(served):
+    """Its template puts each message on lines of its own."""
+    messages = [{"role": "system", "content": "import os"}]
+    messages += [{"role": "user", "content": "def f(x):"}]
+    chunks = served.client().chat.completions.create(
+        model="demo", messages=messages, stream=True, max_tokens=12, temperature=0
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    target = stree_jax.load("demo", dtype="float32")
+    options = dict(max_new_tokens=12, drafter=None)
+    wanted = stree_jax.generate(target, "import os\ndef f(x):\n", **options)
+    assert text == wanted.texts[0]
 
 
 def test_a_port_in_use_is_one_line(served):

@@ -28,13 +28,10 @@ def folder(stand_ins, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server():
     """The port of a server of the bundled pair, for blocks that ask one."""
     port = snippets.free_port()
-    template = tmp_path_factory.mktemp("server") / "template.jinja"
-    template.write_text(snippets.TEMPLATE)
-    options = "--drafter", "none", "--chat-template", str(template)
-    with snippets.served(port, *options) as process:
+    with snippets.served(port, "--drafter", "none") as process:
         snippets.wait_until_ready(port, process)
         yield port
 
