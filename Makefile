@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-fast test-real test-peers format lint types check wheel-test wheels \
+.PHONY: demo test test-long test-fast test-real test-peers format lint types check wheel-test \
+  clone-test wheels \
   release-check gpu-check gpu-test docs docs-serve clean
 
 KERNELS := setup.py $(wildcard cpu_kernels/src/*)
@@ -76,6 +77,10 @@ types: .venv/.test
 # The built wheel, in a virtual environment and a folder of its own.
 wheel-test: .venv/.test
 	tests/wheel_smoke.sh $(PYTHON)
+
+# README's lines in a new clone and environment, without make.
+clone-test:
+	tests/clone_smoke.sh $(PYTHON)
 
 check: lint types test wheel-test
 

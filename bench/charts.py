@@ -36,7 +36,7 @@ def style_of(i: int) -> dict[str, Any]:
 def check_matplotlib() -> None:
     """Raises ValueError where the extra is not installed."""
     if find_spec("matplotlib") is None:
-        raise ValueError("figures need matplotlib; pip install 'stree-jax[bench]'")
+        raise ValueError("figures need matplotlib; pip install matplotlib")
 
 
 def panels(columns: int, report: dict[str, Any], title: str) -> "tuple[Figure, list]":

@@ -71,7 +71,7 @@ def write_gguf(config: ModelConfig, params: Any, dtype: str, path: Path) -> int:
         cannot be divided into blocks of Q8_0, or the package gguf is missing.
     """
     if find_spec("gguf") is None:
-        raise ValueError("writing GGUF needs gguf; pip install 'stree-jax[bench]'")
+        raise ValueError("writing GGUF needs gguf; pip install gguf")
     import gguf
 
     arch, kind = arch_of(config), gguf.GGMLQuantizationType[KINDS[dtype]]

@@ -504,8 +504,8 @@ def _load_bin(file: Path) -> dict[str, Any]:
         import torch
     except ImportError as error:
         raise CheckpointError(
-            f"{file}: reading {file.suffix} files needs torch; pip install "
-            "'stree-jax[torch]', or convert the file to safetensors"
+            f"{file}: reading {file.suffix} files needs torch; pip install torch, "
+            "or convert the file to safetensors"
         ) from error
     try:
         zipped = zipfile.is_zipfile(file)  # torch before 1.6 wrote plain pickles

@@ -19,14 +19,13 @@ import numpy as np
 import stree_jax
 from stree_jax.models import cast_params
 from tests.support.chains import logits_of_chain
-from tests.support.tiny import tiny, tiny_delta, tiny_kda, tiny_mamba1
+from tests.support.tiny import tiny, tiny_delta, tiny_kda
 
 DTYPES = ("float32", "bfloat16", "int8")
 KINDS = {
     "mamba2": lambda: tiny(1, layers=("mamba", "mamba")),
     "hybrid": lambda: tiny(1),
     "attention": lambda: tiny(1, layers=("attention", "mlp")),
-    "mamba1": lambda: tiny_mamba1(1),
     "delta": lambda: tiny_delta(1),
     "kda": lambda: tiny_kda(1),
 }

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -13,9 +14,12 @@ from pathlib import Path
 import pytest
 
 import stree_jax
+from stree_jax import cpu_kernels
+from stree_jax.cli.main import build_parser
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, CIBUILDWHEEL = PYPROJECT["project"], PYPROJECT["tool"]["cibuildwheel"]
 EXTRAS = PROJECT["optional-dependencies"]
 FOR_USERS = ("train", "torch", "gguf", "bench", "serve")  # each is a part of "all"
 CODE = ("stree_jax", "models", "convert", "bench", "cpu_kernels", "pallas_kernels")
@@ -33,9 +37,8 @@ def modules_of(requirements):
 
 
 def test_every_folder_of_code_is_in_the_wheel():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    packages = settings["setuptools"]["packages"]
-    folders = settings["setuptools"]["package-dir"]
+    settings = PYPROJECT["tool"]["setuptools"]
+    packages, folders = settings["packages"], settings["package-dir"]
     assert set(packages) == set(folders)
     rooms = {"stree_jax", "models", "pallas_kernels", "cpu_kernels", "convert", "bench"}
     found = {
@@ -164,7 +167,34 @@ def test_core_commands_run_without_extras_and_others_name_theirs(tmp_path):
         for i in ends:
             package = lines[i].partition(" ")[0]
             assert package in lines[i - 1]
-            assert f"pip install 'stree-jax[{extra}]'" in lines[i - 1]
+            # By name: the package itself may come from a clone, a wheel or an index
+            advice = lines[i - 1].partition("pip install ")[2].split()
+            wanted = {"matplotlib"} if extra == "bench" else modules_of(EXTRAS[extra])
+            assert modules_of(advice) == wanted
+
+
+def test_the_commands_that_test_a_published_wheel_work():
+    """They run only in a release."""
+    for command in CIBUILDWHEEL["test-command"]:
+        program, *words = shlex.split(command)
+        if program == "stree-jax":
+            build_parser().parse_args(words)
+            continue
+        assert (program, words[0]) == ("python", "-c")
+        for node in ast.walk(ast.parse(words[1])):
+            if isinstance(node, ast.Attribute):
+                assert hasattr(cpu_kernels, node.attr)
+
+
+def test_no_message_or_page_names_the_package_on_an_index():
+    """There may be no release: clones and packages' own names always work."""
+    folders = [ROOT / folder for folder in (*CODE, "docs", "examples")]
+    pages = [file for folder in folders for file in folder.rglob("*.*")]
+    for page in [*pages, ROOT / "README.md", ROOT / "Dockerfile"]:
+        if page.suffix in (".py", ".md", ".ipynb", ""):
+            assert not re.search(r"pip install '?stree-jax", page.read_text("utf-8")), (
+                page
+            )
 
 
 def test_metadata_is_what_package_indexes_show():

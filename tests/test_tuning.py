@@ -33,6 +33,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(step_times, "_known", {})
     monkeypatch.setattr(step_times, "_doubted", {})
     monkeypatch.setattr(step_times, "_to_measure", set())
+    monkeypatch.setattr(step_times, "_announced", set())
     return tmp_path / "kept"
 
 
@@ -79,6 +80,21 @@ def test_times_are_measured_once_and_stored(target, folder, measured, monkeypatc
     assert len(measured) == 1 and result.tree_sizes == (1, 4)
     stree_jax.tune(target, tree=TREE)  # tune always measures again
     assert len(measured) == 2
+
+
+def test_a_measurement_is_announced_once(target, folder, measured, monkeypatch, caplog):
+    """It was for sampled rows, and whenever measured times turned out too long."""
+    caplog.set_level("INFO", "stree_jax")
+    times_of(target)
+    times_of(target, sampled=True)
+    step_times._to_measure.update(step_times._known)
+    times_of(target)
+    assert len(measured) == 3
+    said = "measuring steps of this model on this machine"
+    assert caplog.messages == [f"{said} (once)"]
+    monkeypatch.setenv("STREE_JAX_CACHE", "off")
+    times_of(target, tree="auto:1,8")
+    assert caplog.messages[1:] == [f"{said} (STREE_JAX_CACHE is off: in every process)"]
 
 
 def test_times_are_stored_for_each_configuration(target, drafter, folder, measured):

@@ -183,8 +183,7 @@ def _decoder(file: Path, kind: Kind) -> Callable[[np.ndarray], np.ndarray]:
         import gguf
     except ImportError as error:
         raise CheckpointError(
-            f"{file}: {kind.name} weights are read by gguf; "
-            "pip install 'stree-jax[gguf]'"
+            f"{file}: decoding {kind.name} weights needs gguf; pip install gguf"
         ) from error
     numbered = gguf.GGMLQuantizationType(kind.number)
     return lambda blocks: gguf.quants.dequantize(blocks, numbered)

@@ -124,5 +124,5 @@ def drafting_line(rows: Sequence[dict[str, Any]]) -> str:
     line += f"; target passes: {', '.join(passes)}"
     expected = [row["expected_tokens"] for row in rows]
     if None not in expected:
-        line += f"; {sum(expected):.0f} of {count} tokens predicted"
+        line += f"; tree auto expected {sum(expected):.0f} tokens"
     return line + "]"

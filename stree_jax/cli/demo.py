@@ -19,7 +19,6 @@ from stree_jax.cli.chat import (
     read_chat_template,
     read_special_tokens,
 )
-from stree_jax.cli.common import print_status
 from stree_jax.cli.comparison import median_run, timed_in_turn
 from stree_jax.cli.conversation import parameters_in_words
 from stree_jax.cli.terminal import waiting, working
@@ -90,15 +89,11 @@ def run_demo(args: argparse.Namespace) -> int:
       ValueError: the file of --model cannot be used.
     """
     path = installed_model() if args.model is None else str(args.model)
-    if path is not None and args.model is None and find_spec("gguf") is None:
-        print_status(
-            f"stree-jax: {path} needs the package gguf to be read (pip install gguf); "
-            "using the bundled pair"
-        )
-        path = None
     name = "the bundled pair" if path is None else path
+    # Without the package gguf, quantized weights are kept as they are in the file.
+    dtype = DTYPE if path is None or find_spec("gguf") is not None else None
     with waiting(f"reading {name}"):
-        target = load("demo" if path is None else path, dtype=DTYPE)
+        target = load("demo" if path is None else path, dtype=dtype)
         drafter: Any = "lookup"
         if path is None:
             drafter = load("demo-drafter", dtype=DTYPE)

@@ -44,6 +44,8 @@ and Ctrl-C let running requests finish, at most --grace seconds.""",
     "stree-jax serve --model model-Q4_K_M.gguf --memory 8GB --rows 8 --port 8080",
 )
 
+PACKAGES = "starlette uvicorn h11 prometheus-client"  # of the extra "serve"
+
 
 def add_serve_options(p: argparse.ArgumentParser) -> None:
     p.epilog = NOTES
@@ -107,7 +109,7 @@ def run_serve(args: argparse.Namespace) -> int:
         from stree_jax.server import run
     except ImportError as error:
         raise ValueError(
-            f"serve: {error.name} is not installed: pip install 'stree-jax[serve]'"
+            f"serve: {error.name} is not installed: pip install {PACKAGES}"
         ) from error
     from stree_jax.cli.chat import given_template
     from stree_jax.server.origins import origins_named, with_origins

@@ -99,6 +99,7 @@ PLAINLY = (0, 0)
 _known: dict[str, Measured] = {}  # times measured or read by this process
 _doubted: dict[str, int] = {}  # number of times that an entry turned out too long
 _to_measure: set[str] = set()  # keys to measure again
+_announced: set[str] = set()  # models and drafters whose measurement was logged
 
 
 def with_times(spec: Spec, times: StepTimes) -> Spec:
@@ -252,6 +253,7 @@ def _kept(spec: Spec, key: str) -> Measured | None:
 
 def measured_anew(spec: Spec, decoding: Decoding) -> Measured:
     """Measures this machine's times and stores them in place of older ones."""
+    _announce(spec)
     key, times = key_of(spec, *_shape_of(decoding)), measured(spec, decoding)
     if key in _to_measure:
         times = _shorter(times, _known.get(key))
@@ -323,9 +325,24 @@ def _ways(spec: Spec) -> list[Way]:
     return ways
 
 
+def _announce(spec: Spec) -> None:
+    """Logs, once per process for a model and its drafter, that steps are measured.
+
+    They are measured again for batches of another kind, and if a decoding was faster
+    than measured.
+    """
+    assert isinstance(spec.policy, AdaptivePolicy)
+    assert isinstance(spec.drafter, AdaptiveDrafter)
+    key = f"{model_key(spec.target)} {spec.drafter.key()} {spec.policy.tree.sizes}"
+    if key in _announced:
+        return
+    _announced.add(key)
+    kept = "once" if cache_folder() else "STREE_JAX_CACHE is off: in every process"
+    log.info("measuring steps of this model on this machine (%s)", kept)
+
+
 def measured(spec: Spec, decoding: Decoding) -> Measured:
     """Measures the time of each kind of step, alternately, on copies of a batch."""
-    log.info("measuring steps of this model on this machine (once)")
     ways, began = _ways(spec), time.perf_counter()
     seconds: dict[Way, list[float]] = {way: [] for way in ways}
     compiled = False

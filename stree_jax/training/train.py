@@ -165,7 +165,7 @@ class Examples:
 def check_optax() -> None:
     """Raises ValueError if the extra that training needs is not installed."""
     if find_spec("optax") is None:
-        raise ValueError("training needs optax; pip install 'stree-jax[train]'")
+        raise ValueError("training needs optax; pip install optax")
 
 
 def make_optimizer(train: TrainConfig) -> "optax.GradientTransformation":

@@ -77,6 +77,15 @@ def test_an_installed_package_is_found_and_not_imported(
     assert resolve(demo.SMOLLM2) == package / file.name
 
 
+def test_a_quantized_file_needs_no_gguf(file, capsys, monkeypatch):
+    """The demo said that it does, and showed the bundled pair."""
+    monkeypatch.setitem(sys.modules, "gguf", None)  # importing it fails
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    code, out, err = run(capsys, "--model", file, "--max-new-tokens", 4)
+    assert code == 0, err
+    assert out.startswith("Model: model-Q4_1.gguf") and "bcda" in out
+
+
 def test_a_package_that_is_not_installed_is_named(monkeypatch):
     absent = {demo.SMOLLM2: ("no_such_package_at_all", "pip install it")}
     monkeypatch.setattr(resolving, "PACKAGED", absent)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 
 import numpy as np
@@ -95,7 +96,8 @@ def test_lookup_drafts_where_nothing_else_does(folder, capsys, monkeypatch):
     shown, figures = out.split("\n[proposed by: target, {drafter}, <lookup>]\n")
     assert shown.replace("<", "").replace(">", "").endswith(report["text"])
     assert "output identical]\n[proposed by: target " in figures
-    assert "24 tokens predicted]" in figures
+    # An expectation, which may exceed the 24 tokens that there are
+    assert re.search(r"; tree auto expected \d+ tokens\]", figures)
     code, out, _ = run(
         capsys, "tune", "--model", folder / "target", "--tree", "auto:1,4"
     )

@@ -80,7 +80,7 @@ def test_what_is_not_installed_is_named(capsys, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     err = refused(capsys)
-    assert "uvicorn is not installed: pip install 'stree-jax[serve]'" in err
+    assert "uvicorn is not installed: pip install starlette uvicorn h11" in err
 
 
 def test_a_template_spells_a_conversation(tmp_path):

@@ -173,7 +173,7 @@ def test_without_the_package(made, tmp_path, monkeypatch):
     stree_jax.load(file)
     data = np.zeros((1, 34), np.uint8)
     (tmp_path / "f").write_bytes(data.tobytes())
-    with pytest.raises(CheckpointError, match=r"f: Q8_0 .* pip install .*\[gguf\]"):
+    with pytest.raises(CheckpointError, match=r"f: .* Q8_0 .* pip install gguf"):
         read_blocks(tmp_path / "f", "t", KINDS[8], 0, (1, 32), np.float32)
 
 
