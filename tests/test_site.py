@@ -132,3 +132,23 @@ def test_links_that_leave_docs_are_found(tools):
     assert text[begin:end] == "../../bench/RESULTS.md#speed"
     assert links.image_uri("bench/figures/a.png") == "figures/a.png"
     assert not links.image_uri("bench/RESULTS.md")
+
+
+def test_pages_have_edit_links():
+    """MkDocs knows the address of each page; the theme shows it with this feature."""
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)
+    assert "content.action.edit" in settings["theme"]["features"]
+    assert "config.edit_uri" in (TOOLS / "hooks.py").read_text("utf-8")
+
+
+@pytest.mark.parametrize("word", ["Ollama", "llama.cpp", "Docker", "Streaming"])
+def test_the_search_finds_what_newcomers_look_for(word):
+    """The site's search puts headings first."""
+    pages = "\n".join(page.read_text("utf-8") for page in DOCS.rglob("*.md"))
+    assert re.search(rf"^#+ .*\b{re.escape(word)}", pages, re.M)
+
+
+def test_each_docker_file_is_on_a_page():
+    pages = "\n".join(page.read_text("utf-8") for page in DOCS.rglob("*.md"))
+    for file in ROOT.glob("Dockerfile*"):
+        assert f"`{file.name}`" in pages
