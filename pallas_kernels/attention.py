@@ -83,10 +83,26 @@ def tree_attention(
     total = committed.sum(-1) + inside.sum(-1)
     if sink is not None:
         total += jnp.exp(sink - top)[..., 0]
-    out = _product("bksd,bkgts->btkgd", v_cache, rounded(committed))
+    # Values of keys that a query does not see may be NaN, see `faults`.
+    out = jnp.zeros((), jnp.float32)
+    if first is not None:
+        v_cache, fault = _split(v_cache)  # [B, Hk, S]
+        hit = (valid[:, None] & fault[:, :, None]).any(-1)  # [B, Hk, Tq]
+        out = jnp.where(hit.swapaxes(1, 2)[..., None, None], jnp.nan, out)
+    v, fault = _split(v)  # [B, T, Hk]
+    hit = (mask[..., None] & fault[:, None]).any(2)  # [B, Tq, Hk]
+    out = jnp.where(hit[..., None, None], jnp.nan, out)
+    out += _product("bksd,bkgts->btkgd", v_cache, rounded(committed))
     out += _product("bskd,bkgts->btkgd", v, rounded(inside))
     out = out / jnp.transpose(total, (0, 3, 1, 2))[..., None]
     return out.reshape(Bb, Tq, Hq, hd)
+
+
+def _split(v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns values [..., hd] with rows that contain NaN or infinity set to 0, and
+    which rows these are, [...] bool."""
+    fault = ~jnp.isfinite(v).all(-1)
+    return jnp.where(fault[..., None], jnp.zeros((), v.dtype), v), fault
 
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
@@ -139,9 +155,18 @@ def in_blocks(
         s = _product("bkmd,bksd->bkms", q, k) * scale
         return jnp.where(allowed, s, -jnp.inf)
 
-    def sums(s: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        p = jnp.exp(s - m[..., None])
-        return p.sum(-1), _product("bkms,bksd->bkmd", p, v.astype(jnp.float32))
+    def sums(
+        s: jax.Array, m: jax.Array, v: jax.Array, allowed: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        # Values of keys that a query does not see may be NaN, see `faults`.
+        p, v = jnp.exp(s - m[..., None]), v.astype(jnp.float32)
+        if allowed.shape[2] == 1:  # all queries see the same keys
+            v = jnp.where(allowed.swapaxes(2, 3), v, 0.0)
+            return p.sum(-1), _product("bkms,bksd->bkmd", p, v)
+        v, fault = _split(v)
+        hit = (allowed & fault[:, :, None]).any(-1)
+        values = _product("bkms,bksd->bkmd", p, v)
+        return p.sum(-1), jnp.where(hit[..., None], jnp.nan, values)
 
     def add_block(i: jax.Array, seen: Sums) -> Sums:
         m, total, weighted = seen
@@ -152,18 +177,21 @@ def in_blocks(
             new &= place[:, None, None] >= by_query(first)
         s = scores(_rows(k_cache, begin, block), new)
         top = jnp.maximum(m, s.max(-1))
-        more, values = sums(s, top, _rows(v_cache, begin, block))
+        more, values = sums(s, top, _rows(v_cache, begin, block), new)
         kept = jnp.exp(m - top)
         return top, kept * total + more, kept[..., None] * weighted + values
 
     k, v = (z.astype(k_cache.dtype).swapaxes(1, 2) for z in (k, v))
     inside = jnp.broadcast_to(mask[:, None, None], (Bb, 1, groups, Tq, T))
-    s = scores(k, inside.reshape(Bb, 1, groups * Tq, T))
+    inside = inside.reshape(Bb, 1, groups * Tq, T)
+    s = scores(k, inside)
     m = s.max(-1)
     # With S = 0, block is 0, too: avoid the division.
     blocks = (length.max() + block - 1) // block if S else 0
     begin = 0 if first is None or not S else first.min() // block
-    m, total, weighted = lax.fori_loop(begin, blocks, add_block, (m, *sums(s, m, v)))
+    m, total, weighted = lax.fori_loop(
+        begin, blocks, add_block, (m, *sums(s, m, v, inside))
+    )
     if sink is not None:
         each = sink.astype(jnp.float32).reshape(1, Hk, groups, 1)
         each = jnp.broadcast_to(each, (Bb, Hk, groups, Tq)).reshape(m.shape)

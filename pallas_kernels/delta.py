@@ -42,9 +42,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.pallas_kernels.faults import (
+    cleared,
+    decay_faults,
+    faults_of,
+    marked,
+    reached,
+)
 from stree_jax.pallas_kernels.scan import Replayed, exact_split, replay
 
 _HIGHEST = lax.Precision.HIGHEST
+KEYS = ("k", "k_scale", "a")  # the inputs that descendants of a token read
 
 
 class DeltaInputs(NamedTuple):
@@ -198,6 +206,45 @@ def delta_scan(
     Returns:
       y [B, Tq, H, P] float32, and u [B, T, H, P] float32 of all tokens so far.
     """
+    if mask.shape[-1] > 1:
+        inputs, u, fault = _without_faults(inputs, rows, u)
+        hit = reached(mask if rows is None else mask[:, rows], fault)
+        y, solved = _along_paths(inputs, h0, mask, rows, u)
+        return marked(hit, y), marked(reached(mask, fault), solved)
+    return _along_paths(inputs, h0, mask, rows, u)
+
+
+def _without_faults(
+    inputs: DeltaInputs, rows: jax.Array | None, u: jax.Array | None
+) -> tuple[DeltaInputs, jax.Array | None, jax.Array]:
+    """Replaces tokens with NaN or infinity by zeros, see `faults`.
+
+    Args:
+      inputs, rows, u: as in `delta_scan`. Queries are not changed, because no other
+        token reads them.
+
+    Returns:
+      The inputs, u, and which tokens were replaced, [B, T] bool.
+    """
+    fault = faults_of(inputs.k, inputs.k_scale) | decay_faults(inputs.a)
+    own = faults_of(inputs.v, inputs.beta)
+    if u is not None:
+        fault |= faults_of(u)
+        u = cleared(fault, u)
+    fault = fault | own if rows is None else fault.at[:, rows].max(own, mode="drop")
+    keys = {name: cleared(fault, getattr(inputs, name)) for name in KEYS}
+    values = {name: cleared(own, getattr(inputs, name)) for name in ("v", "beta")}
+    return inputs._replace(**keys, **values), u, fault
+
+
+def _along_paths(
+    inputs: DeltaInputs,
+    h0: jax.Array,
+    mask: jax.Array,
+    rows: jax.Array | None,
+    u: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `delta_scan` for finite keys and values."""
     k = _scaled(inputs.k, inputs.k_scale)
     q = _scaled(inputs.q, inputs.q_scale)
     v, beta = inputs.v.astype(jnp.float32), inputs.beta.astype(jnp.float32)
@@ -419,6 +466,8 @@ def delta_chunks(
     """
     batch, T, H, P = inputs.v.shape
     count, pad = -(-T // chunk), -T % chunk
+    inputs, _, fault = _without_faults(inputs, None, None)
+    hit = lax.cummax(fault.astype(jnp.int32), axis=1) > 0
 
     def chunked(z: jax.Array) -> jax.Array:  # [B, T, ...] -> [B * count, chunk, ...]
         z = jnp.pad(z, ((0, 0), (0, pad)) + ((0, 0),) * (z.ndim - 2))
@@ -463,4 +512,4 @@ def delta_chunks(
         return z[:, :T]
 
     y, u = outs
-    return joined(y), joined(u)
+    return marked(hit, joined(y)), marked(hit, joined(u))

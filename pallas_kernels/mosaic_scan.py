@@ -28,6 +28,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.pallas_kernels.dispatch import int32_inside
+from stree_jax.pallas_kernels.faults import (
+    cleared,
+    decay_faults,
+    faults_of,
+    marked,
+    reached,
+)
 from stree_jax.pallas_kernels.scan import (
     Replayed,
     ScanInputs,
@@ -325,6 +332,10 @@ def replay_tree_scan(
       y [B, T, H, P] and the replayed state [B, H, P, N], both float32.
     """
     x, path = inputs.x, past.path
+    fault = faults_of(x, inputs.dt, inputs.B) | decay_faults(inputs.a)
+    hit = reached(mask, fault)
+    names = ("x", "dt", "a", "B")
+    inputs = inputs._replace(**{n: cleared(fault, getattr(inputs, n)) for n in names})
     batch, T, H, P = x.shape
     Q, count = _queries(T), _part_count(x, inputs.B, T, path.shape[1])
     weights = _path_weights(past)
@@ -347,4 +358,4 @@ def replay_tree_scan(
     )
     y, h = kernel(h0, path, past.length, past.x, past.B, weights, decay, *parts)
     skip = inputs.D.astype(jnp.float32).reshape(1, 1, H, -1) * x.astype(jnp.float32)
-    return y[..., :T].transpose(0, 3, 1, 2) + skip, h
+    return marked(hit, y[..., :T].transpose(0, 3, 1, 2) + skip), h

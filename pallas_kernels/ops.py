@@ -32,6 +32,7 @@ from stree_jax.pallas_kernels import (
 )
 from stree_jax.pallas_kernels.delta import DeltaInputs, DeltaReplayed, as_scan
 from stree_jax.pallas_kernels.dispatch import Implementation, Kernel, dispatch
+from stree_jax.pallas_kernels.faults import cleared, decay_faults, faults_of, marked
 from stree_jax.pallas_kernels.scan import Replayed, ScanInputs
 
 
@@ -279,7 +280,10 @@ def chunk_scan(
     Returns:
       y [B, T, H, P] float32.
     """
-    *tokens, D = inputs
+    fault = faults_of(inputs.x, inputs.dt, inputs.B) | decay_faults(inputs.a)
+    hit = lax.cummax(fault.astype(jnp.int32), axis=1) > 0
+    *tokens, C, D = inputs
+    tokens = [*(cleared(fault, z) for z in tokens), C]
     batch, T = inputs.x.shape[:2]
     pad = -T % chunk
     n_chunks = (T + pad) // chunk
@@ -308,4 +312,4 @@ def chunk_scan(
     causal = jnp.broadcast_to(causal, (batch * n_chunks, chunk, chunk))
     parts = ScanInputs(x, dt, a, B, C, D)
     y = tree_scan(parts, before, causal, implementation=implementation)
-    return y.reshape(batch, n_chunks * chunk, *y.shape[2:])[:, :T]
+    return marked(hit, y.reshape(batch, n_chunks * chunk, *y.shape[2:])[:, :T])

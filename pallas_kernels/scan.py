@@ -27,6 +27,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.pallas_kernels.faults import (
+    cleared,
+    decay_faults,
+    faults_of,
+    marked,
+    reached,
+)
+
 _HIGHEST = lax.Precision.HIGHEST
 FORGOTTEN = -128.0  # exp of this or less is 0 in float32: the state is forgotten
 
@@ -115,11 +123,17 @@ def tree_scan(
       y [B, Tq, H, P] float32.
     """
     x, dt, a, B, C, D = (z.astype(jnp.float32) for z in inputs)
+    own_x = x if rows is None else x[:, rows]
+    hit = None
+    if mask.shape[-1] > 1:
+        fault = faults_of(x, dt, B) | decay_faults(a)
+        x, dt, a, B = (cleared(fault, z) for z in (x, dt, a, B))
+        hit = reached(mask if rows is None else mask[:, rows], fault)
     G = B.shape[2]
     hi, lo = (_path_sum(mask, part) for part in exact_split(a))  # [B, H, T] each
-    x_q, mask_q, hi_q, lo_q = x, mask, hi, lo
+    mask_q, hi_q, lo_q = mask, hi, lo
     if rows is not None:
-        x_q, mask_q = x[:, rows], mask[:, rows]
+        mask_q = mask[:, rows]
         hi_q, lo_q = hi[:, :, rows], lo[:, :, rows]
 
     # Mask the exponent before exp: off the path it can be large and positive.
@@ -136,8 +150,9 @@ def tree_scan(
     state = h0.reshape(Bb, G, -1, h0.shape[-1])  # [B, G, H/G * P, N]
     carried = jnp.einsum("bgmn,btgn->bgmt", state, C, precision=_HIGHEST)
     carried = carried.reshape(Bb, H, -1, Tq) * jnp.exp(hi_q + lo_q)[:, :, None]
-    skip = D.reshape(1, 1, H, -1) * x_q
-    return y.reshape(x_q.shape) + jnp.transpose(carried, (0, 3, 1, 2)) + skip
+    skip = D.reshape(1, 1, H, -1) * own_x
+    y = y.reshape(own_x.shape) + jnp.transpose(carried, (0, 3, 1, 2)) + skip
+    return y if hit is None else marked(hit, y)
 
 
 def step_scan(inputs: ScanInputs, h0: jax.Array) -> jax.Array:
@@ -206,7 +221,10 @@ def replay(h0: jax.Array, past: Replayed) -> jax.Array:
       h [B, H, P, N] float32.
     """
     take = jax.vmap(lambda z, p: z[p].astype(jnp.float32))
-    x, B = (take(z, past.path) for z in (past.x, past.B))
+    place = jnp.arange(past.path.shape[1], dtype=jnp.int32)
+    valid = (place[None] < past.length[:, None])[..., None, None]
+    # Entries past the path may be NaN.
+    x, B = (jnp.where(valid, take(z, past.path), 0.0) for z in (past.x, past.B))
     weights, kept = path_weights(past)
     weighted = _grouped(weights[..., None] * x, B.shape[2])  # [B, M, G, H/G, P]
     added = jnp.einsum("bjghp,bjgn->bghpn", weighted, B, precision=_HIGHEST)

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.pallas_kernels.dispatch import int32_inside
+from stree_jax.pallas_kernels.triton_blocks import cleared, faults_of, marked, reached
 
 try:
     from jax.experimental import pallas as pl
@@ -254,18 +255,18 @@ def _attend(
     fold = partial(_fold, refs.q[t, g, :].astype(refs.k.dtype), scale, precision)
     begin = None if refs.first is None else refs.first[t]
 
-    def committed(i: jax.Array, state: State) -> State:
+    def committed(apart: bool, i: jax.Array, state: State) -> State:
         index = _range(i, cut.keys)
         at, seen = jnp.minimum(index, length - 1), (index < length)[None, :]
         if begin is not None:
             seen &= index[None, :] >= begin[:, None]
-        return fold(state, refs.k_cache[at, :], refs.v_cache[at, :], seen)
+        return fold(state, refs.k_cache[at, :], refs.v_cache[at, :], seen, apart)
 
     def inside(i: jax.Array, state: State) -> State:
         index = _range(i, nodes)
         at = jnp.minimum(index, T - 1)
         seen = refs.mask[t[:, None], at[None, :]] & (index < T)[None, :]
-        return fold(state, refs.k[at, :], refs.v[at, :], seen)
+        return fold(state, refs.k[at, :], refs.v[at, :], seen, True)
 
     count = lax.div(length + (cut.keys - 1), cut.keys)
     start = jnp.int32(0)
@@ -285,7 +286,12 @@ def _attend(
         m = jnp.where(here, jnp.maximum(refs.sink[g] * _LOG2E, m), m)
         total = jnp.where(here, 1.0, total)
     state = m, total, jnp.zeros((cut.rows, hd), jnp.float32)
-    state = lax.fori_loop(first, last, committed, state)
+    if begin is not None:  # blocks of which a query sees a part
+        edge = lax.div(begin.max() + (cut.keys - 1), cut.keys)
+        edge = jnp.clip(edge, first, jnp.maximum(first, last))
+        state = lax.fori_loop(first, edge, partial(committed, True), state)
+        first = edge
+    state = lax.fori_loop(first, last, partial(committed, False), state)
     m, total, a = lax.fori_loop(0, steps, inside, state)
 
     if cut.splits == 1:
@@ -304,14 +310,22 @@ def _fold(
     keys: jax.Array,
     values: jax.Array,
     seen: jax.Array,
+    apart: bool,
 ) -> State:
-    """Updates (m, l, a) of the rows q with a block of keys; see the module's
-    docstring."""
+    """Updates (m, l, a) of the rows q with a block of keys; see the module's docstring.
+
+    If the queries see different keys (`apart`), values with NaN or infinity are
+    replaced by zeros, and the rows that see them become NaN.
+    """
     dot = partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
     m, total, a = state
     s = jnp.where(seen, dot(q, keys.T) * scale, -jnp.inf)
     top = jnp.maximum(m, s.max(1))
     old, p = jnp.exp2(m - top), jnp.exp2(s - top[:, None])
+    if apart:
+        fault = faults_of(values)
+        a = marked(reached(seen, fault), a)
+        values = cleared(fault, values)
     a = old[:, None] * a + dot(p.astype(values.dtype), values)
     return top, old * total + p.sum(1), a
 

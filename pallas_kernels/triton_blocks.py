@@ -156,11 +156,14 @@ def replayer(past: Any, product: Callable[..., jax.Array]) -> Callable[..., jax.
     dt = jnp.where(valid, past.dt[row], 0.0)
     a = jnp.where(valid, past.a[row], 0.0)
     after = jnp.where(j[None] > j[:, None], a[None], 0.0).sum(axis=1)
-    weighted = (jnp.exp(after) * dt)[:, None] * past.x[row, :].astype(jnp.float32)
+    # Entries past the path read row 0, which may be NaN.
+    x = jnp.where(valid[:, None], past.x[row, :].astype(jnp.float32), 0.0)
+    weighted = (jnp.exp(after) * dt)[:, None] * x
     kept = jnp.exp(a.sum())
 
     def replay(state: jax.Array, part: Any) -> jax.Array:
-        return kept * state + product(weighted, past.B[row, part], (0, 0))
+        B = cleared(~valid, past.B[row, part])
+        return kept * state + product(weighted, B, (0, 0))
 
     return replay
 
@@ -177,6 +180,28 @@ def weights(
     difference = (hi_q[:, None] - hi[None]) + (lo_q[:, None] - lo[None])
     decay = jnp.exp(jnp.where(allowed_q, difference, -jnp.inf))
     return jnp.exp(hi_q + lo_q), decay * dt[None]
+
+
+def faults_of(z: jax.Array) -> jax.Array:
+    """Returns which rows of a block [T, S] have NaN or infinity, as [T] bool."""
+    fault = jnp.where(jnp.abs(z.astype(jnp.float32)) < jnp.inf, 0, 1)
+    return fault.max(axis=1) != 0
+
+
+def cleared(fault: jax.Array, z: jax.Array) -> jax.Array:
+    """Returns z [T, S] with the rows in `fault` [T] bool set to 0."""
+    return jnp.where(fault[:, None], jnp.zeros((), z.dtype), z)
+
+
+def marked(hit: jax.Array, z: jax.Array) -> jax.Array:
+    """Returns the float32 z [Tq, S] with the rows in `hit` [Tq] bool set to NaN."""
+    return jnp.where(hit[:, None], jnp.nan, z)
+
+
+def reached(allowed: jax.Array, fault: jax.Array) -> jax.Array:
+    """Returns which queries see a token in `fault` [T] bool, as [Tq] bool, by the mask
+    `allowed` [Tq, T] bool."""
+    return jnp.where(allowed & fault[None], 1, 0).max(axis=1) != 0
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from stree_jax.pallas_kernels import triton_columns
+from stree_jax.pallas_kernels import faults, triton_columns
 from stree_jax.pallas_kernels.delta import DeltaInputs, DeltaReplayed, path_sums
 from stree_jax.pallas_kernels.dispatch import int32_inside
 from stree_jax.pallas_kernels.scan import Replayed
@@ -43,8 +43,12 @@ from stree_jax.pallas_kernels.triton_blocks import (
     Launch,
     Specs,
     Tree,
+    cleared,
+    faults_of,
+    marked,
     numbers,
     product,
+    reached,
     replayer,
     unsupported_sizes,
     weights,
@@ -130,8 +134,8 @@ def _kernel(
     kk, qk, known, carried = sums
 
     place = lax.iota(jnp.int32, key.size)
+    allowed = (mask_q != 0) & (place[None] < T)
     if by_column:
-        allowed = (mask_q != 0) & (place[None] < T)
         pairs = inputs, key, query, row, allowed
         kk, qk = triton_columns.scores(*pairs, blocks.columns)
         grown, weight = jnp.ones_like(k_scale_q), k_scale[None]
@@ -139,14 +143,18 @@ def _kernel(
         grown, weight = weights(mask, mask_q, a, k_scale, T)
     known = (grown * k_scale_q)[:, None] * known
     right = beta[:, None] * (v.astype(jnp.float32) - known)
-    before = (mask_q != 0) & (place[None] < T) & (row[:, None] != place[None])
+    before = allowed & (row[:, None] != place[None])
     left = jnp.where(before, (beta * k_scale_q)[:, None] * weight * kk, 0.0)
+    fault = faults_of(left) | faults_of(right)  # see `faults`
+    left, right = cleared(fault, left), cleared(fault, right)
     if tree.rows is None:
         found = solved = _solved(left, right, before, dot)
     else:
-        solved, found = _solved_rows(tree, left, right, before, dot)
-    u[...] = solved
-    mixed = dot(q_scale[:, None] * weight * qk, found, (1, 0))
+        solved, found, fault = _solved_rows(tree, left, right, before, fault, dot)
+    hit = reached(allowed, fault)
+    u[...] = marked(hit, solved)
+    weight = jnp.where(allowed, q_scale[:, None] * weight * qk, 0.0)
+    mixed = marked(hit, dot(weight, found, (1, 0)))
     y[...] = (grown * q_scale)[:, None] * carried + mixed
 
 
@@ -182,18 +190,21 @@ def _solved_rows(
     left: jax.Array,
     right: jax.Array,
     before: jax.Array,
+    fault: jax.Array,
     dot: Callable[..., jax.Array],
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Solves the system for the queried tokens, from the u of earlier ones.
 
     Args:
       tree: the refs; `rows` and `u` are not None.
       left, before: [Tq, T], as in `_solved`.
       right: [Tq, head] float32.
+      fault: [Tq] bool, queried tokens that are not finite and were set to 0.
       dot: matrix product, see `product`.
 
     Returns:
-      The u of the queried tokens [Tq, head] and of all tokens [T, head].
+      The u of the queried tokens [Tq, head] and of all tokens [T, head]; and which of
+      all tokens were set to 0, [T] bool.
     """
     T, Tq = tree.u.shape[0], tree.rows.shape[0]
     place = lax.iota(jnp.int32, before.shape[1])
@@ -201,12 +212,14 @@ def _solved_rows(
     # Products with `ones` select and scatter rows; they are exact.
     ones = (tree.rows[numbers(Tq)][None] == place[:, None]) & real[None]  # [T, Tq]
     queried = ones.astype(jnp.int32).max(axis=1) != 0
+    earlier = cleared(queried, tree.u[numbers(T), :])
+    lost = faults_of(earlier)
+    earlier, fault = cleared(lost, earlier), reached(ones, fault) | lost
     ones = ones.astype(jnp.bfloat16)
-    earlier = jnp.where(queried[:, None], 0.0, tree.u[numbers(T), :])
     right = right - dot(left, earlier, (1, 0))
     within = dot(left, ones, (1, 0))
     solved = _solved(within, right, before & queried[None], dot)
-    return solved, earlier + dot(ones, solved, (1, 0))
+    return solved, earlier + dot(ones, solved, (1, 0)), fault
 
 
 def _specs(past: Any, tree: Tree, head: int) -> tuple[Any, Tree]:
@@ -240,6 +253,15 @@ def _specs(past: Any, tree: Tree, head: int) -> tuple[Any, Tree]:
     return specs, tree_specs
 
 
+def _sums(mask: jax.Array, a: jax.Array) -> triton_columns.Sums:
+    """Returns the sums of decays a [B, T, H, N] over paths; NaN reaches descendants
+    only, see `faults`."""
+    fault = faults.decay_faults(a)
+    hit = faults.reached(mask != 0, fault)[:, None, :, None]
+    sums = path_sums(mask, faults.cleared(fault, a))
+    return triton_columns.Sums(*(jnp.where(hit, jnp.nan, z) for z in sums))
+
+
 @int32_inside
 def _call(
     h0: jax.Array,
@@ -259,7 +281,7 @@ def _call(
     numbers = ("q_scale", "k_scale", "a", "beta")
     cast = {name: getattr(inputs, name).astype(jnp.float32) for name in numbers}
     if by_column:
-        cast["a"] = triton_columns.Sums(*path_sums(tree.mask, inputs.a))
+        cast["a"] = _sums(tree.mask, inputs.a)
     tree = tree._replace(inputs=inputs._replace(**cast))
     recorded = None
     if past is not None:  # the key's factor has the place of dt, see `delta.as_scan`

@@ -35,8 +35,12 @@ from stree_jax.pallas_kernels.triton_blocks import (
     Launch,
     Specs,
     Tree,
+    cleared,
+    faults_of,
+    marked,
     numbers,
     product,
+    reached,
     replayer,
     unsupported_sizes,
     weights,
@@ -97,7 +101,11 @@ def _kernel(h0: Any, past: Any, tree: Tree, h: Any, y: Any, *, blocks: Blocks) -
     grown, weight = weights(mask, mask_q, a, dt, T)
     D = inputs.D[...].astype(jnp.float32)
     skip = (D if D.ndim == 0 else D[None]) * x_q.astype(jnp.float32)
-    mixed = dot(weight * scores, x, (1, 0))
+    # See `faults`. NaN in B, dt or a of an ancestor is in the weight already.
+    allowed = (mask_q != 0) & (lax.iota(jnp.int32, key.size)[None] < T)
+    weight = jnp.where(allowed, weight * scores, 0.0)
+    fault = faults_of(x)
+    mixed = marked(reached(allowed, fault), dot(weight, cleared(fault, x), (1, 0)))
     y[...] = grown[:, None] * carried + mixed + skip
 
 
