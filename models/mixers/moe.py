@@ -309,7 +309,7 @@ def weighted_experts(
         return (weight[..., None] * y).sum(axis=1)
     h = _biased(product("nd,efd->nef", x, into), bias)
     h = _activated(h, gated, activation)
-    h = h * _table(chosen, weight, E)[..., None]
+    h = _weighted(h, _table(chosen, weight, E))
     return product("nef,edf->nd", h, down)
 
 
@@ -325,6 +325,13 @@ def _biased(
 
 def _activated(h: jax.Array, gated: bool, activation: Activation) -> jax.Array:
     return (activate_gated if gated else activate)(h, activation)
+
+
+def _weighted(h: jax.Array, weights: jax.Array) -> jax.Array:
+    """Multiplies results h [..., f] of experts by their weights [...]. An expert of
+    weight 0 counts as 0, even where it overflows."""
+    weights = weights[..., None]
+    return jnp.where(weights == 0, 0.0, weights * h)
 
 
 def _table(chosen: jax.Array, weight: jax.Array, experts: int) -> jax.Array:
@@ -364,7 +371,7 @@ def _stored_experts(
     def add(y: jax.Array, some: Any) -> tuple[jax.Array, None]:
         weights, *matrices = some  # of `together` experts
         each = jax.vmap(of_expert)(*matrices)  # [together, n, d']
-        return y + (weights[..., None] * each).sum(axis=0), None
+        return y + _weighted(each, weights).sum(axis=0), None
 
     most = max(1, MAX_ROWS_AT_ONCE // n)
     together = next(c for c in range(min(most, E), 0, -1) if E % c == 0)

@@ -24,6 +24,7 @@ from stree_jax.models.weights.experts import expert_at
 from stree_jax.models.weights.int8 import INT8
 from stree_jax.models.weights.kept import KEPT
 from stree_jax.models.weights.weight import Packed, take, unit
+from tests.support.native import use
 from tests.support.panel_files import random_blocks
 
 E, WIDTH = 6, 64
@@ -106,3 +107,25 @@ def test_parts_of_experts(format):
     found = [expert_at(some.stack, e).matrix() for e in range(E)]
     np.testing.assert_array_equal(found, wanted)
     assert not stored.divides((slice(0, 1),), 2)
+
+
+def test_an_expert_that_overflows_changes_only_its_tokens(monkeypatch):
+    """All experts run on all tokens here, with weights of 0 for most."""
+    use(monkeypatch, "off")
+    rng = np.random.default_rng(0)
+    x, into, down = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((8, 16), (E, 12, 16), (E, 16, 12))
+    )
+    into[0] *= 1e30  # its activation is infinite
+    chosen = np.asarray([[1 + t % 5, 1 + (t + 2) % 5] for t in range(8)], np.int32)
+    weight = rng.uniform(0.1, 1, chosen.shape).astype(np.float32)
+    wanted = np.zeros((8, 16))
+    for t, k in np.ndindex(chosen.shape):
+        e = chosen[t, k]
+        hidden = np.maximum(into[e].astype(float) @ x[t], 0) ** 2
+        wanted[t] += weight[t, k] * (down[e] @ hidden)
+    options = dict(gated=False, activation="relu2")
+    run = jax.jit(partial(weighted_experts, **options))
+    found = run(x, chosen, weight, jnp.asarray(into), jnp.asarray(down))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
