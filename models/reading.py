@@ -98,12 +98,23 @@ def extend(
     Returns:
       The hidden states [B, T, d] float32, and the state after the tokens.
     """
+    tokens = _filled(tokens, length)
     batch, T = tokens.shape
     nodes = chain_nodes(batch, T, model.config.conv_taps, length=length)
     options = dict(previous=previous)
     hidden, records, state = forward_hidden(model, state, tokens, nodes, **options)
     path = nodes.depth  # row j of a chain is its j-th token
     return hidden, commit(state, records, path, length)
+
+
+def _filled(tokens: jax.Array, length: jax.Array) -> jax.Array:
+    """Returns tokens [B, T] whose padding repeats each row's last valid token.
+
+    A token that no text has may have an embedding of NaN.
+    """
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    last = jnp.maximum(length[:, None] - 1, 0)
+    return jnp.take_along_axis(tokens, jnp.minimum(place, last), axis=1)
 
 
 def prefill(
@@ -130,6 +141,7 @@ def prefill(
     Returns:
       The state after the prompts, and the observer's final value.
     """
+    tokens = _filled(tokens, length)
     batch, config = tokens.shape[0], model.config
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     nodes = chain_nodes(batch, chunk, config.conv_taps)

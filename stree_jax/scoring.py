@@ -68,7 +68,7 @@ def score(model: Model, tokens: Any) -> jax.Array:
     T = tokens.shape[1]
     if tokens.size == 0:
         raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
-    padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)))
+    padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)), mode="edge")
     return _score(base_model(model), padded)[:, :T]
 
 
@@ -201,7 +201,9 @@ def drafter_ranks(
         raise ValueError("prompt: want at least one token, got none")
     size = read.size + tokens.size
     # Pad to whole chunks, so that texts of similar length share compiled programs.
-    both = np.pad(np.concatenate([read, tokens]), (0, -size % PREFILL_CHUNK))
+    both = np.pad(
+        np.concatenate([read, tokens]), (0, -size % PREFILL_CHUNK), mode="edge"
+    )
     guesses = score(drafter, both[None])[0, :, : drafter.config.num_tokens]
     ranks = _rank_of_jit(guesses, jnp.asarray(np.roll(both, -1)))
     return np.asarray(ranks)[read.size - 1 : size - 1]

@@ -264,7 +264,7 @@ ffi::Error best_nodes(S32 tokens, S32 parents, F32 value, S32 kind, Bool guessed
     for (int64_t t = 1; t < T; t++) {
       const int32_t at = place[t];
       const bool exists = at >= 0 && worth[at] > 0;
-      token[t] = exists ? tokens.typed_data()[b * C + at] : 0;
+      token[t] = exists ? tokens.typed_data()[b * C + at] : token[0];
       z[t] = exists ? kind.typed_data()[b * C + at] : static_cast<int32_t>(no_kind);
       v[t] = exists ? worth[at] : 0;
       guess[t] = exists && guessed.typed_data()[b * C + at];

@@ -10,6 +10,7 @@ Letters: B rows, C candidates, T nodes of a tree, K sizes.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Arr
 
     Its first n nodes are the best tree of n nodes, because the value of a child is at
     most its parent's, and children come after their parents. A row with fewer
-    candidates is filled up with nodes of value 0.
+    candidates is filled up with nodes of value 0 and the root's token.
 
     Args:
       pool: the candidates.
@@ -153,7 +154,7 @@ def _best_nodes(pool: Pool, root: jax.Array, *, size: int) -> tuple[jax.Array, .
     best, place = jnp.pad(best, padding), jnp.pad(place.astype(jnp.int32), padding)
     exists = best > 0
 
-    def of(table: jax.Array, fill: int) -> jax.Array:
+    def of(table: jax.Array, fill: Any) -> jax.Array:
         return jnp.where(exists, jnp.take_along_axis(table, place, axis=1), fill)
 
     def with_root(nodes: jax.Array, first: jax.Array) -> jax.Array:
@@ -164,7 +165,7 @@ def _best_nodes(pool: Pool, root: jax.Array, *, size: int) -> tuple[jax.Array, .
     nearest = jnp.where(above > 0, 1 + jnp.argmax(at, axis=2).astype(jnp.int32), 0)
     none = jnp.full_like(root, -1)
     return (
-        with_root(of(pool.tokens, 0), root),
+        with_root(of(pool.tokens, root[:, None]), root),
         with_root(nearest, none),
         with_root(best, jnp.ones(root.shape, jnp.float32)),
         with_root(of(pool.kind, NO_KIND), none + 1 + NO_KIND),
