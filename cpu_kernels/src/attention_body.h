@@ -246,15 +246,64 @@ TARGET inline int64_t first_of(const Attention& a, const Tile& tile, int64_t row
   return a.first ? a.first[tile.b * a.Tq + (tile.first + row) / (a.Hq / a.Hk)] : 0;
 }
 
-// Adds up to KEYS keys and values [count, hd] to the queries' sums. `allowed` (or null) is the
-// mask [Tq, T], from the first of these keys on. `row` is that key's row of the cache, or -1 if the
-// keys are of nodes.
+// The keys of a block that the queries of a tile see. `allowed` (or null) is the mask [Tq, T], from
+// the first of these keys on. `row` is that key's row of the cache, or -1 if the keys are of nodes.
+struct Seen {
+  const uint8_t* allowed;
+  int64_t row, count;
+
+  TARGET const uint8_t* mask_of(const Attention& a, const Tile& tile, int64_t r) const {
+    return allowed ? allowed + (tile.first + r) / (a.Hq / a.Hk) * a.T : nullptr;
+  }
+  // Returns how many of the first keys a row's query does not see.
+  TARGET int64_t hidden(const Attention& a, const Tile& tile, int64_t r) const {
+    const int64_t before = row < 0 ? 0 : first_of(a, tile, r) - row;
+    return before < 0 ? 0 : before < count ? before : count;
+  }
+};
+
+// Returns the values [count, hd] with zeros in place of those that contain NaN or infinity, whose
+// product with the weight 0 of a masked key would be NaN. Adds these to the sums of the queries
+// that see them. Overwrites space.keys if there are any.
+template <class L>
+TARGET __attribute__((noinline)) const typename L::Weight* without_faults(
+    const Attention& a, const Tile& tile, const Space& space, const typename L::Weight* v,
+    const Seen& seen, const Queries& to) {
+  using V = Lanes;
+  auto* const clean = reinterpret_cast<typename L::Weight*>(space.keys);
+  bool any = false;
+  for (int64_t s = 0; s < seen.count; s++) {
+    const typename L::Weight* const value = v + s * a.hd;
+    V::F zeros = V::F{};
+    for (int64_t i = 0; i < a.hd; i += V::W)
+      zeros = V::fma(V::load(value + i, a.hd - i), V::F{}, zeros);
+    if (V::sum(zeros) == 0.0f) continue;
+    if (!any) __builtin_memcpy(clean, v, seen.count * a.hd * sizeof(*v));
+    any = true;
+    __builtin_memset(clean + s * a.hd, 0, a.hd * sizeof(*v));
+    for (int64_t r = 0; r < tile.rows(); r++) {
+      const uint8_t* const mask = seen.mask_of(a, tile, r);
+      if (s < seen.hidden(a, tile, r) || (mask && !mask[s])) continue;
+      const V::F weight = V::F{} + space.scores[r * KEYS + s];
+      float* const sum = to.weighted + r * a.hd;
+      for (int64_t i = 0; i < a.hd; i += V::W)
+        V::store(sum + i,
+                 V::fma(weight, V::load(value + i, a.hd - i), V::load(sum + i, a.hd - i)),
+                 a.hd - i);
+    }
+  }
+  return any ? clean : v;
+}
+
+// Adds up to KEYS keys and values [count, hd] to the queries' sums. `allowed` and `row` are as in
+// `Seen`.
 template <class L>
 TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
                      const typename L::Weight* k, const typename L::Weight* v,
                      int64_t count, const uint8_t* allowed, int64_t row, const Queries& to) {
   using V = Lanes;
-  const int64_t rows = tile.rows(), G = a.Hq / a.Hk, all = count * a.hd;
+  const int64_t rows = tile.rows(), all = count * a.hd;
+  const Seen seen{allowed, row, count};
   const bool in_tiles = space.tiles && queries_per_head(a, tile.b) > FEW;
   if (in_tiles) {
     if constexpr (TileProducts<L>::exist)
@@ -273,15 +322,17 @@ TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
     add_product(space.scores, space.wide_q, space.keys, rows, a.hd, KEYS,
                 {KEYS, a.hd, KEYS});
   }
+  bool masked = allowed && a.T > 1;
   for (int64_t r = 0; r < rows; r++) {
-    const uint8_t* row_allowed = allowed ? allowed + (tile.first + r) / G * a.T : nullptr;
     float* scores = space.scores + r * KEYS;
-    const int64_t before = row < 0 ? 0 : first_of(a, tile, r) - row;
-    const int64_t hidden = before < 0 ? 0 : before < count ? before : count;
-    const float kept = weigh(scores, count, a.scale, row_allowed, hidden, to.m + r, to.l + r);
+    const int64_t hidden = seen.hidden(a, tile, r);
+    masked |= hidden > 0;
+    const float kept = weigh(scores, count, a.scale, seen.mask_of(a, tile, r), hidden, to.m + r,
+                             to.l + r);
     if (kept != 1.0f)
       for (int64_t i = 0; i < a.hd; i++) to.weighted[r * a.hd + i] *= kept;
   }
+  if (masked) v = without_faults<L>(a, tile, space, v, seen, to);
   if (in_tiles) {
     if constexpr (TileProducts<L>::exist)
       TileProducts<L>::add_values(a, v, count, rows, space, to.weighted);
