@@ -156,6 +156,21 @@ def test_path_lengths(length):
     np.testing.assert_array_equal(again[1], h)
 
 
+@pytest.mark.parametrize("name", ["x", "dt", "a", "B"])
+def test_a_token_without_numbers_reaches_only_its_descendants(name):
+    s = Shape(6, 64, 64, heads=1)
+    parents = np.asarray([[-1, 0, 0, 1, 2, 2]])
+    h0, past, tree, mask = inputs_of(s, parents, 2)
+    wanted = interpreted((h0, past, tree, mask))
+    broken = jnp.asarray(getattr(tree, name)).at[0, 2].set(jnp.nan)
+    y, h = interpreted((h0, past, tree._replace(**{name: broken}), mask))
+    hit = mask[0, :, 2]
+    assert hit.tolist() == [False, False, True, False, True, True]
+    np.testing.assert_array_equal(y[0][~hit], wanted[0][0][~hit])
+    np.testing.assert_array_equal(h, wanted[1])
+    assert np.isnan(y[0][hit]).all()
+
+
 def test_float32_in_two_parts_if_three_do_not_fit():
     s = Shape(64, 64, 256, heads=1)
     inputs = inputs_of(s, chain(64)[None], 3)
