@@ -8,7 +8,7 @@ Source: `_patch_mistral_regex` in transformers' tokenization_utils_tokenizers.py
 """
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.fields import ConfigFields
@@ -43,7 +43,8 @@ def set_mistral_words(
 
     words, current = Split(Regex(TEKKEN), "isolated"), tokenizer.pre_tokenizer
     if isinstance(current, Sequence):
-        parts = [words, *list(current)[1:]]
+        # It can be iterated, which its types do not say.
+        parts = [words, *list(cast(Any, current))[1:]]
     elif isinstance(current, Metaspace):
         parts = [words, ByteLevel(add_prefix_space=False, use_regex=False)]
     else:

@@ -60,7 +60,8 @@ def disagreement(tokenizer: "Tokenizer", name: str, settings: ConfigFields) -> s
         theirs = _ids(tokenizer, texts)
     if name == CODE_LLAMA:  # the class puts the BOS token before each text
         begin = token_text(settings.get("bos_token", None)) or "<s>"
-        theirs = [[tokenizer.token_to_id(begin), *ids] for ids in theirs]
+        bos = tokenizer.token_to_id(begin)
+        theirs = [[*([] if bos is None else [bos]), *ids] for ids in theirs]
     pairs = zip(texts, ours, theirs, strict=True)
     return next((text for text, a, b in pairs if a != b), "")
 

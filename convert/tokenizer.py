@@ -95,11 +95,11 @@ def read_tokenizer(
     pieces = files.path / PIECES
     if files.has(TOKENIZER):
         as_saved = read_tokenizer_file(files.path / TOKENIZER)
-        name = rebuilding_class(as_saved, files)
-        tokenizer = with_prefix_space(as_saved, name, fields)
+        rebuilt = rebuilding_class(as_saved, files)
+        tokenizer = with_prefix_space(as_saved, rebuilt, fields)
         add_special_tokens(tokenizer, special)
-        if warn is not None and name:
-            _warn_of_disagreement(tokenizer, files, name, warn)
+        if warn is not None and rebuilt:
+            _warn_of_disagreement(tokenizer, files, rebuilt, warn)
     elif (name := class_of(files)) is not None:
         tokenizer = read_vocab_files(files, name, fields, special)
     elif files.has(PIECES) and is_piece_model(pieces):
@@ -262,9 +262,9 @@ def copy_tokenizer(src: CheckpointFiles, dst: Path) -> None:
     if src.is_gguf:
         if (tokenizer := read_tokenizer(src)) is not None:
             tokenizer.save(str(dst / TOKENIZER))
-        fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        fields |= tokenizer_settings(src).values
-        (dst / SETTINGS).write_text(json.dumps(fields, indent=2) + "\n")
+        own = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        own |= tokenizer_settings(src).values
+        (dst / SETTINGS).write_text(json.dumps(own, indent=2) + "\n")
         return
     for file in tokenizer_files(src.path):
         copy = dst / file.relative_to(src.path)

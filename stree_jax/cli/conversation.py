@@ -23,7 +23,11 @@ from stree_jax.generation import Options, stream
 from stree_jax.result import Generation, Past
 from stree_jax.sampling.continuation import Decoder, continuation
 from stree_jax.sampling.settings import Sampling
-from stree_jax.sampling.stop_strings import held_back
+from stree_jax.sampling.stop_strings import (
+    searched_bytes,
+    text_so_far,
+    token_bytes,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -182,7 +186,10 @@ def spoken_on(
     ended: str | None = CONTINUES
     sofar, prompt = c.spoken or "", len(c.fed) - c.reply
     decoder = continuation(chat.tokenizer, c.fed[:prompt])
-    shown = Shown(sofar, len(sofar), chat.stop_strings, decoder)
+    pieces = None
+    if chat.stop_strings:
+        pieces = searched_bytes(chat.tokenizer, token_bytes(chat.tokenizer))
+    shown = Shown(sofar, len(sofar), chat.stop_strings, pieces, decoder)
     with noticing_ctrl_c() as pressed:
         while ended == CONTINUES:
             shown.next_call(list(c.fed[prompt:]))
@@ -269,6 +276,7 @@ class Shown:
       text: the whole text so far.
       printed: number of its characters that are printed.
       stops: stop strings; text that may begin one is printed later.
+      pieces: result of `searched_bytes`; None if there are no stop strings.
       decoder: decodes the tokens of the answer.
       reply: the tokens of earlier calls of `stream`.
       earlier: the text of `reply`.
@@ -277,6 +285,7 @@ class Shown:
     text: str
     printed: int
     stops: Sequence[str]
+    pieces: Sequence[bytes] | None
     decoder: Decoder
     reply: Sequence[int] = ()
     earlier: str = ""
@@ -287,14 +296,16 @@ class Shown:
 
     def show(self, part: Generation) -> None:
         """Prints the whole characters that are new in an item of a stream."""
-        own = (part.texts or [""])[0]
-        if not self.reply:
-            self.text = own
-        elif isinstance(part.stop_reasons[0], str):  # the text is cut at a stop string
-            self.text = self.earlier + own
-        else:
-            self.text = self.decoder.decode([*self.reply, *part.tokens[0]])
-        self.print_to(len(self.text) - held_back(self.text, self.stops))
+        if isinstance(part.stop_reasons[0], str):  # the text is cut at a stop string
+            self.text = self.earlier + (part.texts or [""])[0]
+            self.print_to(len(self.text))
+            return
+        tokens = [*self.reply, *part.tokens[0]]
+        found = text_so_far(
+            self.decoder, tokens, running=True, stops=self.stops, pieces=self.pieces
+        )
+        self.text = found.text
+        self.print_to(found.final)
 
     def print_to(self, end: int) -> None:
         """Prints the text up to a character."""

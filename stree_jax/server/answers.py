@@ -248,7 +248,7 @@ def _entry(token: Token, logprob: float) -> dict[str, Any]:
     """Returns a token in the format of chats. The bytes of all tokens of a text,
     joined, are the text's."""
     text = token.name.decode("utf-8", "replace")
-    return {"token": text, "logprob": logprob, "bytes": list(token.bytes)}
+    return {"token": text, "logprob": logprob, "bytes": list(token.data)}
 
 
 def _by_text(top: Sequence[tuple[Token, float]]) -> dict[str, float]:
@@ -279,9 +279,9 @@ def _offsets(before: Sequence[Choice], choices: Sequence[Choice]) -> list[int]:
       choices: the tokens.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    at = len(decoder.decode(b"".join(choice.token.bytes for choice in before)))
+    at = len(decoder.decode(b"".join(choice.token.data for choice in before)))
     offsets = []
     for choice in choices:
         offsets.append(at)
-        at += len(decoder.decode(choice.token.bytes))
+        at += len(decoder.decode(choice.token.data))
     return offsets

@@ -29,12 +29,12 @@ class Token(NamedTuple):
 
     Attributes:
       id: the token id.
-      bytes: the bytes that it adds to the text, empty for special tokens.
+      data: the bytes that it adds to the text, empty for special tokens.
       name: these bytes, or the name of a token that adds none.
     """
 
     id: int
-    bytes: bytes
+    data: bytes
     name: bytes
 
 
@@ -196,7 +196,7 @@ class Writer:
             # Only the beginning of this token belongs to the text.
             last = self.choices[text.place.tokens]
             cut = len(_searched(self.reader, last.token.id)) - text.place.bytes
-            if data := last.token.bytes[: max(0, len(last.token.bytes) - cut)]:
+            if data := last.token.data[: max(0, len(last.token.data) - cut)]:
                 token = Token(last.token.id, data, data)
                 ready.append(Choice(token, last.logprob, last.top))
         return tuple(ready)
