@@ -37,15 +37,16 @@ def own_context(files: CheckpointFiles) -> int | None:
 def default_context(
     files: CheckpointFiles, model: Model, rows: int, limit: int | None = None
 ) -> int:
-    """Returns the default of --context: the model's own, halved until the states of all
-    rows fit in memory, but not below `UNKNOWN_CONTEXT`.
+    """Chooses the default of --context: halves the model's own context until the states
+    of all rows fit in memory, but not below `UNKNOWN_CONTEXT`.
 
     Args:
       files: the target's checkpoint.
       model: the target.
       rows: rows of the batch.
-      limit: bytes on the device, of which the states may take half of what the weights
-        leave. If None, they may take `CACHE_BYTES`, or as much as the weights.
+      limit: bytes on the device. The states may take half of the bytes that are left
+        by the weights. If None, they may take `CACHE_BYTES`, or as much as the
+        weights.
     """
     context = own_context(files)
     if context is None or context <= UNKNOWN_CONTEXT:

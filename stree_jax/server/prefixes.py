@@ -1,9 +1,9 @@
-"""Prefix caching: a prompt that begins with a cached text prefills only the rest.
+"""Caches states: a prompt that begins with a cached text prefills only the rest.
 
 An SSM state cannot be rolled back, so a text can only be continued from a position
 whose state was cached: the end of a prompt (to generate its answer again), the end of
-an answer (for the next turn, or another one in its place), and the end of what several
-conversations begin with, such as a system prompt.
+an answer (for the next turn, or another one in its place), and the end of a beginning
+that several conversations have in common, such as a system prompt.
 
 States are kept on the host. The KV caches of a text are stored once, in segments: the
 state after a longer text shares the segments of the state that it continued, and caches
