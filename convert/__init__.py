@@ -40,6 +40,7 @@ from stree_jax.convert.tensors import (
     check_tensors,
     dtype_in_file,
     is_finite,
+    nonfinite_note,
     nonfinite_tensor,
     packed_blocks,
     packed_experts,
@@ -289,8 +290,7 @@ class Checkpoint:
                 flat[row.path] = param
                 bar.update(size)
         if warn is not None and odd:
-            file = tensors[odd[0]].file
-            warn(f"{file}: {odd[0]} holds NaN or infinity; kept as it is")
+            warn(nonfinite_note(self.source, odd[0]))
         return nest(flat)
 
     @property

@@ -1,7 +1,9 @@
 """Matches the tensors of a checkpoint with a model's parameters, and reads them."""
 
 import re
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -84,7 +86,7 @@ def check_tensors(
                 f"{info.file}: {name}: want shape {list(shape)} "
                 f"by {source.shapes_from}, got {list(info.shape)}"
             )
-        _check_dtype(name, info)
+        check_dtype(name, info)
     copies = {HEAD} if config.tie_embeddings else set[str]()
     copies |= _shared_copies(source, config).keys()
     mtp = ["mtp."]  # prefixes of MTP layers, which may be left out
@@ -218,7 +220,9 @@ def _shared_copies(source: Source, config: ModelConfig) -> dict[str, str]:
     return copies
 
 
-def _check_dtype(name: str, info: TensorInfo) -> None:
+def check_dtype(name: str, info: TensorInfo) -> None:
+    """Raises CheckpointError unless a tensor of weights has a float dtype that is
+    read."""
     if info.dtype not in FLOATS:
         raise CheckpointError(
             f"{info.file}: {name}: dtype {info.dtype} is not supported "
@@ -278,6 +282,40 @@ def is_finite(array: np.ndarray) -> bool:
     flat = array.reshape(-1)
     some = (flat[i : i + PIECE] for i in range(0, flat.size, PIECE))
     return all(np.isfinite(piece).all() for piece in some)
+
+
+def nonfinite_note(source: Source, name: str) -> str:
+    """Returns the warning about a tensor that has NaN or infinity."""
+    return f"{source.tensors[name].file}: {name} holds NaN or infinity; kept as it is"
+
+
+@dataclass(frozen=True)
+class _Watched(Source):
+    """A source that lists the tensors with NaN or infinity among those that it read."""
+
+    nonfinite: list[str] = field(default_factory=list)
+
+    def read(self, name: str, dtype: Any = np.float32, index: Index = ()) -> np.ndarray:
+        found = super().read(name, dtype, index)
+        if not is_finite(found):
+            self.nonfinite.append(name)
+        return found
+
+
+@contextmanager
+def noting_nonfinite(source: Source, warn: Warn | None) -> Iterator[Source]:
+    """Yields a source to read weights from, and then warns of the first tensor that had
+    NaN or infinity.
+
+    Args:
+      source: the tensors.
+      warn: called with one line. If None, nothing is reported.
+    """
+    own = {each.name: getattr(source, each.name) for each in fields(source)}
+    watched = _Watched(**own)
+    yield watched
+    if warn is not None and watched.nonfinite:
+        warn(nonfinite_note(source, watched.nonfinite[0]))
 
 
 def nonfinite_tensor(

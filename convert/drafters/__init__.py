@@ -17,12 +17,14 @@ from stree_jax.convert.drafters.fields import (
 )
 from stree_jax.convert.drafters.fields import target_name
 from stree_jax.convert.drafters.kept import layout_of
+from stree_jax.convert.drafters.names import check_stored
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.keeping import kept_kinds
 from stree_jax.convert.quantized import logical, scheme_names
 from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import weights_named
+from stree_jax.convert.tensors import noting_nonfinite
 from stree_jax.models import Format, ModelConfig
 from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table
 from stree_jax.models.eagle import Eagle, EagleConfig
@@ -140,25 +142,27 @@ class OpenedDrafter:
         format: Format,
         config: DFlashConfig | None = None,
     ) -> DFlash | Eagle:
-        """Reads the weights.
+        """Reads the weights. Warns once if one is NaN or infinite, as for models.
 
         Args:
           target: as in `config`.
           format: their format in memory.
           config: the architecture of a block drafter, if it is not `block_config`.
         """
-        if self.family == "block":
-            own = config or self.block_config
-            turned = dflash.interleaved(self.files.json(), self.file)
-            return names.read_dflash(self.source, own, format, turned)
-        return eagle.read_eagle(
-            self.files.json(),
-            _Arrays(self.source),
-            self._needed(target),
-            dtype=format,
-            warn=self.warn,
-            file=self.file,
-        )
+        with noting_nonfinite(self.source, self.warn) as source:
+            if self.family == "block":
+                own = config or self.block_config
+                turned = dflash.interleaved(self.files.json(), self.file)
+                return names.read_dflash(source, own, format, turned)
+            return eagle.read_eagle(
+                self.files.json(),
+                _Arrays(source),
+                self._needed(target),
+                dtype=format,
+                shapes=self.shapes,
+                warn=self.warn,
+                file=self.file,
+            )
 
 
 class _Arrays(Mapping[str, np.ndarray]):
@@ -191,6 +195,7 @@ def open_drafter(directory: Path, warn: Warn | None = None) -> OpenedDrafter:
             "Eagle3DeepseekV2ForCausalLM) are not supported"
         )
     if eagle.is_eagle(source.tensors):
+        check_stored(source, eagle.plain_name)
         return OpenedDrafter(files, source, "eagle", warn)
     opened = OpenedDrafter(files, source, "block", warn)
     dflash.check_supported(files.json(), opened.shapes, opened.file)
@@ -199,6 +204,7 @@ def open_drafter(directory: Path, warn: Warn | None = None) -> OpenedDrafter:
             f"{directory}: not a drafter of a known kind; want the tensors of DFlash, "
             "DFlash2, DSpark or EAGLE"
         )
+    check_stored(source, names.plain_name)
     if files.has(names.MASK_FILE) and names.MASK not in opened.plain_names:
         raise CheckpointError(
             f"{directory / names.MASK_FILE}: is a pickle, which is not read; save "

@@ -29,11 +29,13 @@ from stree_jax.convert.drafters.fields import (
 from stree_jax.convert.drafters.names import (
     ATTENTION,
     EMBEDDING,
+    FREQUENCIES,
     HEAD,
     IDS,
     LAYER,
     MLP,
     UNUSED,
+    USED,
     head_ids,
 )
 from stree_jax.convert.drafters.names import plain_name as without_prefix
@@ -408,7 +410,7 @@ def _check_shapes(r: _Reading, c: EagleConfig) -> None:
                 f"{r.whole.file.name}, got {list(found)}"
             )
     for name in sorted(r.shapes.keys() - expected):
-        if not name.endswith("rotary_emb.inv_freq"):
+        if not name.endswith(FREQUENCIES):
             raise r.error(f"unexpected tensor {name}")
 
 
@@ -418,6 +420,7 @@ def read_eagle(
     target: ModelConfig,
     *,
     dtype: Any = None,
+    shapes: Shapes | None = None,
     warn: Warn | None = None,
     file: Path = Path("config.json"),
 ) -> Eagle:
@@ -425,38 +428,37 @@ def read_eagle(
 
     Args:
       config_json: the fields of its config.json.
-      tensors: NumPy arrays by name. Each is read once.
+      tensors: NumPy arrays by name. Each that the drafter uses is read once.
       target: architecture of the model that it drafts for.
       dtype: dtype or format of the weights. If None, bfloat16 if all matrices are, else
         float32.
+      shapes: shapes of the tensors. If None, those of the arrays.
       warn: called with a line for each assumption.
       file: path of config.json, for messages.
 
     Raises:
       CheckpointError: the drafter is not supported, or does not fit the target.
     """
-    arrays = {plain_name(name): np.asarray(tensors[name]) for name in tensors}
-    if len(arrays) < len(tensors):
-        raise CheckpointError(f"{file.parent}: tensors with the same name")
-    shapes = {name: array.shape for name, array in arrays.items()}
+    files = {plain_name(name): name for name in tensors}
+    if shapes is None:
+        shapes = {name: np.shape(tensors[name]) for name in tensors}
     c = eagle_config(config_json, shapes, target, warn=warn, file=file)
     table, names = eagle_table(c), tensor_names(c)
     if dtype is None:
-        kinds = {arrays[n].dtype for each in names.values() for n in each}
+        kinds = {tensors[files[n]].dtype for each in names.values() for n in each}
         all_16 = kinds == {np.dtype(ml_dtypes.bfloat16)}
         dtype = ml_dtypes.bfloat16 if all_16 else np.float32
     format = format_named(dtype)
     params: dict[ParamPath, Any] = {}
     for path, each in names.items():
-        parts = [arrays.pop(name).astype(np.float32) for name in each]
+        parts = [tensors[files[name]].astype(np.float32) for name in each]
         whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        if not np.isfinite(whole).all():
-            raise CheckpointError(f"{file.parent}: {each[0]}: has NaN or infinity")
         array = jnp.asarray(whole.reshape(table[path].shape))
         params[path] = stored(table[path], array, format)
     if c.own_head and c.head_rows:
         ids = np.arange(c.head_rows)
         if c.head_rows != dict(config_json.get(NESTED, config_json)).get("vocab_size"):
+            arrays = {n: tensors[files[n]] for n in (IDS, USED) if n in files}
             ids = head_ids(arrays, c.head_rows, c.vocab_size, file.parent)
         params["head_ids",] = jnp.asarray(ids, jnp.int32)
     return Eagle(nest(params), c)

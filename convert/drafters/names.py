@@ -1,7 +1,7 @@
 """Names of the tensors of block drafters, and their reading."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from stree_jax.convert.drafters.fields import Fields
 from stree_jax.convert.drafters.kept import can_be_kept, kept
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import Source
-from stree_jax.convert.tensors import is_finite
+from stree_jax.convert.tensors import check_dtype
 from stree_jax.models import nest, stored
 from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table, half_split_order
 from stree_jax.models.params import Path as ParamPath
@@ -50,8 +50,16 @@ ALIASES = {
     "joint_proj.": "markov_head.joint_proj.",
     "confidence_proj.": "confidence_head.proj.",
 }
-# Tensors that only training uses, or that are read separately
-UNUSED = (IDS, USED, MASK, "verifier_lm_head.weight", "verifier_norm.weight")
+FREQUENCIES = "rotary_emb.inv_freq"  # ending of tensors that follow from the config
+# Tensors that only training uses
+UNREAD = ("verifier_lm_head.weight", "verifier_norm.weight")
+# Tensors that are not parameters
+UNUSED = (IDS, USED, MASK, *UNREAD)
+# The dtypes of the tensors without weights, as safetensors and torch name them
+DISCRETE = {
+    IDS: re.compile(r"[IU]\d+|u?int\d+"),
+    USED: re.compile(r"[IU]\d+|u?int\d+|BOOL|bool"),
+}
 
 
 def plain_name(name: str) -> str:
@@ -130,8 +138,35 @@ def check_shapes(f: Fields, c: DFlashConfig) -> None:
                 f"got {list(found)}"
             )
     for name in sorted(f.shapes.keys() - expected):
-        if not name.endswith("rotary_emb.inv_freq"):
+        if not name.endswith(FREQUENCIES):
             raise f.error(f"unexpected tensor {name}")
+
+
+def check_stored(source: Source, plain: Callable[[str], str]) -> None:
+    """Checks the dtypes and names of a drafter's tensors, from headers.
+
+    Args:
+      source: the tensors.
+      plain: returns the name that most publishers give to a tensor.
+
+    Raises:
+      CheckpointError: a tensor has a dtype that is not read, or two are one parameter.
+    """
+    first: dict[str, str] = {}
+    for name, info in source.tensors.items():
+        known = plain(name)
+        if (other := first.setdefault(known, name)) != name:
+            raise CheckpointError(
+                f"{info.file}: {name} and {other} are one parameter, twice"
+            )
+        if known in DISCRETE:
+            if not DISCRETE[known].fullmatch(info.dtype):
+                raise CheckpointError(
+                    f"{info.file}: {name}: dtype {info.dtype} is not supported (want "
+                    "integers)"
+                )
+        elif known not in UNREAD and not name.endswith(FREQUENCIES):
+            check_dtype(name, info)
 
 
 def is_block(names: Collection[str]) -> bool:
@@ -156,7 +191,7 @@ def read_dflash(
         neighbouring channels. Rows are then permuted, so that halves rotate.
 
     Raises:
-      CheckpointError: a weight is NaN or infinite, or the tokens of the head's rows are
+      CheckpointError: a tensor cannot be read, or the tokens of the head's rows are
         inconsistent.
     """
     files = {plain_name(name): name for name in source.tensors}
@@ -232,20 +267,15 @@ def _whole(
       dtype: dtype of quantized tensors.
       c: the architecture.
       turned: channels of a head that rotate in pairs of neighbours, or 0.
-
-    Raises:
-      CheckpointError: a weight is NaN or infinite.
     """
     parts = []
     for name in tensors:
         part = source.read(name, dtype)
-        if not is_finite(part):
-            raise CheckpointError(
-                f"{source.directory}: {plain_name(name)}: has NaN or infinity"
-            )
         if turned and re.search(r"\.[qk]_(proj|norm)\.", name):
             part = _half_split(part, c.attention.head_dim, turned)
         parts.append(part)
+    if len({part.dtype for part in parts}) > 1:  # NumPy does not promote all pairs
+        parts = [part.astype(np.float32) for part in parts]
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 

@@ -10,6 +10,7 @@ because published configs are wrong.
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -33,6 +34,7 @@ from stree_jax.convert.source import (
     read_json,
 )
 from stree_jax.convert.store import dtype_named, weights_named
+from stree_jax.convert.tensors import check_dtype, noting_nonfinite
 from stree_jax.models import Format
 from stree_jax.models.heads import Heads, HeadsConfig, head_table
 from stree_jax.models.params import by_path, nest, stored
@@ -69,6 +71,8 @@ def is_heads(path_or_hub_id: str | Path) -> bool:
 def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     """Loads Medusa heads from a directory, a hub id, or "demo-heads", the bundled ones.
 
+    Warns of a weight that is NaN or infinite, as for models.
+
     Args:
       dtype: "float32", "bfloat16" or "int8". If None, bfloat16 weights stay and all
         others become float32. Heads are not quantized, so that "kept" means the same.
@@ -83,10 +87,11 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     if isinstance(kept, KeptFormat):
         kept = _usual(source)
     table = head_table(config)
-    params = {
-        path: stored(table[path], jnp.asarray(source.read(n)), kept)
-        for path, n in names.items()
-    }
+    with noting_nonfinite(source, warnings.warn) as read:
+        params = {
+            path: stored(table[path], jnp.asarray(read.read(n)), kept)
+            for path, n in names.items()
+        }
     return Heads(nest(params), config)
 
 
@@ -142,10 +147,7 @@ def _named(
             (k, kind), part = found.groups(), "output"
         else:
             raise CheckpointError(f"{file}: unexpected tensor {name}")
-        if info.dtype not in ("float32", "float16", "bfloat16"):
-            raise CheckpointError(
-                f"{file}: {name}: dtype {info.dtype} is not supported"
-            )
+        check_dtype(name, info)
         yield (f"head_{int(k)}", part, kind), name
 
 
