@@ -102,7 +102,7 @@ class When(enum.Enum):
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program that a batch runs.
+    """A compiled program of a batch.
 
     Attributes:
       name: its name in messages.
