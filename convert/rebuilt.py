@@ -52,6 +52,8 @@ def disagreement(tokenizer: "Tokenizer", name: str, settings: ConfigFields) -> s
       name: result of `rebuilding_class`.
       settings: fields of tokenizer_config.json.
     """
+    if type(tokenizer.model).__name__ != "BPE":  # the classes have no other model
+        return ""
     added = tokenizer.get_added_tokens_decoder().values()
     special = next((token.content for token in added if token.special), "")
     texts = (*TEXTS, f"a{special}b{special} c")

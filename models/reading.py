@@ -141,9 +141,11 @@ def prefill(
     Returns:
       The state after the prompts, and the observer's final value.
     """
-    tokens = _filled(tokens, length)
     batch, config = tokens.shape[0], model.config
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    tokens = _filled(
+        tokens, length
+    )  # the token at place `length` may follow the prompt
     nodes = chain_nodes(batch, chunk, config.conv_taps)
     path = nodes.depth  # row j of a chain is its j-th token
     # CPU kernels skip padding, so the last chunk costs no more than its own tokens.

@@ -144,9 +144,10 @@ def _kernel(
     known = (grown * k_scale_q)[:, None] * known
     right = beta[:, None] * (v.astype(jnp.float32) - known)
     before = allowed & (row[:, None] != place[None])
-    left = jnp.where(before, (beta * k_scale_q)[:, None] * weight * kk, 0.0)
-    fault = faults_of(left) | faults_of(right)  # see `faults`
-    left, right = cleared(fault, left), cleared(fault, right)
+    left = (beta * k_scale_q)[:, None] * weight * kk
+    fault = faults_of(jnp.where(before, left, 0.0)) | faults_of(right)  # see `faults`
+    left = jnp.where(before & ~fault[:, None], left, 0.0)
+    right = cleared(fault, right)
     if tree.rows is None:
         found = solved = _solved(left, right, before, dot)
     else:

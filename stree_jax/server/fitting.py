@@ -96,4 +96,4 @@ def needs(model: Model, spec: Spec, sizes: Sizes) -> Iterator[int]:
     shapes, prefixes = batch_shapes(model, spec, sizes), sizes.prefixes > 0
     held = shapes.held(sizes)  # includes the cached states
     for program in programs({False: spec, True: spec}, shapes, prefixes):
-        yield held + program.beside + analysed(program.lower()).added
+        yield held + program.extra + analysed(program.lower()).added

@@ -108,14 +108,14 @@ class Program:
       name: its name in messages.
       lower: traces the program and returns a `jax.stages.Lowered`.
       when: when it is compiled.
-      beside: bytes of arrays that are allocated while it runs, in addition to its
+      extra: bytes of arrays that are allocated while it runs, in addition to its
         temporaries and the arrays of the batch.
     """
 
     name: str
     lower: Callable[[], Any]
     when: When = When.LATER
-    beside: int = 0
+    extra: int = 0
 
     def compile(self) -> None:
         """Compiles the program, without running it."""

@@ -94,7 +94,10 @@ def test_a_template_spells_a_conversation(tmp_path):
     spell = serve.speller("demo", model, given_template(file))
     ids = spell([{"role": "user", "content": "import os"}], Turn())
     assert model.tokenizer.decode(ids) == "user: import os\n"
-    assert serve.speller("demo", model) is None  # the bundled model has none of its own
+    ids = serve.speller("demo", model)(
+        [{"role": "user", "content": "import os"}], Turn()
+    )
+    assert model.tokenizer.decode(ids).startswith("import os")  # by the model's own
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_prompts_that_are_no_text(capsys, monkeypatch, tmp_path):
     assert (code, out) == (2, "")
     assert "standard input: not UTF-8 text" in err.splitlines()[-1]
     err = refused(capsys, "chat", "--context", 0)
-    assert "--context: want at least 1 token, got 0" in err
+    assert "--context: want at least 2 tokens, got 0" in err
 
 
 def raising(error):
@@ -205,6 +205,7 @@ def test_a_long_wait_for_the_first_word_is_told_on_stderr_alone(monkeypatch, cap
     monkeypatch.setattr(terminal, "PATIENCE_S", 0.1)
     monkeypatch.setattr(terminal, "load_pair", lambda *names: (model, None))
     model = SimpleNamespace(tokenizer="one", weight_format="float32")
+    monkeypatch.setattr(terminal, "encode_prompts", lambda *_: [[1, 2]])
     stderr = Terminal()
     monkeypatch.setattr("sys.stderr", stderr)
     assert cli.main(["generate", "x"]) == 0

@@ -132,12 +132,16 @@ def test_keeps_accuracy_past_strong_decays_by_column(strong):
     near(jit_scan(inputs, h0, masks_of(parents)), expected)
 
 
-def test_a_chain_of_equal_keys():
-    """Repeated text has such keys. The powers of the system cancel there."""
+def test_a_chain_of_equal_keys(optimised):
+    """Repeated text has such keys. The powers of the system cancel there.
+
+    Without optimisation, XLA:CPU (0.10.2) computes one element of the last token wrongly.
+    """
     inputs, h0 = equal_keys(64, 2, 16, 16)
     parents = chain(64)[None]
     expected = delta_tree(inputs, h0, parents)[:2]
-    near(jit_scan(inputs, h0, masks_of(parents)), expected, 8 * TOLERANCE)
+    scan = jax.jit(interpreted_scan)
+    near(scan(inputs, h0, masks_of(parents)), expected, 8 * TOLERANCE)
 
 
 def test_any_partial_order():

@@ -83,7 +83,7 @@ def test_a_client_that_stops_reading_frees_its_row(served):
     for refused, wrong in (
         (openai.AuthenticationError, dict(client=served.client("another"))),
         (openai.NotFoundError, dict(model="other")),
-        (openai.BadRequestError, dict(max_tokens=CONTEXT)),
+        (openai.BadRequestError, dict(prompt=["x" * 9 * CONTEXT])),
         (openai.BadRequestError, dict(frequency_penalty=1)),
     ):
         with pytest.raises(refused):

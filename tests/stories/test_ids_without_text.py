@@ -121,7 +121,7 @@ def test_every_id_can_be_decoded_and_named(tmp_path, make):
     names = set()
     for token in range(size):
         found = reader.token(token, place)
-        assert found.bytes.decode("utf-8", "replace") == place.decode([token])
+        assert found.data.decode("utf-8", "replace") == place.decode([token])
         names.add(found.name)
     assert {b"", b"a", EOS.encode()} <= names
     table = token_table(searched, [["ab", EOS, f"b{EOS}"]], size)[0]

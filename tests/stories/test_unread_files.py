@@ -77,7 +77,7 @@ def test_an_adapter_beside_the_weights_is_refused(counting):
     assert text(counting) == [2, 3, 4, 5]
 
 
-METHODS = ["bitsandbytes", "hqq", "torchao", "quanto", "auto-round", "aqlm"]
+METHODS = ["bitsandbytes", "hqq", "torchao", "quanto", "aqlm"]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,11 +8,18 @@ import re
 import select
 import struct
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Mapping, Sequence
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\x1b\][^\x07]*\x07")
+# Makes the terminal the controlling one, so that Ctrl-C is a signal, and runs a command.
+WITH_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 UP, LEFT, CTRL_C, CTRL_D = "\x1b[A", "\x1b[D", "\x03", "\x04"
 
 
@@ -34,14 +41,12 @@ class PseudoTerminal:
         self.own, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", WITH_TERMINAL, *command],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             env=env,
             start_new_session=True,
-            # Its controlling terminal, so that Ctrl-C is a signal.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(theirs)
         self.seen, self.read_up_to, self.timeout_s = "", 0, timeout_s
