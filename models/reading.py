@@ -143,9 +143,8 @@ def prefill(
     """
     batch, config = tokens.shape[0], model.config
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-    tokens = _filled(
-        tokens, length
-    )  # the token at place `length` may follow the prompt
+    # Only now: the token at place `length` may be the one after the prompt.
+    tokens = _filled(tokens, length)
     nodes = chain_nodes(batch, chunk, config.conv_taps)
     path = nodes.depth  # row j of a chain is its j-th token
     # CPU kernels skip padding, so the last chunk costs no more than its own tokens.

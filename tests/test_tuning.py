@@ -1,7 +1,6 @@
 """Test step times: measured once per machine and stored; invalid files are ignored."""
 
 import json
-import logging
 
 import jax
 import jax.numpy as jnp

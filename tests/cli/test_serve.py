@@ -94,9 +94,8 @@ def test_a_template_spells_a_conversation(tmp_path):
     spell = serve.speller("demo", model, given_template(file))
     ids = spell([{"role": "user", "content": "import os"}], Turn())
     assert model.tokenizer.decode(ids) == "user: import os\n"
-    ids = serve.speller("demo", model)(
-        [{"role": "user", "content": "import os"}], Turn()
-    )
+    own = serve.speller("demo", model)
+    ids = own([{"role": "user", "content": "import os"}], Turn())
     assert model.tokenizer.decode(ids).startswith("import os")  # by the model's own
 
 

@@ -135,7 +135,7 @@ def test_keeps_accuracy_past_strong_decays_by_column(strong):
 def test_a_chain_of_equal_keys(optimised):
     """Repeated text has such keys. The powers of the system cancel there.
 
-    Without optimisation, XLA:CPU (0.10.2) computes one element of the last token wrongly.
+    Without optimisation, XLA:CPU (0.10.2) computes one element wrongly.
     """
     inputs, h0 = equal_keys(64, 2, 16, 16)
     parents = chain(64)[None]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\x1b\][^\x07]*\x07")
-# Makes the terminal the controlling one, so that Ctrl-C is a signal, and runs a command.
+# Makes the terminal the controlling one, so that Ctrl-C is a signal; runs a command.
 WITH_TERMINAL = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
