@@ -286,7 +286,7 @@ def _attend(
         m = jnp.where(here, jnp.maximum(refs.sink[g] * _LOG2E, m), m)
         total = jnp.where(here, 1.0, total)
     state = m, total, jnp.zeros((cut.rows, hd), jnp.float32)
-    if begin is not None:  # blocks of which a query sees a part
+    if begin is not None:  # blocks that a query sees in part
         edge = lax.div(begin.max() + (cut.keys - 1), cut.keys)
         edge = jnp.clip(edge, first, jnp.maximum(first, last))
         state = lax.fori_loop(first, edge, partial(committed, True), state)

@@ -105,7 +105,7 @@ def set_system(chat: ChatModel, conversation: Conversation, text: str) -> Conver
 
 
 def system_in_words(conversation: Conversation) -> str:
-    """Returns the system message, or that there is none."""
+    """Returns the system message, or a note that it is unset."""
     current = system_of(conversation)
     return current[0]["content"] if current else "there is no system message"
 

@@ -1,4 +1,4 @@
-"""Standard streams, in whatever state a terminal, pipe or script leaves them, and
+"""Standard streams, in any state that a terminal, pipe or script leaves them, and
 Ctrl-C."""
 
 import io

@@ -19,7 +19,7 @@ FINGERPRINT = f"stree-jax-{__version__}"
 
 @dataclass(frozen=True)
 class Timings:
-    """What a finished request took.
+    """Token counts and seconds of a finished request.
 
     Attributes:
       cached: number of prompt tokens that were not prefilled.

@@ -217,7 +217,7 @@ class Engine:
         return not self.closing
 
     def _work_within(self, seconds: float | None) -> bool:
-        """Waits for work. Returns False if there is none after some seconds."""
+        """Waits for work. Returns False if no work comes in time."""
         with self._wake:
             return self._wake.wait_for(
                 lambda: bool(self._waiting or self._held or self.closing), seconds

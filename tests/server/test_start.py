@@ -22,7 +22,7 @@ PROGRAMS = "init_decoding", "admit", "advance", "past", "vacant", "cancel"
 
 @pytest.fixture(scope="module")
 def fresh():
-    """Returns a batch of which nothing is compiled."""
+    """Returns a batch without compiled programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_times, "timed", lambda spec, *_: spec)
         patch.setattr(step_times, "all_known", lambda *_: True)

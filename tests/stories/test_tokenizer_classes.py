@@ -156,7 +156,7 @@ def test_each_setting_gives_the_ids_of_transformers(tmp_path, kind):
 def test_a_warning_names_a_text_where_transformers_differs(
     tmp_path, make, name, family
 ):
-    """And there is none where transformers gives the same ids."""
+    """No warning appears where transformers gives the same ids."""
     folder = write(tmp_path / "m", make(), name, family)
     before = (folder / "tokenizer.json").read_bytes()
     texts, told = differing(folder)
