@@ -46,7 +46,9 @@ def long_description() -> str:
     """Returns the README with absolute links: package indexes do not host its files."""
     project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
     repository = project["urls"]["Repository"]
-    version = re.search(r'= "(.+)"', Path("stree_jax/version.py").read_text("utf-8"))
+    version = re.search(
+        r'= "(.+)"', Path("stree_jax/common/version.py").read_text("utf-8")
+    )
 
     def absolute(link: re.Match[str]) -> str:
         kind = "raw" if link[1] == "!" else "blob"

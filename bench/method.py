@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from stree_jax import cpu_kernels
 from stree_jax.bench.device_memory import out_of_memory
-from stree_jax.version import __version__
+from stree_jax.common.version import __version__
 
 
 def git_revision() -> str | None:

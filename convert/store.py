@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from stree_jax.checks import shown
+from stree_jax.common.checks import shown
 from stree_jax.convert.atomic import os_problem
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError

@@ -8,7 +8,7 @@ them says the same to Python, and a test that both agree.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.version import __version__ as __version__
+from stree_jax.common.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from stree_jax.checkpoints.drafters import load_drafter as load_drafter

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from stree_jax.checks import decimal, shown, with_hints
+from stree_jax.common.checks import decimal, shown, with_hints
 from stree_jax.models.sharding.shards import DATA, MODEL
 
 PATIENCE_S = 90  # seconds that processes wait for each other at the start

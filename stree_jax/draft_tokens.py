@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stree_jax.checkpoints.load import Model
-from stree_jax.checks import integer, shown, with_hints
+from stree_jax.common.checks import integer, shown, with_hints
 from stree_jax.convert.drafters.kept import with_rows
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig

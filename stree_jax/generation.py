@@ -27,13 +27,14 @@ from stree_jax.arguments import (
 )
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
-from stree_jax.checks import (
+from stree_jax.common.checks import (
     DEFAULT_NEW_TOKENS,
     check_not_forked,
     flag,
     integer,
     with_hints,
 )
+from stree_jax.common.version import __version__
 from stree_jax.default_tree import spec_for
 from stree_jax.devices import check_agreed
 from stree_jax.models import PREFILL_CHUNK
@@ -59,7 +60,6 @@ from stree_jax.speculation.tree import (
     resolve_tree,
 )
 from stree_jax.start import Start, no_collection
-from stree_jax.version import __version__
 
 
 class Options(TypedDict, total=False):

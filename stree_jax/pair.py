@@ -22,7 +22,7 @@ from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.checkpoints.resolve import headers
-from stree_jax.checks import integer
+from stree_jax.common.checks import integer
 from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.hub import hub_name
 from stree_jax.custom_drafter import custom_drafter, import_drafter

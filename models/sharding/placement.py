@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from stree_jax.checks import flag, shown, with_hints
+from stree_jax.common.checks import flag, shown, with_hints
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import Model
 from stree_jax.models.params import Param, Params, Path, by_path, nest

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from stree_jax.checkpoints.resolve import headers, local_or_hub, resolve
-from stree_jax.checks import integer, with_hints
+from stree_jax.common.checks import integer, with_hints
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.drafters import (

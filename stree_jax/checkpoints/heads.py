@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.checkpoints.resolve import local_or_hub, resolve, valid_path
-from stree_jax.checks import with_hints
+from stree_jax.common.checks import with_hints
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.hub import HubName, repository

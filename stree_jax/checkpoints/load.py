@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from stree_jax import models
 from stree_jax.checkpoints.resolve import check_is_model, resolve
-from stree_jax.checks import check_not_forked, flag, shown, with_hints
+from stree_jax.common.checks import check_not_forked, flag, shown, with_hints
 from stree_jax.convert import CheckpointFiles, checked, open_local
 from stree_jax.convert.store import read_params, weights_named
 from stree_jax.convert.tokenizer import read_tokenizer

@@ -8,7 +8,7 @@ from importlib import resources, util
 from os import PathLike
 from pathlib import Path
 
-from stree_jax.checks import as_path
+from stree_jax.common.checks import as_path
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.drafters import has_drafter_fields
 from stree_jax.convert.errors import CheckpointError

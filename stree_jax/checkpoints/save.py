@@ -6,7 +6,7 @@ from os import PathLike
 from stree_jax import models
 from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.resolve import valid_path
-from stree_jax.checks import with_hints
+from stree_jax.common.checks import with_hints
 from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.export import tokenizer_json

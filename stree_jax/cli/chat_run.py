@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.checkpoints.resolve import resolve
-from stree_jax.checks import DEFAULT_NEW_TOKENS
 from stree_jax.cli.chat import read_chat_template, read_special_tokens
 from stree_jax.cli.chat_commands import Chat, run_command
 from stree_jax.cli.chat_input import command_of, is_terminal, message_of, reader
@@ -28,6 +27,7 @@ from stree_jax.cli.terminal import (
     read_stdin,
     waiting_for_input,
 )
+from stree_jax.common.checks import DEFAULT_NEW_TOKENS
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.files import read_text
 from stree_jax.default_tree import tree_for

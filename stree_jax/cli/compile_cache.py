@@ -9,7 +9,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-from stree_jax.cache_folder import cache_folder
+from stree_jax.common.cache_folder import cache_folder
 
 MIN_FREE_BYTES = 64 << 20  # on the disk; with less, entries would be cut short
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.bench.registry import add_bench_parsers
-from stree_jax.checks import DEFAULT_NEW_TOKENS
 from stree_jax.cli.check import add_check_options, run_check
 from stree_jax.cli.common import notes, print_status, vocabulary_of
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
@@ -26,6 +25,8 @@ from stree_jax.cli.plan import add_plan_options
 from stree_jax.cli.serve import add_serve_options, run_serve
 from stree_jax.cli.streams import drop_output, open_closed_streams, printable
 from stree_jax.cli.training import add_training_parsers, run_training
+from stree_jax.common.checks import DEFAULT_NEW_TOKENS
+from stree_jax.common.version import __version__
 from stree_jax.options import (
     CONTEXT_HELP,
     DEVICES,
@@ -40,7 +41,6 @@ from stree_jax.options import (
     add_rule,
     group,
 )
-from stree_jax.version import __version__
 
 # jax, flax and numpy are imported in the functions that need them: --help is fast.
 
@@ -512,7 +512,7 @@ def run_export(args: argparse.Namespace) -> None:
 
 def run_tune(args: argparse.Namespace) -> None:
     from stree_jax import cpu_kernels
-    from stree_jax.cache_folder import cache_folder
+    from stree_jax.common.cache_folder import cache_folder
     from stree_jax.generation import tune
     from stree_jax.pair import load_pair
     from stree_jax.sizing import step_times

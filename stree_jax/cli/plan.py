@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stree_jax.checks import DEFAULT_NEW_TOKENS
 from stree_jax.cli.common import notes
+from stree_jax.common.checks import DEFAULT_NEW_TOKENS
 from stree_jax.options import (
     CONTEXT_HELP,
     DEVICES,

@@ -155,7 +155,7 @@ def ready(
       began: when the command began, by `time.perf_counter`.
       say: prints the progress.
     """
-    from stree_jax.heap import return_free_memory
+    from stree_jax.common.heap import return_free_memory
     from stree_jax.server import programs
     from stree_jax.server.app import make_app
     from stree_jax.server.batch import Batch

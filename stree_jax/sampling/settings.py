@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.checks import (
+from stree_jax.common.checks import (
     as_integer,
     as_real,
     class_with_hints,

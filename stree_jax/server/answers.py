@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from stree_jax.common.version import __version__
 from stree_jax.server.protocol import Request
 from stree_jax.server.texts import Choice, Piece, Token
-from stree_jax.version import __version__
 
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"stree-jax-{__version__}"

@@ -22,7 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax import cpu_kernels
-from stree_jax.cache_folder import cache_folder
+from stree_jax.common.cache_folder import cache_folder
+from stree_jax.common.version import __version__
+from stree_jax.common.whole_file import write_whole
 from stree_jax.convert.files import read_text
 from stree_jax.models.memory import size_of
 from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter
@@ -36,8 +38,6 @@ from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import model_key
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.step import Spec
-from stree_jax.version import __version__
-from stree_jax.whole_file import write_whole
 
 FILE = "steps.json"  # in the cache folder
 MOST_ENTRIES = 500  # in the file; the oldest are dropped first

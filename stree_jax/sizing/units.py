@@ -3,7 +3,7 @@
 import math
 import re
 
-from stree_jax.checks import as_real, shown
+from stree_jax.common.checks import as_real, shown
 
 MOST_BYTES = 1e18
 

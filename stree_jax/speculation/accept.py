@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax.checks import as_real, class_with_hints, shown, with_hints
+from stree_jax.common.checks import as_real, class_with_hints, shown, with_hints
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints
 from stree_jax.models.argmax import argmax
 from stree_jax.sampling.distribution import (

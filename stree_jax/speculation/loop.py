@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from stree_jax.checks import integer, shown, with_hints
+from stree_jax.common.checks import integer, shown, with_hints
 from stree_jax.models import (
     Model,
     Observer,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from stree_jax.checks import shown
+from stree_jax.common.checks import shown
 from stree_jax.models import (
     Model,
     ModelConfig,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stree_jax.checks import shown
+from stree_jax.common.checks import shown
 from stree_jax.models import Model, without_mtp
 from stree_jax.speculation.accept import Rule, resolve_rule
 from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.checks import as_integer, decimal, shown, with_hints
+from stree_jax.common.checks import as_integer, decimal, shown, with_hints
 from stree_jax.cpu_kernels import MAX_PADDED_ROWS
 from stree_jax.models import Nodes, tree_nodes
 

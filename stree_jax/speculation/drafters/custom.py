@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from flax import struct
 
-from stree_jax.checks import as_integer, shown
+from stree_jax.common.checks import as_integer, shown
 from stree_jax.models import Model, Taps
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule

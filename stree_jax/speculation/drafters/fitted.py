@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from stree_jax.checks import shown
+from stree_jax.common.checks import shown
 from stree_jax.models.dflash import DFlash
 from stree_jax.speculation.drafters.ngrams import EMPTY, NGrams, log_prob
 

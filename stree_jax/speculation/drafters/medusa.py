@@ -21,7 +21,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from stree_jax.checks import decimal, shown
+from stree_jax.common.checks import decimal, shown
 from stree_jax.models import Model, without_mtp
 from stree_jax.models.heads import (
     Heads,

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax.checks import integer
+from stree_jax.common.checks import integer
 from stree_jax.models import (
     Model,
     Nodes,
