@@ -26,7 +26,7 @@ from stree_jax.models import (
     init_state,
     param_dtype,
 )
-from stree_jax.models.argmax import argmax
+from stree_jax.models.base.argmax import argmax
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.layout import tree_layout
 from stree_jax.speculation.step import Verify, packed

@@ -42,9 +42,9 @@ from stree_jax.models import (
     format_named,
     param_shapes,
 )
+from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.models.memory import weight_bytes
 from stree_jax.models.params import Path as ParamPath
-from stree_jax.models.sharding.shards import WHOLE, Cut
 from stree_jax.models.weights.kept import KeptFormat, with_layout
 
 FORMAT, VERSION = "stree-jax", 2

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from stree_jax.models.base.trimmed import scattered
 from stree_jax.models.config import ModelConfig, blocks
 from stree_jax.models.mixers.attention import (
     AttentionConfig,
@@ -52,7 +53,6 @@ from stree_jax.models.params import (
 )
 from stree_jax.models.rope import angles, rotated
 from stree_jax.models.state import State, init_state
-from stree_jax.models.trimmed import scattered
 from stree_jax.models.weights.formats import as_weight, gathered
 from stree_jax.models.weights.linear import as_row, linear
 from stree_jax.models.weights.weight import Format

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.models.config import Block, ModelConfig, blocks
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.mixers.attention import AttentionConfig
@@ -57,7 +58,6 @@ from stree_jax.models.params import (
     norm_params,
     parameter_count,
 )
-from stree_jax.models.sharding.shards import WHOLE, Cut
 from stree_jax.models.state import LayerRecord, LayerState, Pending, Records, State
 from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.linear import linear

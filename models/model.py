@@ -15,6 +15,18 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from stree_jax.models.base.shards import (
+    VOCAB,
+    WHOLE,
+    WIDTH,
+    Cut,
+    gathered,
+    own,
+    own_rows,
+    total,
+)
+from stree_jax.models.base.tracing import traced_once
+from stree_jax.models.base.trimmed import scattered
 from stree_jax.models.config import Block, ModelConfig, ResidualScales, required
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.nodes import Nodes, Pass
@@ -28,16 +40,6 @@ from stree_jax.models.params import (
     parameter_count,
     shared_params,
 )
-from stree_jax.models.sharding.shards import (
-    VOCAB,
-    WHOLE,
-    WIDTH,
-    Cut,
-    gathered,
-    own,
-    own_rows,
-    total,
-)
 from stree_jax.models.shared import Adapters, SharedBlock
 from stree_jax.models.state import (
     LayerRecord,
@@ -47,8 +49,6 @@ from stree_jax.models.state import (
     State,
     init_state,
 )
-from stree_jax.models.tracing import traced_once
-from stree_jax.models.trimmed import scattered
 from stree_jax.models.weights.formats import as_weight, format_of, storage_named
 from stree_jax.models.weights.linear import linear, scaled
 from stree_jax.models.weights.weight import Format

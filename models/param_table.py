@@ -6,6 +6,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from stree_jax.models.base.shards import VOCAB, WIDTH
 from stree_jax.models.config import Block, ModelConfig, required
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.params import (
@@ -18,7 +19,6 @@ from stree_jax.models.params import (
     norm_params,
     shared_params,
 )
-from stree_jax.models.sharding.shards import VOCAB, WIDTH
 from stree_jax.models.shared import adapter_params, shared_block_params
 
 MAX_WIDTH = 1 << 27  # longest axis of a parameter; real models are far below

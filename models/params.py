@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import unflatten_dict
 
-from stree_jax.models.sharding.shards import Run, run_width
+from stree_jax.models.base.shards import Run, run_width
 from stree_jax.models.weights.formats import format_named, is_weight
 from stree_jax.models.weights.weight import Format
 

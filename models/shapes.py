@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from stree_jax.models.base.keys import key_of
 from stree_jax.models.config import ModelConfig
-from stree_jax.models.keys import key_of
 from stree_jax.models.model import LanguageModel
 from stree_jax.models.nodes import chain_nodes
 from stree_jax.models.param_table import param_at, param_table

@@ -30,7 +30,7 @@ from stree_jax.models import (
     param_dtype,
     without_mtp,
 )
-from stree_jax.models.argmax import argmax
+from stree_jax.models.base.argmax import argmax
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, SamplingRows, sampling_rows

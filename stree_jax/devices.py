@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from stree_jax.common.checks import decimal, shown, with_hints
-from stree_jax.models.sharding.shards import DATA, MODEL
+from stree_jax.models.base.shards import DATA, MODEL
 
 PATIENCE_S = 90  # seconds that processes wait for each other at the start
 

@@ -1,7 +1,7 @@
 // XLA handlers for greedy acceptance of a path in a tree, and for argmax.
 //
 // The reference implementations in JAX are `accept_greedy` in stree_jax/speculation/accept.py and
-// models/argmax.py. Results are bitwise equal to theirs.
+// models/base/argmax.py. Results are bitwise equal to theirs.
 //
 // Letters: B rows, T nodes, M depth, V tokens.
 #include <algorithm>

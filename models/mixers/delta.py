@@ -19,6 +19,8 @@ from stree_jax.cpu_kernels import (
     delta_unsupported,
 )
 from stree_jax.cpu_kernels.mixer import MAX_NODES
+from stree_jax.models.base.shards import Run
+from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.kernel_pass import (
     kept_state,
     kernel_options,
@@ -38,8 +40,6 @@ from stree_jax.models.mixers.mlp import Activation, activate
 from stree_jax.models.nodes import Pass, Scan
 from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.params import ONES, Param, Table, conv_init, declare
-from stree_jax.models.sharding.shards import Run
-from stree_jax.models.tracing import traced_once
 from stree_jax.models.weights.linear import as_row, linear, linear_summed, scaled
 from stree_jax.pallas_kernels import (
     DeltaInputs,

@@ -23,6 +23,8 @@ from stree_jax.cpu_kernels import (
     mixer_unsupported,
 )
 from stree_jax.cpu_kernels.scan import MAX_NODES
+from stree_jax.models.base.shards import Run
+from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.kernel_pass import (
     kept_state,
     kernel_options,
@@ -40,8 +42,6 @@ from stree_jax.models.mixer import (
 from stree_jax.models.nodes import Nodes, Pass, Scan
 from stree_jax.models.norm import ScaledNorm, gated_norm
 from stree_jax.models.params import ONES, ZEROS, Param, Table, conv_init, declare
-from stree_jax.models.sharding.shards import Run
-from stree_jax.models.tracing import traced_once
 from stree_jax.models.weights.linear import as_row, linear, linear_summed, scaled
 from stree_jax.pallas_kernels import (
     Replayed,

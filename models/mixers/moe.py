@@ -9,6 +9,7 @@ from flax import linen as nn
 from jax import lax
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
+from stree_jax.models.base.shards import total
 from stree_jax.models.mixer import FLOAT, Mixer
 from stree_jax.models.mixers.mlp import (
     MLP,
@@ -22,7 +23,6 @@ from stree_jax.models.mixers.mlp import (
 )
 from stree_jax.models.nodes import Pass
 from stree_jax.models.params import ZEROS, Param, Table, declare
-from stree_jax.models.sharding.shards import total
 from stree_jax.models.weights.formats import stack_of
 from stree_jax.models.weights.linear import expert_product, linear
 

@@ -11,12 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stree_jax.common.checks import flag, shown, with_hints
-from stree_jax.models.config import ModelConfig
-from stree_jax.models.model import Model
-from stree_jax.models.params import Param, Params, Path, by_path, nest
-from stree_jax.models.shapes import abstract_params, param_shapes
-from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
-from stree_jax.models.sharding.shards import (
+from stree_jax.models.base.shards import (
     DATA,
     MODEL,
     WHOLE,
@@ -25,6 +20,11 @@ from stree_jax.models.sharding.shards import (
     part_width,
     run_width,
 )
+from stree_jax.models.config import ModelConfig
+from stree_jax.models.model import Model
+from stree_jax.models.params import Param, Params, Path, by_path, nest
+from stree_jax.models.shapes import abstract_params, param_shapes
+from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.weights.formats import format_named
 from stree_jax.models.weights.kept import with_layout
 from stree_jax.models.weights.weight import Format, Stored, take, unit

@@ -22,7 +22,7 @@ from stree_jax.cpu_kernels import (
     experts_int8_unsupported,
     int8_unsupported,
 )
-from stree_jax.models.serialization import register_for_export
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.weights.experts import Experts, chosen_rows, chosen_shape
 from stree_jax.models.weights.plain import (
     MIN_GPU_ROWS,

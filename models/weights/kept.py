@@ -27,7 +27,7 @@ from stree_jax.cpu_kernels import (
     floats,
     panels_unsupported,
 )
-from stree_jax.models.serialization import register_for_export
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.weights.experts import Experts, abstract_experts, chosen_rows
 from stree_jax.models.weights.panels import KINDS, PanelKind
 from stree_jax.models.weights.panels.gpu import gpu_product

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from stree_jax.models.sharding.shards import total
+from stree_jax.models.base.shards import total
 from stree_jax.models.weights.formats import as_weight, stack_of
 
 

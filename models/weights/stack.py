@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from stree_jax.models.serialization import register_for_export
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.weights.weight import Format, Weight, take
 
 

@@ -17,8 +17,8 @@ from stree_jax.convert.store import read_params, weights_named
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.cpu_kernels import level
 from stree_jax.cpu_kernels.pages import to_large_pages
+from stree_jax.models.base.shards import WHOLE
 from stree_jax.models.sharding.placement import automatic, cut_for
-from stree_jax.models.sharding.shards import WHOLE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints
-from stree_jax.models.argmax import argmax
+from stree_jax.models.base.argmax import argmax
 
 
 def tempered(temperature: jax.Array, logits: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from stree_jax.common.checks import (
     shown,
     with_hints,
 )
-from stree_jax.models.keys import key_of
+from stree_jax.models.base.keys import key_of
 from stree_jax.sampling.threefry import as_threefry
 
 _FLOAT32 = np.finfo(np.float32)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
-from stree_jax.models.keys import IMPL
+from stree_jax.models.base.keys import IMPL
 
 PARITY = 0x1BD11BDA
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)

@@ -18,7 +18,7 @@ from stree_jax.arguments import stop_token_table
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
 from stree_jax.models import PREFILL_CHUNK, ModelConfig, reading_chunk
-from stree_jax.models.keys import key_of
+from stree_jax.models.base.keys import key_of
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, row_key, sampling_rows

@@ -38,7 +38,7 @@ from jax import lax
 
 from stree_jax.common.checks import as_real, class_with_hints, shown, with_hints
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints
-from stree_jax.models.argmax import argmax
+from stree_jax.models.base.argmax import argmax
 from stree_jax.sampling.distribution import (
     ACCEPT,
     Distribution,

@@ -35,7 +35,7 @@ from stree_jax.models import (
     shortened,
     whole_blocks,
 )
-from stree_jax.models.sharding.shards import any_row
+from stree_jax.models.base.shards import any_row
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import SamplingRows

@@ -33,8 +33,8 @@ from stree_jax.models import (
     param_dtype,
     whole_blocks,
 )
-from stree_jax.models.argmax import argmax
-from stree_jax.models.keys import key_of
+from stree_jax.models.base.argmax import argmax
+from stree_jax.models.base.keys import key_of
 from stree_jax.sampling.settings import Sampling, sampling_rows
 from stree_jax.speculation.drafters.ngrams import (
     EMPTY,

@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from stree_jax.models import Model, ModelConfig, cast_params, init_params
-from stree_jax.models.keys import default_numbers, key_of
+from stree_jax.models.base.keys import default_numbers, key_of
 from stree_jax.training.corpus import sample_batches
 from stree_jax.training.losses import Loss
 from stree_jax.training.saves import (

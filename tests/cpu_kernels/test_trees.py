@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from stree_jax.models import tree_nodes
-from stree_jax.models.argmax import argmax
+from stree_jax.models.base.argmax import argmax
 from stree_jax.models.nodes import NO_NODE, _tree_tables
 from stree_jax.speculation import layout
 from stree_jax.speculation.accept import likeliest_path

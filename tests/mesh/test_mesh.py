@@ -15,10 +15,7 @@ from stree_jax.bench.devices import Exchange, exchanges
 from stree_jax.cli.main import main
 from stree_jax.devices import axes_named, make_mesh
 from stree_jax.models import AttentionConfig, MambaConfig, param_shapes
-from stree_jax.models.mixers.mamba2 import mamba_params
-from stree_jax.models.param_table import param_table
-from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
-from stree_jax.models.sharding.shards import (
+from stree_jax.models.base.shards import (
     VOCAB,
     WHOLE,
     Run,
@@ -26,6 +23,9 @@ from stree_jax.models.sharding.shards import (
     part_width,
     run_width,
 )
+from stree_jax.models.mixers.mamba2 import mamba_params
+from stree_jax.models.param_table import param_table
+from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from tests.support.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]

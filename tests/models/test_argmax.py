@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.argmax import argmax
+from stree_jax.models.base.argmax import argmax
 from tests.support.native import use
 
 

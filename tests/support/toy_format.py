@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.models.serialization import register_for_export
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.weights.plain import PlainWeight
 from stree_jax.models.weights.weight import FLOAT32, Format, Packed, Weight
 

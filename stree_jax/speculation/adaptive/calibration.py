@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.models.sharding.shards import over_rows
+from stree_jax.models.base.shards import over_rows
 from stree_jax.speculation.accept import Accepted
 from stree_jax.speculation.adaptive.pool import KINDS, LOOKUP_KINDS, MODEL_KINDS
 from stree_jax.speculation.draft import Draft

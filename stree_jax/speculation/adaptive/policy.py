@@ -24,7 +24,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from stree_jax.models.sharding.shards import any_row, least_of, over_rows
+from stree_jax.models.base.shards import any_row, least_of, over_rows
 from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.adaptive.calibration import Counts, count, no_counts
 from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter, Looking

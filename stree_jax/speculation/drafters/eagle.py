@@ -28,6 +28,7 @@ from stree_jax.models import (
     grow,
     logits_of,
 )
+from stree_jax.models.base.keys import key_of
 from stree_jax.models.boundaries import moved_boundaries, tap_of
 from stree_jax.models.eagle import (
     Eagle,
@@ -38,7 +39,6 @@ from stree_jax.models.eagle import (
     masked,
     project,
 )
-from stree_jax.models.keys import key_of
 from stree_jax.models.memory import weights_read
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule

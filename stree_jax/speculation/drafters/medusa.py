@@ -23,6 +23,7 @@ from jax import lax
 
 from stree_jax.common.checks import decimal, shown
 from stree_jax.models import Model, without_mtp
+from stree_jax.models.base.keys import key_of
 from stree_jax.models.heads import (
     Heads,
     HeadsConfig,
@@ -31,7 +32,6 @@ from stree_jax.models.heads import (
     head_of,
     init_heads,
 )
-from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of, weights_read
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule

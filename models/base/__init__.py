@@ -1,0 +1,1 @@
+"""What models are built on: array shards, random keys, tracing and serialization."""
