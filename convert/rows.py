@@ -14,7 +14,7 @@ from stree_jax.models import (
     MLPConfig,
     ModelConfig,
 )
-from stree_jax.models.params import NORM_AFTER, Path
+from stree_jax.models.layers.params import NORM_AFTER, Path
 from stree_jax.models.state import token_mixers
 
 Index = tuple[slice, ...]  # a slice of each axis of a tensor; () means the whole tensor

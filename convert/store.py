@@ -43,8 +43,8 @@ from stree_jax.models import (
     param_shapes,
 )
 from stree_jax.models.base.shards import WHOLE, Cut
+from stree_jax.models.layers.params import Path as ParamPath
 from stree_jax.models.memory import weight_bytes
-from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.weights.kept import KeptFormat, with_layout
 
 FORMAT, VERSION = "stree-jax", 2

@@ -30,17 +30,8 @@ from flax import struct
 
 from stree_jax.models.base.trimmed import scattered
 from stree_jax.models.config import ModelConfig, blocks
-from stree_jax.models.mixers.attention import (
-    AttentionConfig,
-    append_both,
-    attention_params,
-    cut_heads,
-    normed_heads,
-)
-from stree_jax.models.mixers.mlp import MLPConfig, activate_gated, mlp_params
-from stree_jax.models.model import Model, Tapped, logits_of
-from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
-from stree_jax.models.params import (
+from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
+from stree_jax.models.layers.params import (
     ONES,
     ZEROS,
     Param,
@@ -51,7 +42,16 @@ from stree_jax.models.params import (
     init_table,
     parameter_count,
 )
-from stree_jax.models.rope import angles, rotated
+from stree_jax.models.layers.rope import angles, rotated
+from stree_jax.models.mixers.attention import (
+    AttentionConfig,
+    append_both,
+    attention_params,
+    cut_heads,
+    normed_heads,
+)
+from stree_jax.models.mixers.mlp import MLPConfig, activate_gated, mlp_params
+from stree_jax.models.model import Model, Tapped, logits_of
 from stree_jax.models.state import State, init_state
 from stree_jax.models.weights.formats import as_weight, gathered
 from stree_jax.models.weights.linear import as_row, linear

@@ -30,6 +30,21 @@ from flax import struct
 
 from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.models.config import Block, ModelConfig, blocks
+from stree_jax.models.layers.nodes import Nodes, Pass
+from stree_jax.models.layers.norm import Norm
+from stree_jax.models.layers.params import (
+    ZEROS,
+    Param,
+    Params,
+    Path,
+    Table,
+    cast_table,
+    declare,
+    init_table,
+    model_params,
+    norm_params,
+    parameter_count,
+)
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.mixers.attention import AttentionConfig
 from stree_jax.models.mixers.mlp import MLPConfig
@@ -42,21 +57,6 @@ from stree_jax.models.model import (
     mixer_args,
     param_dtype,
     run_layers,
-)
-from stree_jax.models.nodes import Nodes, Pass
-from stree_jax.models.norm import Norm
-from stree_jax.models.params import (
-    ZEROS,
-    Param,
-    Params,
-    Path,
-    Table,
-    cast_table,
-    declare,
-    init_table,
-    model_params,
-    norm_params,
-    parameter_count,
 )
 from stree_jax.models.state import LayerRecord, LayerState, Pending, Records, State
 from stree_jax.models.weights.formats import as_weight

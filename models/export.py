@@ -7,9 +7,9 @@ from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.config_json import from_json, to_json
 from stree_jax.models.eagle import Eagle, EagleConfig, EagleModel
 from stree_jax.models.heads import Heads, HeadsConfig
+from stree_jax.models.layers.nodes import Nodes
 from stree_jax.models.mixers import MIXERS
 from stree_jax.models.model import Model
-from stree_jax.models.nodes import Nodes
 from stree_jax.models.state import Pending, State
 
 

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from stree_jax.models.model import Model, derived, logits_of
-from stree_jax.models.params import (
+from stree_jax.models.layers.params import (
     ZEROS,
     Param,
     Params,
@@ -28,6 +27,7 @@ from stree_jax.models.params import (
     init_table,
     parameter_count,
 )
+from stree_jax.models.model import Model, derived, logits_of
 from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.weight import Format

@@ -28,10 +28,9 @@ from stree_jax.models.base.shards import (
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.base.trimmed import scattered
 from stree_jax.models.config import Block, ModelConfig, ResidualScales, required
-from stree_jax.models.mixers import mixer_of
-from stree_jax.models.nodes import Nodes, Pass
-from stree_jax.models.norm import Norm
-from stree_jax.models.params import (
+from stree_jax.models.layers.nodes import Nodes, Pass
+from stree_jax.models.layers.norm import Norm
+from stree_jax.models.layers.params import (
     NORM_AFTER,
     Params,
     declare,
@@ -40,6 +39,7 @@ from stree_jax.models.params import (
     parameter_count,
     shared_params,
 )
+from stree_jax.models.mixers import mixer_of
 from stree_jax.models.shared import Adapters, SharedBlock
 from stree_jax.models.state import (
     LayerRecord,

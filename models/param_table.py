@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from stree_jax.models.base.shards import VOCAB, WIDTH
 from stree_jax.models.config import Block, ModelConfig, required
-from stree_jax.models.mixers import mixer_of
-from stree_jax.models.params import (
+from stree_jax.models.layers.params import (
     NORM_AFTER,
     Param,
     Path,
@@ -19,6 +18,7 @@ from stree_jax.models.params import (
     norm_params,
     shared_params,
 )
+from stree_jax.models.mixers import mixer_of
 from stree_jax.models.shared import adapter_params, shared_block_params
 
 MAX_WIDTH = 1 << 27  # longest axis of a parameter; real models are far below

@@ -10,6 +10,7 @@ from jax import lax
 
 from stree_jax import cpu_kernels
 from stree_jax.models.config import ModelConfig
+from stree_jax.models.layers.nodes import chain_nodes
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.model import (
     Model,
@@ -19,7 +20,6 @@ from stree_jax.models.model import (
     forward_tapped,
     param_dtype,
 )
-from stree_jax.models.nodes import chain_nodes
 from stree_jax.models.state import (
     Pending,
     Records,

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 
 from stree_jax.models.base.keys import key_of
 from stree_jax.models.config import ModelConfig
-from stree_jax.models.model import LanguageModel
-from stree_jax.models.nodes import chain_nodes
-from stree_jax.models.param_table import param_at, param_table
-from stree_jax.models.params import (
+from stree_jax.models.layers.nodes import chain_nodes
+from stree_jax.models.layers.params import (
     Params,
     Path,
     array_dtype,
@@ -22,6 +20,8 @@ from stree_jax.models.params import (
     nest,
     stored,
 )
+from stree_jax.models.model import LanguageModel
+from stree_jax.models.param_table import param_at, param_table
 from stree_jax.models.state import init_state
 from stree_jax.models.weights.formats import format_named
 

@@ -14,7 +14,7 @@ from flax import struct
 
 from stree_jax import cpu_kernels
 from stree_jax.models.config import Block, ModelConfig
-from stree_jax.models.mixer import Leaf, Mixer, MixerPending, map_leaves
+from stree_jax.models.layers.mixer import Leaf, Mixer, MixerPending, map_leaves
 from stree_jax.models.mixers import MIXERS, mixer_of
 from stree_jax.pallas_kernels import ATTENTION_BLOCK
 

@@ -29,7 +29,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig
 from stree_jax.models.dflash import DFlashConfig, DFlashLayer, Pairs
-from stree_jax.models.rope import Rope
+from stree_jax.models.layers.rope import Rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")

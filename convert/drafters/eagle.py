@@ -46,7 +46,7 @@ from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, nest, stor
 from stree_jax.models.boundaries import boundary_count
 from stree_jax.models.config import Block
 from stree_jax.models.eagle import Eagle, EagleConfig, eagle_mixers, eagle_table
-from stree_jax.models.params import Path as ParamPath
+from stree_jax.models.layers.params import Path as ParamPath
 from stree_jax.models.weights.formats import format_named
 
 TAPS = "eagle_aux_hidden_state_layer_ids"

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from stree_jax.convert.source import Source
-from stree_jax.models.params import Param
-from stree_jax.models.params import Path as ParamPath
+from stree_jax.models.layers.params import Param
+from stree_jax.models.layers.params import Path as ParamPath
 from stree_jax.models.weights.kept import KEPT, KeptFormat, Layout, Part
 from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, QUANTIZED, Format
 

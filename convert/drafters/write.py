@@ -17,7 +17,7 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.store import dtype_named
 from stree_jax.models.dflash import DFlash, DFlashConfig
 from stree_jax.models.eagle import Eagle
-from stree_jax.models.params import by_path
+from stree_jax.models.layers.params import by_path
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = {

@@ -11,7 +11,7 @@ from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Part, mamba_rows, mlp_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.config import blocks, named, required
-from stree_jax.models.rope import Rope
+from stree_jax.models.layers.rope import Rope
 
 NAMES = replace(
     llama.NAMES.with_parts(

@@ -15,7 +15,7 @@ from stree_jax.convert.rows import Names, bare
 from stree_jax.convert.source import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
 from stree_jax.models.config_json import MAX_LAYERS, MAX_SIZE
-from stree_jax.models.rope import Rope, Yarn
+from stree_jax.models.layers.rope import Rope, Yarn
 
 Layers = tuple[str, ...]
 # Layer types of families whose linear attention is Mamba2. Other families use the same

@@ -24,7 +24,7 @@ from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, Part, Path, Row, attention_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, ShortConvConfig
 from stree_jax.models.config import Block, named
-from stree_jax.models.rope import Rope
+from stree_jax.models.layers.rope import Rope
 
 FORMAT = "lfm3"
 FULL = "full_attention"

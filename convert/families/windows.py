@@ -9,7 +9,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import ModelConfig
 from stree_jax.models.config import blocks
-from stree_jax.models.rope import Rope
+from stree_jax.models.layers.rope import Rope
 
 WINDOW, CHUNK = "sliding_window", "attention_chunk_size"
 SLIDES = "sliding_attention"

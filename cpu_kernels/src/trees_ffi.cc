@@ -1,6 +1,6 @@
 // XLA handlers for the bookkeeping of trees. Each replaces dozens of small XLA operations.
 //
-// The reference implementations in JAX are in models/nodes.py, and in layout.py, lookup.py and
+// The reference implementations in JAX are in models/layers/nodes.py, and in layout.py, lookup.py and
 // pool.py of stree_jax/speculation. All integers are equal to theirs. Of equal values the first is
 // chosen, as in `lax.top_k` and `argmax`.
 //
@@ -17,7 +17,7 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int32_t NO_NODE = -2;  // parent of a padding row, see models/nodes.py
+constexpr int32_t NO_NODE = -2;  // parent of a padding row, see models/layers/nodes.py
 
 // Returns the parent of a node, or a negative number for a root, padding or an invalid table.
 inline int32_t above(const int32_t* parents, int64_t T, int32_t node) {

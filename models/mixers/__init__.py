@@ -6,7 +6,7 @@ memory formulas. To add a mixer, add a file here and an entry to `MIXERS`.
 
 from typing import Any
 
-from stree_jax.models.mixer import Mixer
+from stree_jax.models.layers.mixer import Mixer
 from stree_jax.models.mixers.attention import ATTENTION
 from stree_jax.models.mixers.delta import DELTA
 from stree_jax.models.mixers.kda import KDA_MIXER

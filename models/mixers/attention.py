@@ -13,11 +13,11 @@ from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels import cpu_kernel, floats, like
 from stree_jax.models.base.shards import Run, run_width
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
-from stree_jax.models.nodes import Pass
-from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
-from stree_jax.models.params import ONES, ZEROS, Param, Table, conv_init, declare
-from stree_jax.models.rope import Rope, angles, check_rope, rotated
+from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.layers.nodes import Pass
+from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
+from stree_jax.models.layers.params import ONES, ZEROS, Param, Table, conv_init, declare
+from stree_jax.models.layers.rope import Rope, angles, check_rope, rotated
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
 from stree_jax.pallas_kernels import (
     ATTENTION_BLOCK,

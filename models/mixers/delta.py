@@ -21,13 +21,13 @@ from stree_jax.cpu_kernels import (
 from stree_jax.cpu_kernels.mixer import MAX_NODES
 from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.kernel_pass import (
+from stree_jax.models.layers.kernel_pass import (
     kept_state,
     kernel_options,
     kernel_tree,
     pass_of,
 )
-from stree_jax.models.mixer import (
+from stree_jax.models.layers.mixer import (
     FLOAT,
     Mixer,
     MixerPending,
@@ -35,11 +35,11 @@ from stree_jax.models.mixer import (
     padded_rows,
     written_over,
 )
+from stree_jax.models.layers.nodes import Pass, Scan
+from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
+from stree_jax.models.layers.params import ONES, Param, Table, conv_init, declare
 from stree_jax.models.mixers.mamba2 import init_A_log, init_dt_bias
 from stree_jax.models.mixers.mlp import Activation, activate
-from stree_jax.models.nodes import Pass, Scan
-from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
-from stree_jax.models.params import ONES, Param, Table, conv_init, declare
 from stree_jax.models.weights.linear import as_row, linear, linear_summed, scaled
 from stree_jax.pallas_kernels import (
     DeltaInputs,

@@ -11,7 +11,9 @@ from flax import linen as nn
 
 from stree_jax.cpu_kernels import DeltaWeights
 from stree_jax.models.base.shards import Run
-from stree_jax.models.mixer import FLOAT, padded_rows
+from stree_jax.models.layers.mixer import FLOAT, padded_rows
+from stree_jax.models.layers.nodes import Pass
+from stree_jax.models.layers.params import Param, Table, declare
 from stree_jax.models.mixers.delta import (
     CHANNEL_CHUNK,
     CHUNK,
@@ -25,8 +27,6 @@ from stree_jax.models.mixers.delta import (
 )
 from stree_jax.models.mixers.mamba2 import init_A_log, init_dt_bias
 from stree_jax.models.mixers.mlp import Activation
-from stree_jax.models.nodes import Pass
-from stree_jax.models.params import Param, Table, declare
 from stree_jax.models.weights.linear import as_row, linear, linear_summed
 
 

@@ -21,11 +21,11 @@ from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels.scan import MAX_NODES
 from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.layers.nodes import Pass
+from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
+from stree_jax.models.layers.params import ONES, Param, Table, declare
 from stree_jax.models.mixers.mamba2 import CHUNK, scan_nodes
-from stree_jax.models.nodes import Pass
-from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
-from stree_jax.models.params import ONES, Param, Table, declare
 from stree_jax.models.weights.linear import linear, linear_summed
 from stree_jax.pallas_kernels import Replayed, ScanInputs, replay, rounded_to
 

@@ -12,11 +12,11 @@ from flax import struct
 from stree_jax import cpu_kernels
 from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.layers.nodes import Pass
+from stree_jax.models.layers.norm import ScaledNorm, rms_norm, scaled_rms_norm
+from stree_jax.models.layers.params import ONES, ZEROS, Param, Table, conv_init, declare
 from stree_jax.models.mixers.mamba2 import init_dt_bias
-from stree_jax.models.nodes import Pass
-from stree_jax.models.norm import ScaledNorm, rms_norm, scaled_rms_norm
-from stree_jax.models.params import ONES, ZEROS, Param, Table, conv_init, declare
 from stree_jax.models.weights.linear import as_row, linear, linear_summed
 from stree_jax.pallas_kernels import (
     SelectiveInputs,

@@ -9,9 +9,9 @@ from flax import linen as nn
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.base.shards import Run
-from stree_jax.models.mixer import FLOAT, Mixer, padded_rows
-from stree_jax.models.nodes import Pass
-from stree_jax.models.params import ZEROS, Param, Table, declare
+from stree_jax.models.layers.mixer import FLOAT, Mixer, padded_rows
+from stree_jax.models.layers.nodes import Pass
+from stree_jax.models.layers.params import ZEROS, Param, Table, declare
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
 
 Activation = Literal["silu", "relu2", "gelu", "gelu_tanh", "sigmoid", "clamped"]

@@ -10,7 +10,9 @@ from jax import lax
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.base.shards import total
-from stree_jax.models.mixer import FLOAT, Mixer
+from stree_jax.models.layers.mixer import FLOAT, Mixer
+from stree_jax.models.layers.nodes import Pass
+from stree_jax.models.layers.params import ZEROS, Param, Table, declare
 from stree_jax.models.mixers.mlp import (
     MLP,
     MLP_MIXER,
@@ -21,8 +23,6 @@ from stree_jax.models.mixers.mlp import (
     hidden_runs,
     mlp_params,
 )
-from stree_jax.models.nodes import Pass
-from stree_jax.models.params import ZEROS, Param, Table, declare
 from stree_jax.models.weights.formats import stack_of
 from stree_jax.models.weights.linear import expert_product, linear
 

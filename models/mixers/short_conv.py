@@ -10,9 +10,9 @@ from flax import struct
 
 from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
-from stree_jax.models.nodes import Pass
-from stree_jax.models.params import ZEROS, Param, Table, conv_init, declare
+from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.layers.nodes import Pass
+from stree_jax.models.layers.params import ZEROS, Param, Table, conv_init, declare
 from stree_jax.models.weights.linear import linear, linear_summed
 from stree_jax.pallas_kernels import commit_window, rounded_to, tree_conv
 

@@ -21,8 +21,8 @@ from stree_jax.models.base.shards import (
     run_width,
 )
 from stree_jax.models.config import ModelConfig
+from stree_jax.models.layers.params import Param, Params, Path, by_path, nest
 from stree_jax.models.model import Model
-from stree_jax.models.params import Param, Params, Path, by_path, nest
 from stree_jax.models.shapes import abstract_params, param_shapes
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.weights.formats import format_named

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.models.mixer import Leaf, map_leaves
+from stree_jax.models.layers.mixer import Leaf, map_leaves
 
 Segment = tuple[np.ndarray, ...]  # one array per KV cache of the target
 RECENT = 2  # states of a conversation that are evicted last: its last prompt and answer

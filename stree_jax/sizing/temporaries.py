@@ -26,8 +26,8 @@ from stree_jax.models import (
     param_dtype,
     reading_chunk,
 )
+from stree_jax.models.layers.mixer import FLOAT, leaves_of, padded_rows
 from stree_jax.models.memory import size_of
-from stree_jax.models.mixer import FLOAT, leaves_of, padded_rows
 from stree_jax.models.mixers import mixer_of
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology

@@ -10,7 +10,7 @@ from flax import struct
 
 from stree_jax.cpu_kernels import cpu_kernel, ints
 from stree_jax.models import Nodes, tree_nodes
-from stree_jax.models.nodes import ancestors
+from stree_jax.models.layers.nodes import ancestors
 from stree_jax.speculation.tree import Topology, Tree
 
 

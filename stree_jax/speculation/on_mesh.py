@@ -25,7 +25,7 @@ from stree_jax.models import (
     nest,
 )
 from stree_jax.models.base.shards import DATA, MODEL
-from stree_jax.models.mixer import Leaf, map_leaves
+from stree_jax.models.layers.mixer import Leaf, map_leaves
 from stree_jax.models.sharding.placement import axis_size, param_specs, part_of
 from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.speculation.decoding import Decoding

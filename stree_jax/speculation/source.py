@@ -23,7 +23,7 @@ from stree_jax.models import (
     without_mtp,
 )
 from stree_jax.models.base.shards import MODEL
-from stree_jax.models.mixer import Leaf, map_leaves
+from stree_jax.models.layers.mixer import Leaf, map_leaves
 from stree_jax.models.sharding.parts import part_config
 from stree_jax.models.sharding.placement import axis_size
 from stree_jax.speculation.drafter import DrafterBase, DraftState

@@ -14,7 +14,7 @@ import stree_jax
 from stree_jax import load_heads
 from stree_jax.checkpoints.drafters import load_drafter
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from stree_jax.models.params import by_path
+from stree_jax.models.layers.params import by_path
 from tests.support import eagle
 from tests.support.hf_checkpoints import HF_CASES
 from tests.support.loaded_drafters import tiny_target, write_of

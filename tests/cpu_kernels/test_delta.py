@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from stree_jax.models import tree_nodes
-from stree_jax.models.mixer import MixerPending
+from stree_jax.models.layers.mixer import MixerPending
+from stree_jax.models.layers.nodes import NO_NODE, Pass
 from stree_jax.models.mixers.delta import (
     DeltaConfig,
     DeltaRecord,
@@ -16,7 +17,6 @@ from stree_jax.models.mixers.delta import (
     mixed,
 )
 from stree_jax.models.mixers.kda import KDAConfig
-from stree_jax.models.nodes import NO_NODE, Pass
 from tests.support.mixers import BATCH, agree, case, replaying
 from tests.support.native import built, each_level, use
 from tests.support.reference import chain, random_tree

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.norm import (
+from stree_jax.models.layers.norm import (
     Norm,
     ScaledNorm,
     gated_norm,

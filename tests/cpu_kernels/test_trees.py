@@ -9,7 +9,7 @@ from jax import lax
 
 from stree_jax.models import tree_nodes
 from stree_jax.models.base.argmax import argmax
-from stree_jax.models.nodes import NO_NODE, _tree_tables
+from stree_jax.models.layers.nodes import NO_NODE, _tree_tables
 from stree_jax.speculation import layout
 from stree_jax.speculation.accept import likeliest_path
 from stree_jax.speculation.adaptive import pool

@@ -14,8 +14,8 @@ from stree_jax.models.heads import (
     head_of,
     init_heads,
 )
+from stree_jax.models.layers.params import by_path
 from stree_jax.models.model import logits_of
-from stree_jax.models.params import by_path
 from tests.support.heads import random_heads, reference_logits
 from tests.support.reference import assert_near
 from tests.support.tiny import VOCAB, perturbed, tiny

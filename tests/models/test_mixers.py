@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stree_jax.models import MambaConfig, by_path, nest, tree_nodes
+from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.mixers.mamba2 import Mamba2Module, MambaState
-from stree_jax.models.nodes import Pass
 from tests.support.reference import (
     MODEL_TOLERANCE,
     assert_near,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stree_jax.models import chain_nodes, tree_nodes
-from stree_jax.models.nodes import ancestors
+from stree_jax.models.layers.nodes import ancestors
 from tests.support.reference import (
     chain,
     depth_of,

@@ -21,9 +21,9 @@ from stree_jax.models import (
     prefill,
     tree_nodes,
 )
-from stree_jax.models.mixer import map_leaves
+from stree_jax.models.layers.mixer import map_leaves
+from stree_jax.models.layers.nodes import NO_NODE
 from stree_jax.models.mixers import mamba2
-from stree_jax.models.nodes import NO_NODE
 from tests.models.configs import CONFIGS
 from tests.support.native import INSTRUCTIONS, use
 from tests.support.reference import (

@@ -12,7 +12,7 @@ import pytest
 import stree_jax
 from stree_jax.generation import begin
 from stree_jax.models import commit
-from stree_jax.models.mixer import leaves_of
+from stree_jax.models.layers.mixer import leaves_of
 from stree_jax.speculation import loop
 from stree_jax.speculation.adaptive.policy import assumed_times
 from stree_jax.speculation.policy import FixedTree

@@ -7,7 +7,7 @@ import numpy as np
 
 from stree_jax.models import AttentionConfig, Rope
 from stree_jax.models.dflash import DFlash, DFlashConfig, DFlashLayer
-from stree_jax.models.rope import Yarn
+from stree_jax.models.layers.rope import Yarn
 
 PAIRS = {
     "markov.before": "previous",

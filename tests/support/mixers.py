@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.models import MambaConfig, tree_nodes
-from stree_jax.models.mixer import MixerPending
+from stree_jax.models.layers.mixer import MixerPending
+from stree_jax.models.layers.nodes import Nodes, Pass
 from stree_jax.models.mixers import delta, mamba2
-from stree_jax.models.nodes import Nodes, Pass
 from tests.support.reference import OP_TOLERANCE, assert_near, random_parents
 
 BATCH = 2

@@ -14,9 +14,9 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax.models.base.shards import Run
-from stree_jax.models.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
-from stree_jax.models.nodes import Pass
-from stree_jax.models.params import Param, Table, declare
+from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.layers.nodes import Pass
+from stree_jax.models.layers.params import Param, Table, declare
 from stree_jax.models.weights.linear import linear, linear_summed
 
 HIGHEST = jax.lax.Precision.HIGHEST

@@ -19,7 +19,7 @@ from flax import struct
 from jax import lax
 
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints, like
-from stree_jax.models.nodes import NO_NODE
+from stree_jax.models.layers.nodes import NO_NODE
 from stree_jax.speculation.draft import DRAFTER, LOOKUP, NGRAM, TARGET, Draft
 from stree_jax.speculation.layout import Layout, tree_layout
 from stree_jax.speculation.tree import Budget

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from stree_jax.models.nodes import tree_nodes
+from stree_jax.models.layers.nodes import tree_nodes
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import Draft

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.cpu_kernels import MixerTree
-from stree_jax.models.mixer import MixerPending
-from stree_jax.models.nodes import Nodes, Pass, Scan
+from stree_jax.models.layers.mixer import MixerPending
+from stree_jax.models.layers.nodes import Nodes, Pass, Scan
 
 
 def kernel_tree(pass_: Pass[Any], batch: int, conv_taps: int) -> MixerTree:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.cpu_kernels import cpu_kernel, ints
-from stree_jax.models.mixer import MixerPending, Record
+from stree_jax.models.layers.mixer import MixerPending, Record
 
 # How SSM layers scan the nodes.
 # "tree": any mask, all nodes in one operation.

@@ -9,7 +9,7 @@ from flax import linen as nn
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.base.shards import mean_of_neighbours
-from stree_jax.models.params import declare, norm_params
+from stree_jax.models.layers.params import declare, norm_params
 from stree_jax.models.weights.linear import as_row
 
 

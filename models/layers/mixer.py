@@ -31,7 +31,7 @@ import jax
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.params import Table
+from stree_jax.models.layers.params import Table
 from stree_jax.models.weights.plain import SKINNY
 
 Record = TypeVar("Record")

@@ -1,0 +1,1 @@
+"""Layers that mixers share, and the interface of a mixer."""
