@@ -47,7 +47,7 @@ from stree_jax.models import (
     ShortConvConfig,
     by_path,
 )
-from stree_jax.models.param_table import param_at
+from stree_jax.models.stack.param_table import param_at
 
 KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # our dtype -> GGUF's
 BLOCK = 32  # numbers that share a scale in Q8_0

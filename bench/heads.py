@@ -38,7 +38,7 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.generation import encode_prompts, generate
 from stree_jax.models import base_model
-from stree_jax.models.memory import weights_read
+from stree_jax.models.stack.memory import weights_read
 from stree_jax.options import add
 from stree_jax.result import Generation
 from stree_jax.sampling.settings import Sampling

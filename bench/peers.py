@@ -69,7 +69,7 @@ from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.load import Model
 from stree_jax.generation import encode_prompts
 from stree_jax.models import format_named
-from stree_jax.models.memory import weights_read
+from stree_jax.models.stack.memory import weights_read
 from stree_jax.models.weights.formats import FORMATS
 from stree_jax.options import add, group
 from stree_jax.pair import load_pair

@@ -23,7 +23,7 @@ from stree_jax.models import (
     init_params,
 )
 from stree_jax.models.base.keys import default_numbers, key_of
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 from stree_jax.options import suggestion
 
 MAMBA2_SIZES = {  # d_model, layers

@@ -58,9 +58,9 @@ from stree_jax.convert.tokenizer import (
 from stree_jax.models import Format, ModelConfig, nest, param_shapes
 from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.models.layers.params import Param, array_dtype
-from stree_jax.models.param_table import param_at
 from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import Make, Slices, part_indices, placed
+from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.formats import is_weight
 from stree_jax.models.weights.kept import (
     KEPT,

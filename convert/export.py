@@ -26,7 +26,7 @@ from stree_jax.convert.tensors import rows_of
 from stree_jax.convert.tokenizer import copy_tokenizer
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, by_path, format_of
-from stree_jax.models.config_json import MAX_SIZE
+from stree_jax.models.stack.config_json import MAX_SIZE
 from stree_jax.models.weights.kept import KeptFormat
 
 SHARD_BYTES = 5 * 10**9

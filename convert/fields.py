@@ -9,7 +9,12 @@ from typing import Any
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import TensorInfo, read_json
-from stree_jax.models.config_json import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, MAX_TAPS
+from stree_jax.models.stack.config_json import (
+    MAX_LAYERS,
+    MAX_NUMBER,
+    MAX_SIZE,
+    MAX_TAPS,
+)
 
 MAX_EXPERTS = 4096  # experts of a layer
 REQUIRED = object()

@@ -13,7 +13,7 @@ from stree_jax.convert.tensors import (
     rows_of,
 )
 from stree_jax.models import ModelConfig, param_shapes
-from stree_jax.models.param_table import param_at
+from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.kept import KEPT, Layout, Part
 from stree_jax.models.weights.panels import KINDS
 

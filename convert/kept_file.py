@@ -28,9 +28,9 @@ from stree_jax.models import (
 )
 from stree_jax.models.base.shards import Cut
 from stree_jax.models.layers.params import Path as ParamPath
-from stree_jax.models.param_table import param_at
 from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import on_mesh
+from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.experts import Experts, expert_at
 from stree_jax.models.weights.formats import is_weight
 from stree_jax.models.weights.kept import KeptFormat, Layout, Part

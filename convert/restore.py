@@ -29,10 +29,10 @@ from stree_jax.models import (
 from stree_jax.models.base.shards import MODEL, WHOLE, Cut
 from stree_jax.models.layers.params import NORMAL, Param, array_dtype
 from stree_jax.models.layers.params import Path as ParamPath
-from stree_jax.models.memory import size_of
-from stree_jax.models.param_table import param_at
 from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import part_indices, spec_of
+from stree_jax.models.stack.memory import size_of
+from stree_jax.models.stack.param_table import param_at
 
 
 def restored(

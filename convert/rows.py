@@ -15,7 +15,7 @@ from stree_jax.models import (
     ModelConfig,
 )
 from stree_jax.models.layers.params import NORM_AFTER, Path
-from stree_jax.models.state import token_mixers
+from stree_jax.models.stack.state import token_mixers
 
 Index = tuple[slice, ...]  # a slice of each axis of a tensor; () means the whole tensor
 How = Literal[

@@ -38,13 +38,13 @@ from stree_jax.models import (
     Format,
     ModelConfig,
     by_path,
-    config_json,
     format_named,
     param_shapes,
 )
 from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.models.layers.params import Path as ParamPath
-from stree_jax.models.memory import weight_bytes
+from stree_jax.models.stack import config_json
+from stree_jax.models.stack.memory import weight_bytes
 from stree_jax.models.weights.kept import KeptFormat, with_layout
 
 FORMAT, VERSION = "stree-jax", 2

@@ -26,7 +26,7 @@ from stree_jax.convert.rows import (
 )
 from stree_jax.convert.source import PIECE, Source, TensorInfo, at_once
 from stree_jax.models import ModelConfig, param_shapes
-from stree_jax.models.config import required
+from stree_jax.models.stack.config import required
 from stree_jax.models.weights.weight import QUANTIZED, Format, Packed, flat_experts
 
 HEAD = "lm_head.weight"  # name of the head in all families

@@ -29,7 +29,6 @@ import numpy as np
 from flax import struct
 
 from stree_jax.models.base.trimmed import scattered
-from stree_jax.models.config import ModelConfig, blocks
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import (
     ONES,
@@ -51,8 +50,9 @@ from stree_jax.models.mixers.attention import (
     normed_heads,
 )
 from stree_jax.models.mixers.mlp import MLPConfig, activate_gated, mlp_params
-from stree_jax.models.model import Model, Tapped, logits_of
-from stree_jax.models.state import State, init_state
+from stree_jax.models.stack.config import ModelConfig, blocks
+from stree_jax.models.stack.model import Model, Tapped, logits_of
+from stree_jax.models.stack.state import State, init_state
 from stree_jax.models.weights.formats import as_weight, gathered
 from stree_jax.models.weights.linear import as_row, linear
 from stree_jax.models.weights.weight import Format

@@ -29,7 +29,6 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax.models.base.shards import WHOLE, Cut
-from stree_jax.models.config import Block, ModelConfig, blocks
 from stree_jax.models.layers.nodes import Nodes, Pass
 from stree_jax.models.layers.norm import Norm
 from stree_jax.models.layers.params import (
@@ -48,7 +47,8 @@ from stree_jax.models.layers.params import (
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.mixers.attention import AttentionConfig
 from stree_jax.models.mixers.mlp import MLPConfig
-from stree_jax.models.model import (
+from stree_jax.models.stack.config import Block, ModelConfig, blocks
+from stree_jax.models.stack.model import (
     LanguageModel,
     LayerOutput,
     Model,
@@ -58,7 +58,13 @@ from stree_jax.models.model import (
     param_dtype,
     run_layers,
 )
-from stree_jax.models.state import LayerRecord, LayerState, Pending, Records, State
+from stree_jax.models.stack.state import (
+    LayerRecord,
+    LayerState,
+    Pending,
+    Records,
+    State,
+)
 from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.weight import Format

@@ -4,13 +4,13 @@ from dataclasses import asdict
 from typing import Any
 
 from stree_jax.models.base.serialization import register_for_export
-from stree_jax.models.config_json import from_json, to_json
 from stree_jax.models.eagle import Eagle, EagleConfig, EagleModel
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.models.layers.nodes import Nodes
 from stree_jax.models.mixers import MIXERS
-from stree_jax.models.model import Model
-from stree_jax.models.state import Pending, State
+from stree_jax.models.stack.config_json import from_json, to_json
+from stree_jax.models.stack.model import Model
+from stree_jax.models.stack.state import Pending, State
 
 
 def _heads_config(fields: dict[str, Any]) -> HeadsConfig:

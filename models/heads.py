@@ -27,7 +27,7 @@ from stree_jax.models.layers.params import (
     init_table,
     parameter_count,
 )
-from stree_jax.models.model import Model, derived, logits_of
+from stree_jax.models.stack.model import Model, derived, logits_of
 from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.weight import Format

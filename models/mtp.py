@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from stree_jax.models.model import Model, derived
+from stree_jax.models.stack.model import Model, derived
 
 PARAMS = ("embedding", "lm_head", "head_ids", "mtp")  # all but the last: the target's
 

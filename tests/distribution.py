@@ -20,7 +20,7 @@ from scipy import stats
 import stree_jax
 from stree_jax import Sampling, sampling_rows
 from stree_jax.models import MambaConfig, ModelConfig, init_params
-from stree_jax.models.config import named
+from stree_jax.models.stack.config import named
 from stree_jax.sampling.distribution import ACCEPT, DRAFT, Distribution
 from stree_jax.sampling.settings import SamplingRows
 from stree_jax.speculation import accept

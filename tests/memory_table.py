@@ -26,10 +26,10 @@ from stree_jax.models import (
     ModelConfig,
     Rope,
 )
-from stree_jax.models.boundaries import boundary_count
-from stree_jax.models.config import blocks, named
 from stree_jax.models.dflash import DFlashConfig, DFlashLayer
 from stree_jax.models.eagle import FIRST, EagleConfig
+from stree_jax.models.stack.boundaries import boundary_count
+from stree_jax.models.stack.config import blocks, named
 from stree_jax.sizing.memory import (
     BufferSizes,
     abstract_model,

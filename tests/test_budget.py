@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import stree_jax
-from stree_jax.models.memory import size_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.sizing import budget, step_times
 from stree_jax.sizing.budget import weights_given
 from stree_jax.sizing.memory import SCRATCH

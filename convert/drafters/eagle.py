@@ -43,10 +43,10 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, nest, stored
-from stree_jax.models.boundaries import boundary_count
-from stree_jax.models.config import Block
 from stree_jax.models.eagle import Eagle, EagleConfig, eagle_mixers, eagle_table
 from stree_jax.models.layers.params import Path as ParamPath
+from stree_jax.models.stack.boundaries import boundary_count
+from stree_jax.models.stack.config import Block
 from stree_jax.models.weights.formats import format_named
 
 TAPS = "eagle_aux_hidden_state_layer_ids"

@@ -10,8 +10,8 @@ from stree_jax.convert.families.table import read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Part, mamba_rows, mlp_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import blocks, named, required
 from stree_jax.models.layers.rope import Rope
+from stree_jax.models.stack.config import blocks, named, required
 
 NAMES = replace(
     llama.NAMES.with_parts(

@@ -8,7 +8,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 NAMES = bamba.NAMES
 ALL_PARTS = (1.0,) * 5  # z, x, B, C and dt

@@ -25,7 +25,7 @@ from stree_jax.convert.families.windows import (
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, Part, Path, Row, attention_rows, mlp_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "gemma3_text"
 FULL = "full_attention"

@@ -26,8 +26,8 @@ from stree_jax.convert.rows import (
     module_rows,
 )
 from stree_jax.models import AttentionConfig, ModelConfig, MoEConfig
-from stree_jax.models.config import blocks, named
 from stree_jax.models.mixers.mlp import CLAMP, GAIN
+from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "gpt_oss"
 KINDS: dict[str, str] = {"full_attention": "attention", SLIDES: NEAR}

@@ -10,7 +10,7 @@ from stree_jax.convert.families.table import Field, read_fields, require, write_
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Part, Path, Row, mamba_rows, module_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "granitemoehybrid"
 

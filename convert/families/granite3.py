@@ -11,7 +11,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import read_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 NAMES = llama.NAMES
 ATTENTION = (*granite.ATTENTION, hf.HEAD_DIM)

@@ -8,7 +8,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "granitemoe"
 NAMES = granite.NAMES

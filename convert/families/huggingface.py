@@ -14,8 +14,8 @@ from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, bare
 from stree_jax.convert.source import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
-from stree_jax.models.config_json import MAX_LAYERS, MAX_SIZE
 from stree_jax.models.layers.rope import Rope, Yarn
+from stree_jax.models.stack.config_json import MAX_LAYERS, MAX_SIZE
 
 Layers = tuple[str, ...]
 # Layer types of families whose linear attention is Mamba2. Other families use the same

@@ -18,7 +18,7 @@ from stree_jax.models import (
     ModelConfig,
     MoEConfig,
 )
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "jamba"
 WIDTH = 4096  # default width of the model

@@ -30,7 +30,7 @@ from stree_jax.convert.rows import (
     module_rows,
 )
 from stree_jax.models import KDAConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "kimi_linear"
 KINDS: dict[str, str] = {"linear_attention": "kda", "full_attention": "mla"}

@@ -27,7 +27,7 @@ from stree_jax.models import (
     ModelConfig,
     ShortConvConfig,
 )
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "lfm2"
 KINDS: dict[str, str] = {"conv": "short_conv", "full_attention": "attention"}

@@ -10,7 +10,7 @@ from stree_jax.convert.families.windows import NEAR, check_llama_windows
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, Part, attention_rows, mlp_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 NAMES = Names(
     embedding="model.embed_tokens",

@@ -13,7 +13,7 @@ from stree_jax.convert.families.table import Field, read_fields, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, Part, Path, Row, conv_rows, module_rows
 from stree_jax.models import Mamba1Config, ModelConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "mamba"
 PROJECTIONS = {name: name for name in ("in_proj", "out_proj", "x_proj")}

@@ -9,7 +9,7 @@ from stree_jax.convert.families.table import Field
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, Part, mamba_rows
 from stree_jax.models import ModelConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 NAMES = Names(
     embedding="backbone.embeddings",

@@ -14,7 +14,7 @@ from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Part, mamba_rows
 from stree_jax.models import MambaConfig, ModelConfig
-from stree_jax.models.config import blocks
+from stree_jax.models.stack.config import blocks
 
 FILE = "mamba_config.json"
 NAMES = llama.NAMES.with_parts(mamba=Part("mamba", mamba_rows))

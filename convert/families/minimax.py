@@ -29,8 +29,8 @@ from stree_jax.models import (
     MoEConfig,
     ResidualScales,
 )
-from stree_jax.models.config import Norms, named
 from stree_jax.models.mixers.lightning import alibi_slopes
+from stree_jax.models.stack.config import Norms, named
 
 FORMAT = "minimax"
 KINDS: dict[str, str] = {"linear_attention": "lightning", "full_attention": "attention"}

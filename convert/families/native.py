@@ -12,7 +12,7 @@ from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Part, Path, Row, conv_rows, module_rows
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig, Rope
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 
 def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:

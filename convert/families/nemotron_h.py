@@ -30,7 +30,7 @@ from stree_jax.convert.rows import (
     norm_rows,
 )
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "nemotron_h"
 MTP = "mtp."  # prefix of the names of MTP tensors

@@ -29,7 +29,7 @@ from stree_jax.convert.rows import (
     mlp_rows,
 )
 from stree_jax.models import AttentionConfig, DeltaConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import Block, named
+from stree_jax.models.stack.config import Block, named
 
 FORMAT = "olmo_hybrid"
 KINDS: dict[str, str] = {"linear_attention": "delta", "full_attention": "attention"}

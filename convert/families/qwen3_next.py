@@ -31,8 +31,8 @@ from stree_jax.convert.rows import (
     plain,
 )
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, Rope
-from stree_jax.models.config import blocks, named
 from stree_jax.models.mixers.delta import DeltaConfig
+from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "qwen3_next"
 KINDS: dict[str, str] = {"linear_attention": "delta", "full_attention": "attention"}

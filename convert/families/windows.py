@@ -8,8 +8,8 @@ from typing import Any
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import ModelConfig
-from stree_jax.models.config import blocks
 from stree_jax.models.layers.rope import Rope
+from stree_jax.models.stack.config import blocks
 
 WINDOW, CHUNK = "sliding_window", "attention_chunk_size"
 SLIDES = "sliding_attention"

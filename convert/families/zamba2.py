@@ -18,7 +18,7 @@ from stree_jax.convert.rows import (
     module_rows,
 )
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import SharedConfig, blocks, named, required
+from stree_jax.models.stack.config import SharedConfig, blocks, named, required
 
 
 def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:

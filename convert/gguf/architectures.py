@@ -42,7 +42,7 @@ from stree_jax.models import (
     ModelConfig,
     MoEConfig,
 )
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 
 def _mamba(fields: ConfigFields, eps: float) -> MambaConfig:

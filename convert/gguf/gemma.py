@@ -23,7 +23,7 @@ from stree_jax.convert.gguf.names import HALVES, attention_rows
 from stree_jax.convert.gguf.rotary import rope
 from stree_jax.convert.rows import Part
 from stree_jax.models import ModelConfig, Rope
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 PATTERN = "attention.sliding_window_pattern"  # every n-th layer has no window
 NEAR_THETA = "rope.freq_base_swa"  # base of the rotary embedding of layers with windows

@@ -14,7 +14,7 @@ from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.fields import MAX_EXPERTS, ConfigFields
 from stree_jax.convert.gguf.names import EMBEDDING, HEAD
 from stree_jax.models import AttentionConfig, MLPConfig
-from stree_jax.models.config_json import MAX_LAYERS
+from stree_jax.models.stack.config_json import MAX_LAYERS
 
 BLOCKS, KV_HEADS = "block_count", "attention.head_count_kv"
 MTP_COUNT = "nextn_predict_layers"  # these are the last ones of the layers

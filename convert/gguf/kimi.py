@@ -26,7 +26,7 @@ from stree_jax.convert.gguf.keys import (
 from stree_jax.convert.gguf.names import HALVES, linear_rows
 from stree_jax.convert.rows import Groups, Names, Part, Path, Row
 from stree_jax.models import KDAConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 DENSE, SHARED = "leading_dense_block_count", "expert_shared_count"
 NORMALIZES, SCALE = "expert_weights_norm", "expert_weights_scale"

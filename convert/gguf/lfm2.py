@@ -26,7 +26,7 @@ from stree_jax.convert.gguf.names import HALVES, linear_rows
 from stree_jax.convert.gguf.rotary import rope
 from stree_jax.convert.rows import Part, Path, Row
 from stree_jax.models import ModelConfig, MoEConfig, ShortConvConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 DENSE = "leading_dense_block_count"
 CONV = (

@@ -24,7 +24,7 @@ from stree_jax.convert.gguf.keys import (
 from stree_jax.convert.gguf.names import HALVES, linear_rows
 from stree_jax.convert.rows import Part, Path, Row
 from stree_jax.models import Mamba1Config, ModelConfig, MoEConfig
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 NORMED = "ssm.dt_b_c_rms"  # true for Falcon Mamba
 NAMED = {

@@ -58,7 +58,7 @@ from stree_jax.models import (
     ModelConfig,
     MoEConfig,
 )
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 
 RECURRENT = "attention.recurrent_layers"  # True for layers of the delta rule
 INTERVAL = "full_attention_interval"  # if that key is absent; each n-th is attention

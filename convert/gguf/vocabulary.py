@@ -25,7 +25,7 @@ from stree_jax.convert.gguf.end_tokens import (
 )
 from stree_jax.convert.gguf.header import Header
 from stree_jax.convert.whole_texts import for_whole_texts
-from stree_jax.models.config_json import MAX_SIZE
+from stree_jax.models.stack.config_json import MAX_SIZE
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from stree_jax.models.base.shards import VOCAB, WIDTH, Cut
-from stree_jax.models.config import ModelConfig
 from stree_jax.models.layers.params import Param, Path
 from stree_jax.models.mixers import mixer_of
-from stree_jax.models.param_table import param_table
+from stree_jax.models.stack.config import ModelConfig
+from stree_jax.models.stack.param_table import param_table
 
 
 def cut_of(c: ModelConfig, n: int) -> Cut:

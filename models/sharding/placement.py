@@ -20,11 +20,11 @@ from stree_jax.models.base.shards import (
     part_width,
     run_width,
 )
-from stree_jax.models.config import ModelConfig
 from stree_jax.models.layers.params import Param, Params, Path, by_path, nest
-from stree_jax.models.model import Model
-from stree_jax.models.shapes import abstract_params, param_shapes
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
+from stree_jax.models.stack.config import ModelConfig
+from stree_jax.models.stack.model import Model
+from stree_jax.models.stack.shapes import abstract_params, param_shapes
 from stree_jax.models.weights.formats import format_named
 from stree_jax.models.weights.kept import with_layout
 from stree_jax.models.weights.weight import Format, Stored, take, unit

@@ -14,7 +14,7 @@ from stree_jax.convert.store import check_config
 from stree_jax.convert.tokenizer import has_tokenizer
 from stree_jax.cpu_kernels import level
 from stree_jax.models import param_shapes
-from stree_jax.models.memory import state_bytes, weight_bytes
+from stree_jax.models.stack.memory import state_bytes, weight_bytes
 
 
 def described(path: Path) -> Opened:

@@ -349,7 +349,7 @@ def sizes_of(args: argparse.Namespace, context: int) -> "tuple[Sizes, list[str]]
 def check_weights(args: argparse.Namespace, limit: int) -> None:
     """Raises ValueError if the weights of the target alone exceed `limit` bytes, with
     the MTP layers if these draft. They are not read for this."""
-    from stree_jax.models.memory import size_of
+    from stree_jax.models.stack.memory import size_of
     from stree_jax.pair import NO_DRAFTER, pair_configs
     from stree_jax.sizing.memory import abstract_model
     from stree_jax.sizing.units import shown_bytes

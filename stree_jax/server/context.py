@@ -8,8 +8,8 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.gguf.checkpoint import source_config
 from stree_jax.models import param_dtype
-from stree_jax.models.memory import size_of
-from stree_jax.models.state import init_state
+from stree_jax.models.stack.memory import size_of
+from stree_jax.models.stack.state import init_state
 
 UNKNOWN_CONTEXT = 2048  # tokens; the default for models that name no length
 MAX_CONTEXT = 32768  # tokens; prompt lookup searches the whole context at each step

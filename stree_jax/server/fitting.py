@@ -11,7 +11,7 @@ from itertools import product
 import jax
 
 from stree_jax.checkpoints.load import Model
-from stree_jax.models.memory import size_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.server.batch import Layout, Sizes, for_program
 from stree_jax.server.programs import batch_shapes, programs
 from stree_jax.sizing.budget import LoadedTask, Setup

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from stree_jax.arguments import stop_token_table
 from stree_jax.checkpoints.load import Model
 from stree_jax.models.base.keys import key_of
-from stree_jax.models.memory import size_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling import logprobs
 from stree_jax.server.batch import (
     GREEDY,

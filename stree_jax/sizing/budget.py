@@ -17,7 +17,7 @@ from stree_jax import models
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
 from stree_jax.default_tree import spec_for
-from stree_jax.models.memory import size_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.sizing.candidates import by_speed
 from stree_jax.sizing.fit import Count, RequestT, Task, fastest
 from stree_jax.sizing.memory import (

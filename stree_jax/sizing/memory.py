@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.models import Model, ModelConfig, abstract_params
-from stree_jax.models.memory import size_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.requests import Requests
 from stree_jax.sizing.temporaries import (
     Temporaries,

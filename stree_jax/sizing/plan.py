@@ -16,7 +16,7 @@ from stree_jax.buckets import bucket
 from stree_jax.common.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, with_hints
 from stree_jax.convert.store import weights_named
 from stree_jax.models import Format, ModelConfig
-from stree_jax.models.config import blocks
+from stree_jax.models.stack.config import blocks
 from stree_jax.models.weights.kept import with_layout
 from stree_jax.sizing.candidates import Candidate, by_speed, described
 from stree_jax.sizing.fit import Count, Task, fastest

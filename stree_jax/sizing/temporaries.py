@@ -27,8 +27,8 @@ from stree_jax.models import (
     reading_chunk,
 )
 from stree_jax.models.layers.mixer import FLOAT, leaves_of, padded_rows
-from stree_jax.models.memory import size_of
 from stree_jax.models.mixers import mixer_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stree_jax.models import Model, State
 from stree_jax.models.layers.mixer import leaves_of
-from stree_jax.models.memory import size_of, weights_read
+from stree_jax.models.stack.memory import size_of, weights_read
 from stree_jax.speculation.drafter import Reads
 from stree_jax.speculation.step import Spec
 

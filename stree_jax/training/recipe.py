@@ -25,7 +25,7 @@ from stree_jax.models import (
     Rope,
     cast_params,
 )
-from stree_jax.models.config import blocks, named
+from stree_jax.models.stack.config import blocks, named
 from stree_jax.records import Spell
 from stree_jax.training import corpus
 from stree_jax.training.losses import next_token_loss, with_mtp_loss

@@ -16,7 +16,7 @@ from stree_jax.models import (
     Rope,
     init_params,
 )
-from stree_jax.models.config import named
+from stree_jax.models.stack.config import named
 from stree_jax.training.corpus import train_tokenizer
 from tests.support.tiny import perturbed, tiny
 

@@ -23,7 +23,7 @@ from stree_jax.bench.registry import parse_bench
 from stree_jax.bench.unroll import Unrolled
 from stree_jax.cli.main import main
 from stree_jax.models import init_records, init_state
-from stree_jax.models.state import Pending
+from stree_jax.models.stack.state import Pending
 from stree_jax.speculation.step import packed as verify_packed
 from stree_jax.speculation.tree import resolve_tree
 from tests.bench.pairs import cells, drawn, measured

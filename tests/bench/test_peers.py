@@ -30,7 +30,7 @@ from stree_jax.models import (
     MoEConfig,
     Rope,
 )
-from stree_jax.models.config import named
+from stree_jax.models.stack.config import named
 from stree_jax.scoring import score
 from tests.bench.pairs import HYBRID, MAMBA2, cells, drawn, params_of
 

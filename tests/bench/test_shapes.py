@@ -15,7 +15,7 @@ from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import read_config
 from stree_jax.convert.source import TensorInfo
 from stree_jax.models import init_records, init_state
-from stree_jax.models.memory import size_of, weight_bytes
+from stree_jax.models.stack.memory import size_of, weight_bytes
 
 
 def configs(directory, config, tensors, mixer=None):

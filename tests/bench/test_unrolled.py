@@ -9,7 +9,7 @@ import pytest
 from stree_jax.bench.unroll import Unrolled
 from stree_jax.generation import begin
 from stree_jax.models import init_state
-from stree_jax.models.state import Pending, init_records
+from stree_jax.models.stack.state import Pending, init_records
 from stree_jax.pallas_kernels import ScanInputs, step_scan, tree_scan
 from stree_jax.speculation import loop
 from stree_jax.speculation.draft import Draft

@@ -21,7 +21,7 @@ from stree_jax.convert.gguf import blocks
 from stree_jax.convert.gguf.blocks import DECODERS, KINDS, read_blocks
 from stree_jax.cpu_kernels import available
 from stree_jax.models import by_path
-from stree_jax.models.memory import size_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.models.weights.panels import kind
 from tests.support.checkpoints import assert_same
 from tests.support.gguf_files import GGUF_CASES, write_gguf

@@ -8,7 +8,7 @@ import stree_jax
 from stree_jax.checkpoints.drafters import drafter_info, load_drafter
 from stree_jax.draft_tokens import DraftVocabulary
 from stree_jax.models import by_path
-from stree_jax.models.memory import size_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.kept import Panels
 from stree_jax.pair import load_pair, pair_configs

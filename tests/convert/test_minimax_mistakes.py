@@ -17,7 +17,7 @@ import stree_jax
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.configs import hf_config
 from stree_jax.convert.export import export_hf
-from stree_jax.models.memory import size_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.models.weights.formats import as_weight
 from tests.support import minimax, quantized
 from tests.support.checkpoints import (

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from stree_jax.models import ModelConfig
-from stree_jax.models.config import blocks
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.rope import Rope
 from stree_jax.models.mixers.attention import AttentionConfig, angles, cut_heads
 from stree_jax.models.mixers.mlp import _gated, activate_gated
-from stree_jax.models.model import LanguageModel
+from stree_jax.models.stack.config import blocks
+from stree_jax.models.stack.model import LanguageModel
 from stree_jax.models.weights.int8 import quantize
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.plain import in_pool_thread, table_rows

@@ -24,8 +24,8 @@ from stree_jax.models.base.shards import (
     run_width,
 )
 from stree_jax.models.mixers.mamba2 import mamba_params
-from stree_jax.models.param_table import param_table
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
+from stree_jax.models.stack.param_table import param_table
 from tests.support.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from stree_jax.models import (
     SharedConfig,
     ShortConvConfig,
 )
-from stree_jax.models.config import named
+from stree_jax.models.stack.config import named
 
 CONFIGS = {
     "mamba2 hybrid": ModelConfig(

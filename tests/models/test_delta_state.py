@@ -17,8 +17,8 @@ from stree_jax.models import (
     ModelConfig,
     init_params,
 )
-from stree_jax.models.config import named
 from stree_jax.models.mixers.delta import DeltaRecord, DeltaState
+from stree_jax.models.stack.config import named
 from stree_jax.server.batch import Batch, Sizes, TextRequest
 from tests.support.long_texts import TOKENS, VOCAB, WAYS, rms, sigmoid, text, unit
 from tests.support.reference import MODEL_TOLERANCE, assert_near

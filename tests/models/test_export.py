@@ -14,12 +14,12 @@ from stree_jax.models import (
     Model,
     Pending,
     chain_nodes,
-    config_json,
     forward_hidden,
     init_params,
     init_state,
     logits_of,
 )
+from stree_jax.models.stack import config_json
 from tests.models.configs import CONFIGS
 from tests.support.native import use
 

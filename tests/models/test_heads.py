@@ -15,7 +15,7 @@ from stree_jax.models.heads import (
     init_heads,
 )
 from stree_jax.models.layers.params import by_path
-from stree_jax.models.model import logits_of
+from stree_jax.models.stack.model import logits_of
 from tests.support.heads import random_heads, reference_logits
 from tests.support.reference import assert_near
 from tests.support.tiny import VOCAB, perturbed, tiny

@@ -10,7 +10,7 @@ import pytest
 
 from stree_jax import models
 from stree_jax.models import KDAConfig, ModelConfig, init_params
-from stree_jax.models.config import named
+from stree_jax.models.stack.config import named
 from tests.support.long_texts import VOCAB, WAYS, rms, sigmoid, text, unit
 from tests.support.reference import assert_near
 

@@ -18,7 +18,7 @@ from stree_jax.models import (
     init_state,
     tree_nodes,
 )
-from stree_jax.models.config import named
+from stree_jax.models.stack.config import named
 from tests.support.reference import MODEL_TOLERANCE, assert_near, random_parents
 from tests.support.tiny import perturbed
 

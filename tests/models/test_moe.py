@@ -18,8 +18,8 @@ from stree_jax.models import (
     init_params,
     init_state,
 )
-from stree_jax.models.config import named
 from stree_jax.models.mixers.moe import weighted_experts
+from stree_jax.models.stack.config import named
 from stree_jax.models.weights.experts import expert_at
 from stree_jax.models.weights.int8 import INT8
 from stree_jax.models.weights.kept import KEPT

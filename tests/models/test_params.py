@@ -12,7 +12,7 @@ from stree_jax.models import (
     nest,
     param_shapes,
 )
-from stree_jax.models.param_table import param_at
+from stree_jax.models.stack.param_table import param_at
 from tests.models.configs import CONFIGS
 from tests.support.families import FAMILIES
 

@@ -25,10 +25,10 @@ from stree_jax.models import (
     init_params,
     parameter_count,
 )
-from stree_jax.models.config import named
 from stree_jax.models.heads import Heads, HeadsConfig, head_logits, init_heads
-from stree_jax.models.memory import size_of
-from stree_jax.models.param_table import param_at
+from stree_jax.models.stack.config import named
+from stree_jax.models.stack.memory import size_of
+from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.weight import take
 from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
 from tests.support.checkpoints import HF_CASES

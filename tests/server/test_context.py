@@ -7,7 +7,7 @@ import pytest
 
 import stree_jax
 from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.models.memory import size_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.server import context as contexts
 from stree_jax.server.context import default_context, own_context
 from tests.support.table_server import write_table

@@ -8,8 +8,8 @@ import pytest
 
 import stree_jax
 from stree_jax.default_tree import spec_for
-from stree_jax.models.memory import size_of
 from stree_jax.models.mixers.attention import AttentionState
+from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server import batch as batches
 from stree_jax.server import fitting, programs

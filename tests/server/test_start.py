@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from stree_jax.default_tree import spec_for
-from stree_jax.models.memory import size_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.server import batch as batches
 from stree_jax.server import engine as engines
 from stree_jax.server import programs

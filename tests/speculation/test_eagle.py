@@ -13,7 +13,7 @@ from stree_jax import models
 from stree_jax.convert.drafters.eagle import read_eagle
 from stree_jax.generation import begin
 from stree_jax.models.eagle import eagle_model
-from stree_jax.models.memory import size_of
+from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.memory import BufferSizes, memory_of
 from stree_jax.speculation.adaptive.best_first import best_first

@@ -16,7 +16,7 @@ from stree_jax.models.dflash_pairs import pair_scores
 from stree_jax.models.eagle import eagle_model, eagle_table
 from stree_jax.models.heads import head_of
 from stree_jax.models.layers.params import by_path
-from stree_jax.models.memory import size_of, weights_read
+from stree_jax.models.stack.memory import size_of, weights_read
 from stree_jax.models.trimming import trimmed_eagle_config
 from stree_jax.models.weights.formats import as_weight, format_named
 from stree_jax.pair import pair_configs

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax import models
-from stree_jax.models.boundaries import tap_of
+from stree_jax.models.stack.boundaries import tap_of
 from tests.support.tiny import REAL, VOCAB, perturbed
 
 D, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, EPS, THETA = 32, 4, 4, 8, 48, 1e-4, 5e3

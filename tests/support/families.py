@@ -22,7 +22,7 @@ from stree_jax.models import (
     ShortConvConfig,
     init_params,
 )
-from stree_jax.models.config import named
+from stree_jax.models.stack.config import named
 from tests.support.tiny import perturbed
 
 SIZES = {"vocab_size": 64, "num_tokens": 61, "d_model": 32}

@@ -20,7 +20,7 @@ from stree_jax.models import (
     ShortConvConfig,
     init_params,
 )
-from stree_jax.models.config import named
+from stree_jax.models.stack.config import named
 
 VOCAB, REAL, STOP = 50, 47, 7  # three rows of the vocabulary are padding
 

@@ -12,7 +12,7 @@ from stree_jax.models import (
     Rope,
     init_params,
 )
-from stree_jax.models.config import named
+from stree_jax.models.stack.config import named
 from tests.support.tiny import perturbed
 from tests.support.toy_mixer import ToyConfig
 

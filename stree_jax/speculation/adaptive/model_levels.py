@@ -19,7 +19,7 @@ from stree_jax.models import (
     param_dtype,
     read_text,
 )
-from stree_jax.models.memory import weights_read
+from stree_jax.models.stack.memory import weights_read
 from stree_jax.speculation.adaptive.best_first import by_model, catch_up, nothing_grown
 from stree_jax.speculation.adaptive.search import Query, Search, Searcher, any_level
 from stree_jax.speculation.drafter import (

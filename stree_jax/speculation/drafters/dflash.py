@@ -26,7 +26,6 @@ from stree_jax.models import (
     param_dtype,
     without_mtp,
 )
-from stree_jax.models.boundaries import moved_boundaries, tap_of
 from stree_jax.models.dflash import (
     DFlash,
     DFlashConfig,
@@ -40,7 +39,8 @@ from stree_jax.models.dflash import (
 from stree_jax.models.dflash_pairs import confidence, no_memory
 from stree_jax.models.heads import head_of
 from stree_jax.models.layers.params import abstract_table
-from stree_jax.models.memory import size_of, weights_read
+from stree_jax.models.stack.boundaries import moved_boundaries, tap_of
+from stree_jax.models.stack.memory import size_of, weights_read
 from stree_jax.sampling.best import best_scores
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule

@@ -29,7 +29,6 @@ from stree_jax.models import (
     logits_of,
 )
 from stree_jax.models.base.keys import key_of
-from stree_jax.models.boundaries import moved_boundaries, tap_of
 from stree_jax.models.eagle import (
     Eagle,
     EagleConfig,
@@ -39,7 +38,8 @@ from stree_jax.models.eagle import (
     masked,
     project,
 )
-from stree_jax.models.memory import weights_read
+from stree_jax.models.stack.boundaries import moved_boundaries, tap_of
+from stree_jax.models.stack.memory import weights_read
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.best_first import by_depth, nothing_grown

@@ -32,7 +32,7 @@ from stree_jax.models.heads import (
     head_of,
     init_heads,
 )
-from stree_jax.models.memory import size_of, weights_read
+from stree_jax.models.stack.memory import size_of, weights_read
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.best_first import by_depth, nothing_grown

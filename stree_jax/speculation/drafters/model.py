@@ -30,7 +30,7 @@ from stree_jax.models import (
     param_dtype,
     without_mtp,
 )
-from stree_jax.models.memory import weights_read
+from stree_jax.models.stack.memory import weights_read
 from stree_jax.sampling.best import best_scores
 from stree_jax.sampling.distribution import DRAFT, Distribution
 from stree_jax.sampling.threefry import fold_in, uniform

@@ -40,7 +40,7 @@ from stree_jax.models import (
     tree_nodes,
     without_mtp,
 )
-from stree_jax.models.memory import weights_read
+from stree_jax.models.stack.memory import weights_read
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.guessed_levels import GuessedLevels

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.models.base.shards import WHOLE, Cut, Run
-from stree_jax.models.config import ModelConfig, required
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import Norm
 from stree_jax.models.layers.params import Table, declare, low_rank_params, norm_params
 from stree_jax.models.mixers import mixer_of
+from stree_jax.models.stack.config import ModelConfig, required
 from stree_jax.models.weights.linear import linear
 
 

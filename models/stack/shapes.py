@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.models.base.keys import key_of
-from stree_jax.models.config import ModelConfig
 from stree_jax.models.layers.nodes import chain_nodes
 from stree_jax.models.layers.params import (
     Params,
@@ -20,9 +19,10 @@ from stree_jax.models.layers.params import (
     nest,
     stored,
 )
-from stree_jax.models.model import LanguageModel
-from stree_jax.models.param_table import param_at, param_table
-from stree_jax.models.state import init_state
+from stree_jax.models.stack.config import ModelConfig
+from stree_jax.models.stack.model import LanguageModel
+from stree_jax.models.stack.param_table import param_at, param_table
+from stree_jax.models.stack.state import init_state
 from stree_jax.models.weights.formats import format_named
 
 

@@ -5,8 +5,8 @@ is the stream after b of the maker's layers. For most families one such layer is
 ours, a token mixer and an MLP.
 """
 
-from stree_jax.models.config import ModelConfig
-from stree_jax.models.state import token_mixers
+from stree_jax.models.stack.config import ModelConfig
+from stree_jax.models.stack.state import token_mixers
 
 EMBEDDING = -1  # the tap of boundary 0
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax import cpu_kernels
-from stree_jax.models.config import ModelConfig
 from stree_jax.models.layers.nodes import chain_nodes
 from stree_jax.models.mixers import mixer_of
-from stree_jax.models.model import (
+from stree_jax.models.stack.config import ModelConfig
+from stree_jax.models.stack.model import (
     Model,
     Tapped,
     Taps,
@@ -20,7 +20,7 @@ from stree_jax.models.model import (
     forward_tapped,
     param_dtype,
 )
-from stree_jax.models.state import (
+from stree_jax.models.stack.state import (
     Pending,
     Records,
     State,

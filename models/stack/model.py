@@ -27,7 +27,6 @@ from stree_jax.models.base.shards import (
 )
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.base.trimmed import scattered
-from stree_jax.models.config import Block, ModelConfig, ResidualScales, required
 from stree_jax.models.layers.nodes import Nodes, Pass
 from stree_jax.models.layers.norm import Norm
 from stree_jax.models.layers.params import (
@@ -40,8 +39,9 @@ from stree_jax.models.layers.params import (
     shared_params,
 )
 from stree_jax.models.mixers import mixer_of
-from stree_jax.models.shared import Adapters, SharedBlock
-from stree_jax.models.state import (
+from stree_jax.models.stack.config import Block, ModelConfig, ResidualScales, required
+from stree_jax.models.stack.shared import Adapters, SharedBlock
+from stree_jax.models.stack.state import (
     LayerRecord,
     LayerState,
     Pending,

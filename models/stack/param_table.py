@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from stree_jax.models.base.shards import VOCAB, WIDTH
-from stree_jax.models.config import Block, ModelConfig, required
 from stree_jax.models.layers.params import (
     NORM_AFTER,
     Param,
@@ -19,7 +18,8 @@ from stree_jax.models.layers.params import (
     shared_params,
 )
 from stree_jax.models.mixers import mixer_of
-from stree_jax.models.shared import adapter_params, shared_block_params
+from stree_jax.models.stack.config import Block, ModelConfig, required
+from stree_jax.models.stack.shared import adapter_params, shared_block_params
 
 MAX_WIDTH = 1 << 27  # longest axis of a parameter; real models are far below
 EVERYWHERE = ":everywhere"  # owner of the parameters that every device has whole

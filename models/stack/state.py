@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax import cpu_kernels
-from stree_jax.models.config import Block, ModelConfig
 from stree_jax.models.layers.mixer import Leaf, Mixer, MixerPending, map_leaves
 from stree_jax.models.mixers import MIXERS, mixer_of
+from stree_jax.models.stack.config import Block, ModelConfig
 from stree_jax.pallas_kernels import ATTENTION_BLOCK
 
 LayerState = dict[str, Any]  # the `MixerState` of each token mixer, by name

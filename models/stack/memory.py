@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 
-from stree_jax.models.config import ModelConfig
-from stree_jax.models.model import Model
-from stree_jax.models.shapes import abstract_params
-from stree_jax.models.state import init_state
+from stree_jax.models.stack.config import ModelConfig
+from stree_jax.models.stack.model import Model
+from stree_jax.models.stack.shapes import abstract_params
+from stree_jax.models.stack.state import init_state
 from stree_jax.models.weights.formats import format_named
 
 

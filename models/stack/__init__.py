@@ -1,0 +1,1 @@
+"""A model: its config, parameters, state and passes."""
