@@ -27,7 +27,7 @@ from stree_jax.bench.method import (
 from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.checkpoints.load import Model
 from stree_jax.generation import begin, encode_prompts
-from stree_jax.models.heads import Heads, first_heads
+from stree_jax.models.drafters.heads import Heads, first_heads
 from stree_jax.result import Generation, Plan, summarise
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference

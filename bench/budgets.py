@@ -16,7 +16,7 @@ from stree_jax.bench.device_memory import cache_row_bytes
 from stree_jax.bench.shapes import config_of
 from stree_jax.buckets import bucket
 from stree_jax.models import Model
-from stree_jax.models.heads import Heads, HeadsConfig, first_heads
+from stree_jax.models.drafters.heads import Heads, HeadsConfig, first_heads
 from stree_jax.sizing.memory import Memory, abstract_model, memory_of
 from stree_jax.sizing.plan import Choice, Request, plan
 from stree_jax.speculation.drafters.table import abstract_source, source_of

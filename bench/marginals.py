@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.models import Model
-from stree_jax.models.dflash import DFlash
-from stree_jax.models.dflash_pairs import no_memory, pair_scores
+from stree_jax.models.drafters.dflash import DFlash
+from stree_jax.models.drafters.dflash_pairs import no_memory, pair_scores
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.drafters.block_candidates import (

@@ -29,7 +29,7 @@ from stree_jax.buckets import bucket
 from stree_jax.checkpoints.heads import load_heads
 from stree_jax.checkpoints.load import Model
 from stree_jax.default_tree import tree_for
-from stree_jax.models.heads import Heads
+from stree_jax.models.drafters.heads import Heads
 from stree_jax.options import add
 from stree_jax.sizing.memory import BufferSizes, memory_of
 from stree_jax.sizing.units import bytes_named

@@ -23,11 +23,11 @@ from stree_jax.models import (
     nest,
     parameter_count,
 )
-from stree_jax.models.dflash import DFlash
-from stree_jax.models.heads import Heads, cast_heads, head_table
+from stree_jax.models.drafters.dflash import DFlash
+from stree_jax.models.drafters.heads import Heads, cast_heads, head_table
+from stree_jax.models.drafters.trimming import trimmed
 from stree_jax.models.layers.params import Params, Path
 from stree_jax.models.stack.param_table import param_at
-from stree_jax.models.trimming import trimmed
 from stree_jax.models.weights.formats import is_weight
 
 KINDS = {"mamba", "attention", "mlp"}

@@ -6,6 +6,8 @@ the residual stream; V vocabulary; H SSM heads; P head size; N state size; G gro
 conv taps; C conv channels; Hq/Hk query/KV heads; hd attention head size; E experts.
 """
 
+from stree_jax.models.drafters.mtp import mtp_model as mtp_model
+from stree_jax.models.drafters.mtp import without_mtp as without_mtp
 from stree_jax.models.export import register_for_export as register_for_export
 from stree_jax.models.layers.mixer import written_over as written_over
 from stree_jax.models.layers.nodes import Nodes as Nodes
@@ -26,8 +28,6 @@ from stree_jax.models.mixers.mla import MLAConfig as MLAConfig
 from stree_jax.models.mixers.mlp import MLPConfig as MLPConfig
 from stree_jax.models.mixers.moe import MoEConfig as MoEConfig
 from stree_jax.models.mixers.short_conv import ShortConvConfig as ShortConvConfig
-from stree_jax.models.mtp import mtp_model as mtp_model
-from stree_jax.models.mtp import without_mtp as without_mtp
 from stree_jax.models.stack.config import Block as Block
 from stree_jax.models.stack.config import ModelConfig as ModelConfig
 from stree_jax.models.stack.config import ResidualScales as ResidualScales

@@ -4,8 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 from stree_jax.models.base.serialization import register_for_export
-from stree_jax.models.eagle import Eagle, EagleConfig, EagleModel
-from stree_jax.models.heads import Heads, HeadsConfig
+from stree_jax.models.drafters.eagle import Eagle, EagleConfig, EagleModel
+from stree_jax.models.drafters.heads import Heads, HeadsConfig
 from stree_jax.models.layers.nodes import Nodes
 from stree_jax.models.mixers import MIXERS
 from stree_jax.models.stack.config_json import from_json, to_json

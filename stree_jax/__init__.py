@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stree_jax.generation import generate as generate
     from stree_jax.generation import stream as stream
     from stree_jax.generation import tune as tune
-    from stree_jax.models.heads import Heads as Heads
+    from stree_jax.models.drafters.heads import Heads as Heads
     from stree_jax.models.sharding.placement import shard as shard
     from stree_jax.result import Generation as Generation
     from stree_jax.result import Past as Past
@@ -64,7 +64,7 @@ _NAMES = {
     "checkpoints.drafters": "load_drafter",
     "draft_tokens": "draft_vocabulary with_draft_vocabulary",
     "checkpoints.heads": "load_heads save_heads",
-    "models.heads": "Heads",
+    "models.drafters.heads": "Heads",
     "models.sharding.placement": "shard",
     "checkpoints.ngrams": "load_ngrams save_ngrams",
     "sizing.plan": "plan",

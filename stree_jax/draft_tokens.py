@@ -12,9 +12,9 @@ from stree_jax.common.checks import integer, shown, with_hints
 from stree_jax.convert.drafters.kept import with_rows
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig
-from stree_jax.models.dflash import DFlash, DFlashConfig
-from stree_jax.models.eagle import Eagle, EagleConfig
-from stree_jax.models.trimming import (
+from stree_jax.models.drafters.dflash import DFlash, DFlashConfig
+from stree_jax.models.drafters.eagle import Eagle, EagleConfig
+from stree_jax.models.drafters.trimming import (
     TRIMMED,
     trimmed,
     trimmed_config,

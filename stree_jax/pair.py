@@ -34,8 +34,8 @@ from stree_jax.draft_tokens import (
     unsupported,
 )
 from stree_jax.models import Format, ModelConfig
-from stree_jax.models.dflash import DFlash
-from stree_jax.models.eagle import Eagle
+from stree_jax.models.drafters.dflash import DFlash
+from stree_jax.models.drafters.eagle import Eagle
 from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
 from stree_jax.options import DRAFTERS, suggestion
 from stree_jax.speculation.drafters.fitted import WithNGrams, without_pairs

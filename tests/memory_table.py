@@ -26,8 +26,8 @@ from stree_jax.models import (
     ModelConfig,
     Rope,
 )
-from stree_jax.models.dflash import DFlashConfig, DFlashLayer
-from stree_jax.models.eagle import FIRST, EagleConfig
+from stree_jax.models.drafters.dflash import DFlashConfig, DFlashLayer
+from stree_jax.models.drafters.eagle import FIRST, EagleConfig
 from stree_jax.models.stack.boundaries import boundary_count
 from stree_jax.models.stack.config import blocks, named
 from stree_jax.sizing.memory import (

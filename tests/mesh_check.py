@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax
-from stree_jax.models.heads import Heads, HeadsConfig, init_heads
+from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from tests.support.families import FAMILIES, mesh_of, prompts, random_model
 from tests.support.tiny import perturbed
 

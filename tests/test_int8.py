@@ -15,7 +15,7 @@ from stree_jax.models import (
     init_params,
     param_dtype,
 )
-from stree_jax.models.heads import Heads, HeadsConfig, init_heads
+from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.experts import Experts
 from stree_jax.models.weights.int8 import INT8, Quantized, group_of

@@ -11,7 +11,7 @@ import pytest
 
 from stree_jax import cpu_kernels
 from stree_jax.generation import begin
-from stree_jax.models.heads import Heads, HeadsConfig, init_heads
+from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
 from stree_jax.sizing.temporaries import padded_rows, temporaries_of
 from stree_jax.speculation.drafters.table import abstract_source

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.models.heads import (
+from stree_jax.models.drafters.heads import (
     Heads,
     HeadsConfig,
     first_heads,

@@ -26,8 +26,8 @@ from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import weights_named
 from stree_jax.convert.tensors import noting_nonfinite
 from stree_jax.models import Format, ModelConfig
-from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table
-from stree_jax.models.eagle import Eagle, EagleConfig
+from stree_jax.models.drafters.dflash import DFlash, DFlashConfig, dflash_table
+from stree_jax.models.drafters.eagle import Eagle, EagleConfig
 from stree_jax.models.weights.kept import KeptFormat, Layout
 
 LATENT = ".kv_a_proj"  # in the names of tensors of latent attention

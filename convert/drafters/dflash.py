@@ -28,7 +28,7 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig
-from stree_jax.models.dflash import DFlashConfig, DFlashLayer, Pairs
+from stree_jax.models.drafters.dflash import DFlashConfig, DFlashLayer, Pairs
 from stree_jax.models.layers.rope import Rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -43,7 +43,12 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, nest, stored
-from stree_jax.models.eagle import Eagle, EagleConfig, eagle_mixers, eagle_table
+from stree_jax.models.drafters.eagle import (
+    Eagle,
+    EagleConfig,
+    eagle_mixers,
+    eagle_table,
+)
 from stree_jax.models.layers.params import Path as ParamPath
 from stree_jax.models.stack.boundaries import boundary_count
 from stree_jax.models.stack.config import Block

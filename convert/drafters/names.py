@@ -14,7 +14,12 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import Source
 from stree_jax.convert.tensors import check_dtype
 from stree_jax.models import nest, stored
-from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table, half_split_order
+from stree_jax.models.drafters.dflash import (
+    DFlash,
+    DFlashConfig,
+    dflash_table,
+    half_split_order,
+)
 from stree_jax.models.layers.params import Path as ParamPath
 from stree_jax.models.weights.kept import KeptFormat
 from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Format

@@ -15,8 +15,8 @@ from stree_jax.convert.drafters import names
 from stree_jax.convert.drafters.write_eagle import eagle_fields, eagle_tensors
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.store import dtype_named
-from stree_jax.models.dflash import DFlash, DFlashConfig
-from stree_jax.models.eagle import Eagle
+from stree_jax.models.drafters.dflash import DFlash, DFlashConfig
+from stree_jax.models.drafters.eagle import Eagle
 from stree_jax.models.layers.params import by_path
 
 WEIGHTS = "model.safetensors"

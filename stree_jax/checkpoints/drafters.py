@@ -30,12 +30,12 @@ from stree_jax.convert.source import read_json
 from stree_jax.convert.store import weights_named
 from stree_jax.models import Format, MLPConfig, Model, ModelConfig, format_named
 from stree_jax.models.base.keys import key_of
-from stree_jax.models.dflash import DFlash, DFlashConfig, dflash_table
-from stree_jax.models.eagle import Eagle, EagleConfig, eagle_table, init_eagle
+from stree_jax.models.drafters.dflash import DFlash, DFlashConfig, dflash_table
+from stree_jax.models.drafters.eagle import Eagle, EagleConfig, eagle_table, init_eagle
+from stree_jax.models.drafters.trimming import trimmed_config, trimmed_eagle_config
 from stree_jax.models.layers.params import abstract_table
 from stree_jax.models.stack.boundaries import boundary_count
 from stree_jax.models.stack.memory import size_of
-from stree_jax.models.trimming import trimmed_config, trimmed_eagle_config
 from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
 from stree_jax.speculation.drafters.dflash import DFlashSource
 

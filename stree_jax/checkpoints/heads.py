@@ -36,7 +36,7 @@ from stree_jax.convert.source import (
 from stree_jax.convert.store import dtype_named, weights_named
 from stree_jax.convert.tensors import check_dtype, noting_nonfinite
 from stree_jax.models import Format
-from stree_jax.models.heads import Heads, HeadsConfig, head_table
+from stree_jax.models.drafters.heads import Heads, HeadsConfig, head_table
 from stree_jax.models.layers.params import by_path, nest, stored
 from stree_jax.models.weights.kept import KeptFormat
 

@@ -95,7 +95,7 @@ def check(target: Any, drafter: Any, ids: Sequence[int], levels: int) -> dict[st
       levels: most levels of the drafts.
     """
     from stree_jax.agreement import agreement
-    from stree_jax.models.dflash import DFlash
+    from stree_jax.models.drafters.dflash import DFlash
     from stree_jax.speculation.drafters.table import source_of
     from stree_jax.speculation.tree import Budget
 

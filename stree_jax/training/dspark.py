@@ -26,7 +26,7 @@ import numpy as np
 
 from stree_jax.models import Model as BareModel
 from stree_jax.models import ModelConfig
-from stree_jax.models.dflash import (
+from stree_jax.models.drafters.dflash import (
     DFlash,
     DFlashConfig,
     DFlashLayer,
@@ -37,7 +37,7 @@ from stree_jax.models.dflash import (
     init_dflash,
     run_block,
 )
-from stree_jax.models.dflash_pairs import confidence, no_memory, pair_bias
+from stree_jax.models.drafters.dflash_pairs import confidence, no_memory, pair_bias
 from stree_jax.training.stretches import (
     attention_of,
     check_least,

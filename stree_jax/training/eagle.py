@@ -33,7 +33,7 @@ from stree_jax.models import (
     param_dtype,
 )
 from stree_jax.models import Model as BareModel
-from stree_jax.models.eagle import (
+from stree_jax.models.drafters.eagle import (
     Eagle,
     EagleConfig,
     EagleModel,

@@ -25,7 +25,7 @@ import numpy as np
 from stree_jax.checkpoints.load import Model, load
 from stree_jax.models import Model as BareModel
 from stree_jax.models import base_model, logits_of
-from stree_jax.models.heads import (
+from stree_jax.models.drafters.heads import (
     Heads,
     HeadsConfig,
     cast_heads,

@@ -32,7 +32,7 @@ from stree_jax.models import (
     logits_of,
 )
 from stree_jax.models import Model as BareModel
-from stree_jax.models.heads import head_of
+from stree_jax.models.drafters.heads import head_of
 from stree_jax.models.stack.boundaries import boundary_count, tap_of
 from stree_jax.training.kept import (
     GENERATED,

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from stree_jax.convert.drafters.dflash import dflash_config
-from stree_jax.models.dflash import dflash_table
+from stree_jax.models.drafters.dflash import dflash_table
 
 LIQUID = {
     "architectures": ["Lfm2DSparkDraftModel"],

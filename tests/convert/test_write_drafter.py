@@ -13,7 +13,7 @@ from stree_jax.convert.drafters.eagle import read_eagle
 from stree_jax.convert.drafters.write import config_fields, save_drafter
 from stree_jax.convert.drafters.write_eagle import eagle_fields
 from stree_jax.models import AttentionConfig, Rope
-from stree_jax.models.dflash import DFlashLayer, cast_dflash
+from stree_jax.models.drafters.dflash import DFlashLayer, cast_dflash
 from stree_jax.models.weights.formats import format_named
 from tests.support import eagle
 from tests.support.dflash import KINDS, dflash_config, random_dflash

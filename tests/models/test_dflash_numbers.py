@@ -4,8 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.dflash import add_context, draft_logits, empty_context, run_block
-from stree_jax.models.dflash_pairs import confidence, no_memory, pair_scores
+from stree_jax.models.drafters.dflash import (
+    add_context,
+    draft_logits,
+    empty_context,
+    run_block,
+)
+from stree_jax.models.drafters.dflash_pairs import confidence, no_memory, pair_scores
 from tests.support import drafter_reference as reference
 from tests.support.drafter_params import dflash_of
 from tests.support.published_drafters import LAYOUTS, canonical, facts_of, sizes_of

@@ -6,7 +6,7 @@ import pytest
 
 from stree_jax import models
 from stree_jax.convert.drafters.eagle import read_eagle
-from stree_jax.models.eagle import eagle_model, project
+from stree_jax.models.drafters.eagle import eagle_model, project
 from tests.support import eagle
 
 ATTENTION = "layers.0.self_attn."
@@ -80,7 +80,7 @@ def test_states_and_logits_match_the_equations(target, case):
 
 
 def test_a_trimmed_head_predicts_only_its_tokens(target):
-    from stree_jax.models.trimming import with_trimmed_head
+    from stree_jax.models.drafters.trimming import with_trimmed_head
 
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, eagle.D)))
     hidden, ids = hidden.astype(jnp.float32), [7, 3, 40]

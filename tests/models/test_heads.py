@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stree_jax.checkpoints.load import Model
-from stree_jax.models.heads import (
+from stree_jax.models.drafters.heads import (
     HeadsConfig,
     head_logits,
     head_of,

@@ -25,7 +25,7 @@ from stree_jax.models import (
     init_params,
     parameter_count,
 )
-from stree_jax.models.heads import Heads, HeadsConfig, head_logits, init_heads
+from stree_jax.models.drafters.heads import Heads, HeadsConfig, head_logits, init_heads
 from stree_jax.models.stack.config import named
 from stree_jax.models.stack.memory import size_of
 from stree_jax.models.stack.param_table import param_at

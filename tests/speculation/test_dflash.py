@@ -11,9 +11,9 @@ import pytest
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.agreement import text_distribution
-from stree_jax.models.dflash import add_context, empty_context, run_block
-from stree_jax.models.dflash_pairs import no_memory, pair_scores
-from stree_jax.models.heads import head_of
+from stree_jax.models.drafters.dflash import add_context, empty_context, run_block
+from stree_jax.models.drafters.dflash_pairs import no_memory, pair_scores
+from stree_jax.models.drafters.heads import head_of
 from stree_jax.speculation.accept import NAIVE
 from stree_jax.speculation.adaptive.best_first import best_first
 from stree_jax.speculation.adaptive.calibration import PRIOR, model_kind

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.trimming import trimmed
+from stree_jax.models.drafters.trimming import trimmed
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.drafters import dflash
 from stree_jax.speculation.drafters.fitted import WithNGrams

@@ -12,7 +12,7 @@ import stree_jax
 from stree_jax import models
 from stree_jax.convert.drafters.eagle import read_eagle
 from stree_jax.generation import begin
-from stree_jax.models.eagle import eagle_model
+from stree_jax.models.drafters.eagle import eagle_model
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.memory import BufferSizes, memory_of

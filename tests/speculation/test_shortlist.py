@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
-from stree_jax.models.dflash_pairs import no_memory, pair_scores
+from stree_jax.models.drafters.dflash_pairs import no_memory, pair_scores
 from stree_jax.speculation.drafters import shortlist
 from tests.support.dflash import KINDS, random_dflash
 from tests.support.tiny import REAL, tiny

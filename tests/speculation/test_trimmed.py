@@ -11,13 +11,13 @@ import stree_jax
 from stree_jax import Sampling, draft_vocabulary, with_draft_vocabulary
 from stree_jax.convert.drafters.eagle import read_eagle
 from stree_jax.models import cast_params, logits_of
-from stree_jax.models.dflash import dflash_table, draft_logits
-from stree_jax.models.dflash_pairs import pair_scores
-from stree_jax.models.eagle import eagle_model, eagle_table
-from stree_jax.models.heads import head_of
+from stree_jax.models.drafters.dflash import dflash_table, draft_logits
+from stree_jax.models.drafters.dflash_pairs import pair_scores
+from stree_jax.models.drafters.eagle import eagle_model, eagle_table
+from stree_jax.models.drafters.heads import head_of
+from stree_jax.models.drafters.trimming import trimmed_eagle_config
 from stree_jax.models.layers.params import by_path
 from stree_jax.models.stack.memory import size_of, weights_read
-from stree_jax.models.trimming import trimmed_eagle_config
 from stree_jax.models.weights.formats import as_weight, format_named
 from stree_jax.pair import pair_configs
 from stree_jax.speculation.drafters.mtp import MTPSource

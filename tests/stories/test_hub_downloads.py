@@ -17,7 +17,7 @@ import stree_jax
 from stree_jax.checkpoints.info import info
 from stree_jax.checkpoints.ngrams import save_ngrams
 from stree_jax.cli import main as cli
-from stree_jax.models.heads import Heads, HeadsConfig, init_heads
+from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from stree_jax.training.ngrams import count_grams, katz
 from tests.support.hub_server import served
 from tests.support.published_drafters import write_drafter

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.models import AttentionConfig, Rope
-from stree_jax.models.dflash import DFlash, DFlashConfig, DFlashLayer, init_dflash
+from stree_jax.models.drafters.dflash import (
+    DFlash,
+    DFlashConfig,
+    DFlashLayer,
+    init_dflash,
+)
 from stree_jax.models.stack.boundaries import boundary_count
 from tests.support.tiny import perturbed, tiny
 

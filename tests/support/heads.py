@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.models.heads import Heads, HeadsConfig, init_heads
+from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from tests.support.tiny import perturbed, tiny
 
 

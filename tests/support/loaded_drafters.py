@@ -10,9 +10,14 @@ import pytest
 from stree_jax.checkpoints.drafters import load_drafter
 from stree_jax.checkpoints.load import Model
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, Rope, init_params
-from stree_jax.models.dflash import add_context, draft_logits, empty_context, run_block
-from stree_jax.models.dflash_pairs import confidence, no_memory, pair_scores
-from stree_jax.models.heads import head_of
+from stree_jax.models.drafters.dflash import (
+    add_context,
+    draft_logits,
+    empty_context,
+    run_block,
+)
+from stree_jax.models.drafters.dflash_pairs import confidence, no_memory, pair_scores
+from stree_jax.models.drafters.heads import head_of
 from stree_jax.models.stack.config import named
 from tests.support import drafter_reference as reference
 from tests.support.published_drafters import write_drafter

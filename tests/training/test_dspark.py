@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from stree_jax.models import base_model, logits_of
-from stree_jax.models.dflash import (
+from stree_jax.models.drafters.dflash import (
     DFlashLayer,
     add_context,
     draft_logits,
     empty_context,
     run_block,
 )
-from stree_jax.models.dflash_pairs import no_memory, pair_scores
-from stree_jax.models.heads import head_of
+from stree_jax.models.drafters.dflash_pairs import no_memory, pair_scores
+from stree_jax.models.drafters.heads import head_of
 from stree_jax.training import dspark as training
 from stree_jax.training.stretches import DECAY
 from tests.support.dflash import KINDS, random_dflash

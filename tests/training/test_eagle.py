@@ -14,8 +14,8 @@ from stree_jax.models import (
     logits_of,
     tree_nodes,
 )
-from stree_jax.models.eagle import eagle_model, project
-from stree_jax.models.heads import head_of
+from stree_jax.models.drafters.eagle import eagle_model, project
+from stree_jax.models.drafters.heads import head_of
 from stree_jax.training import eagle as training
 from stree_jax.training.stretches import DECAY
 from tests.support import eagle

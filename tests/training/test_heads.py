@@ -14,7 +14,7 @@ import pytest
 
 import stree_jax
 from stree_jax.models import base_model
-from stree_jax.models.heads import Heads, head_of
+from stree_jax.models.drafters.heads import Heads, head_of
 from stree_jax.training import heads as training
 from stree_jax.training import kept
 from stree_jax.training.recipe import Job

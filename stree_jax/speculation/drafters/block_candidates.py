@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax.models.dflash import DFlash
-from stree_jax.models.dflash_pairs import pair_scores
+from stree_jax.models.drafters.dflash import DFlash
+from stree_jax.models.drafters.dflash_pairs import pair_scores
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.drafters.fitted import after
 

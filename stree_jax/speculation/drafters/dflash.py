@@ -26,7 +26,7 @@ from stree_jax.models import (
     param_dtype,
     without_mtp,
 )
-from stree_jax.models.dflash import (
+from stree_jax.models.drafters.dflash import (
     DFlash,
     DFlashConfig,
     add_context,
@@ -36,8 +36,8 @@ from stree_jax.models.dflash import (
     run_block,
     with_other_pairing,
 )
-from stree_jax.models.dflash_pairs import confidence, no_memory
-from stree_jax.models.heads import head_of
+from stree_jax.models.drafters.dflash_pairs import confidence, no_memory
+from stree_jax.models.drafters.heads import head_of
 from stree_jax.models.layers.params import abstract_table
 from stree_jax.models.stack.boundaries import moved_boundaries, tap_of
 from stree_jax.models.stack.memory import size_of, weights_read

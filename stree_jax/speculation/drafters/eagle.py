@@ -29,7 +29,7 @@ from stree_jax.models import (
     logits_of,
 )
 from stree_jax.models.base.keys import key_of
-from stree_jax.models.eagle import (
+from stree_jax.models.drafters.eagle import (
     Eagle,
     EagleConfig,
     EagleModel,

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.common.checks import shown
-from stree_jax.models.dflash import DFlash
+from stree_jax.models.drafters.dflash import DFlash
 from stree_jax.speculation.drafters.ngrams import EMPTY, NGrams, log_prob
 
 LOWEST = -60.0  # in place of the log of smaller probabilities

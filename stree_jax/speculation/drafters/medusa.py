@@ -24,7 +24,7 @@ from jax import lax
 from stree_jax.common.checks import decimal, shown
 from stree_jax.models import Model, without_mtp
 from stree_jax.models.base.keys import key_of
-from stree_jax.models.heads import (
+from stree_jax.models.drafters.heads import (
     Heads,
     HeadsConfig,
     first_heads,

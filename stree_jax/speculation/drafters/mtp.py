@@ -29,8 +29,8 @@ from stree_jax.models import (
     mtp_model,
     param_dtype,
 )
+from stree_jax.models.drafters.trimming import head_name, trimmed_head, with_head
 from stree_jax.models.stack.memory import weights_read
-from stree_jax.models.trimming import head_name, trimmed_head, with_head
 from stree_jax.models.weights.formats import as_weight, gathered
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule

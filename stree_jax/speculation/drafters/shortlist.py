@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stree_jax.models.dflash import DFlash
-from stree_jax.models.dflash_pairs import no_memory, pair_scores
+from stree_jax.models.drafters.dflash import DFlash
+from stree_jax.models.drafters.dflash_pairs import no_memory, pair_scores
 from stree_jax.sampling.best import best_scores
 
 CONSIDERED = 256  # N

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from stree_jax.models import Format, Model, ModelConfig, by_path, format_named
-from stree_jax.models.dflash import DFlash, DFlashConfig
-from stree_jax.models.eagle import Eagle, EagleConfig
-from stree_jax.models.heads import Heads, HeadsConfig
+from stree_jax.models.drafters.dflash import DFlash, DFlashConfig
+from stree_jax.models.drafters.eagle import Eagle, EagleConfig
+from stree_jax.models.drafters.heads import Heads, HeadsConfig
 from stree_jax.models.weights.kept import KeptFormat, with_layout
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.drafters.custom import METHODS, Custom

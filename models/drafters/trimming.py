@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.models.dflash import DFlash, DFlashConfig
-from stree_jax.models.eagle import Eagle, EagleConfig
+from stree_jax.models.drafters.dflash import DFlash, DFlashConfig
+from stree_jax.models.drafters.eagle import Eagle, EagleConfig
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model import Model, derived
 from stree_jax.models.weights.formats import gathered

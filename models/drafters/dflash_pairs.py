@@ -6,7 +6,7 @@ Letters: B rows, Q tokens before a draft, K candidates for it, r rank, d width.
 import jax
 import jax.numpy as jnp
 
-from stree_jax.models.dflash import DFlash
+from stree_jax.models.drafters.dflash import DFlash
 from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.linear import linear
 

@@ -1,0 +1,1 @@
+"""Networks that only draft: Medusa heads, block drafters, EAGLE and MTP layers."""
