@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from stree_jax.checkpoints.ngrams import save_ngrams as save_ngrams
     from stree_jax.checkpoints.save import save as save
     from stree_jax.convert.errors import CheckpointError as CheckpointError
-    from stree_jax.devices import make_mesh as make_mesh
     from stree_jax.draft_tokens import draft_vocabulary as draft_vocabulary
     from stree_jax.draft_tokens import with_draft_vocabulary as with_draft_vocabulary
     from stree_jax.generation import generate as generate
     from stree_jax.generation import stream as stream
     from stree_jax.generation import tune as tune
     from stree_jax.models.drafters.heads import Heads as Heads
+    from stree_jax.models.sharding.devices import make_mesh as make_mesh
     from stree_jax.models.sharding.placement import shard as shard
     from stree_jax.result import Generation as Generation
     from stree_jax.result import Past as Past
@@ -59,7 +59,7 @@ _NAMES = {
     "convert.errors": "CheckpointError",
     "checkpoints.load": "Model load",
     "checkpoints.save": "save",
-    "devices": "make_mesh",
+    "models.sharding.devices": "make_mesh",
     "generation": "generate stream tune",
     "checkpoints.drafters": "load_drafter",
     "draft_tokens": "draft_vocabulary with_draft_vocabulary",

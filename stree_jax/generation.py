@@ -36,8 +36,8 @@ from stree_jax.common.checks import (
 )
 from stree_jax.common.version import __version__
 from stree_jax.default_tree import spec_for
-from stree_jax.devices import check_agreed
 from stree_jax.models import PREFILL_CHUNK
+from stree_jax.models.sharding.devices import check_agreed
 from stree_jax.result import Generation, Past, Plan, summarise
 from stree_jax.sampling.continuation import Continuation, continuation
 from stree_jax.sampling.requests import Requests, StopAutomata

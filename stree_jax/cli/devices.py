@@ -46,7 +46,7 @@ def join(args: argparse.Namespace, prompt: str) -> None:
             "--coordinator, --processes, --process-id and --mesh go together: several "
             "processes need all four"
         )
-    from stree_jax.devices import check_agreed, connect
+    from stree_jax.models.sharding.devices import check_agreed, connect
 
     redirect_output(args.process_id == 0)
     timer = threading.Timer(CONNECT_S, give_up, (args,))
@@ -86,6 +86,6 @@ def mesh_of(args: argparse.Namespace) -> Any:
     """Returns the mesh of --mesh, or None for one device."""
     if getattr(args, "mesh", None) is None:
         return None
-    from stree_jax.devices import make_mesh
+    from stree_jax.models.sharding.devices import make_mesh
 
     return make_mesh(args.mesh)

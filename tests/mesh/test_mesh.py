@@ -13,7 +13,6 @@ import pytest
 
 from stree_jax.bench.devices import Exchange, exchanges
 from stree_jax.cli.main import main
-from stree_jax.devices import axes_named, make_mesh
 from stree_jax.models import AttentionConfig, MambaConfig, param_shapes
 from stree_jax.models.base.shards import (
     VOCAB,
@@ -24,6 +23,7 @@ from stree_jax.models.base.shards import (
     run_width,
 )
 from stree_jax.models.mixers.mamba2 import mamba_params
+from stree_jax.models.sharding.devices import axes_named, make_mesh
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.stack.param_table import param_table
 from tests.support.families import FAMILIES

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import stree_jax
-from stree_jax.devices import connect
+from stree_jax.models.sharding.devices import connect
 from tests.support.families import FAMILIES, prompts, random_model
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import sys
 import jax
 
 import stree_jax
-from stree_jax.devices import check_agreed, connect, make_mesh
+from stree_jax.models.sharding.devices import check_agreed, connect, make_mesh
 from tests.support.families import FAMILIES, prompts, random_model
 
 
