@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stree_jax.convert.files import check_readable
+from stree_jax.convert.base.files import check_readable
 from stree_jax.record_files import read_records
 from stree_jax.records import prompt_of, turns_of
 

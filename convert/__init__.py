@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from stree_jax.convert.atomic import atomic_directory
+from stree_jax.convert.base.errors import CheckpointError as CheckpointError
 from stree_jax.convert.checkpoint_files import CheckpointFiles as CheckpointFiles
 from stree_jax.convert.configs import Warn, check_mtp, read_config
-from stree_jax.convert.errors import CheckpointError as CheckpointError
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
 from stree_jax.convert.gguf.header import is_gguf

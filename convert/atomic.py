@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.configs import Warn
-from stree_jax.convert.errors import CheckpointError
 
 REMOVALS = 40  # attempts to remove a directory, 0.05 s apart
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import (
     EXPORTERS,
     HF_TYPES,

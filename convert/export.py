@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from stree_jax.convert.atomic import atomic_directory
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.configs import GENERATION, export_format, hf_config
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.families.qwen3_5 import TEXT
 from stree_jax.convert.fields import ConfigFields

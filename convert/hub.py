@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import detect
 from stree_jax.convert.drafters.fields import has_drafter_fields
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import mambainllama
 from stree_jax.convert.gguf.header import MAX_HEADER, SHARD, first_shards, read_one
 from stree_jax.convert.quantization_config import MODELOPT_FILE, RECIPE_FILES

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.source import ALIGNMENT
 from stree_jax.models import (
     Format,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.dequantize import FLOATS, Part, Scheme, halves
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.int4 import KEPT_GROUPS
 from stree_jax.convert.source import Source
 

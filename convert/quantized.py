@@ -8,9 +8,9 @@ schemes, and `quantization_config.py` says which module has which scheme.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.dequantize import BLOCKS, FLOATS, SCALES, Part, Scheme
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.quantization_config import (
     CONFIG,
     RECIPE_FILES,

@@ -14,9 +14,9 @@ from typing import Any
 import ml_dtypes  # the import also makes NumPy and safetensors support bfloat16
 import numpy as np
 
+from stree_jax.convert.base.errors import CheckpointError
+from stree_jax.convert.base.files import check_fetched, read_text
 from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem
-from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.files import check_fetched, read_text
 from stree_jax.convert.gguf.blocks import (
     Kind,
     nvfp4_arrays,

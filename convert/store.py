@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 
 from stree_jax.common.checks import shown
 from stree_jax.convert.atomic import os_problem
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.kept_file import (
     check_kept,
     layout_from_json,

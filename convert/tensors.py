@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.configs import Warn
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.rows import (
     Index,
     Names,

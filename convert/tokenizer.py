@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stree_jax.convert.base.errors import CheckpointError
+from stree_jax.convert.base.files import MAX_TOKENIZER_BYTES, read_text
 from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.files import MAX_TOKENIZER_BYTES, read_text
 from stree_jax.convert.gguf.vocabulary import (
     has_vocabulary,
     read_vocabulary,

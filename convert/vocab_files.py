@@ -10,8 +10,8 @@ Source: transformers' classes of these names (5.23).
 
 from typing import TYPE_CHECKING
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.vocabulary import QWEN2, QWEN35
 from stree_jax.convert.special_tokens import (

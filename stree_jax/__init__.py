@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stree_jax.checkpoints.ngrams import load_ngrams as load_ngrams
     from stree_jax.checkpoints.ngrams import save_ngrams as save_ngrams
     from stree_jax.checkpoints.save import save as save
-    from stree_jax.convert.errors import CheckpointError as CheckpointError
+    from stree_jax.convert.base.errors import CheckpointError as CheckpointError
     from stree_jax.draft_tokens import draft_vocabulary as draft_vocabulary
     from stree_jax.draft_tokens import with_draft_vocabulary as with_draft_vocabulary
     from stree_jax.generation import generate as generate
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from stree_jax.speculation.tree import pruned as pruned
 
 _NAMES = {
-    "convert.errors": "CheckpointError",
+    "convert.base.errors": "CheckpointError",
     "checkpoints.load": "Model load",
     "checkpoints.save": "save",
     "models.sharding.devices": "make_mesh",

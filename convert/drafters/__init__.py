@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from stree_jax.convert import source_dtype
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.drafters import dflash, eagle, names
@@ -18,7 +19,6 @@ from stree_jax.convert.drafters.fields import (
 from stree_jax.convert.drafters.fields import target_name
 from stree_jax.convert.drafters.kept import layout_of
 from stree_jax.convert.drafters.names import check_stored
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.keeping import kept_kinds
 from stree_jax.convert.quantized import logical, scheme_names

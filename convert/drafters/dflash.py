@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.drafters import names
 from stree_jax.convert.drafters.fields import (
@@ -24,7 +25,6 @@ from stree_jax.convert.drafters.fields import (
     Shapes,
     target_name,
 )
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig

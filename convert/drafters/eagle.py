@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.drafters.fields import (
     NESTED,
@@ -39,7 +40,6 @@ from stree_jax.convert.drafters.names import (
     head_ids,
 )
 from stree_jax.convert.drafters.names import plain_name as without_prefix
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, nest, stored

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.configs import Warn
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 
 NESTED, BLOCK = "transformer_layer_config", "dflash_config"

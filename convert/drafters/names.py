@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters.fields import Fields
 from stree_jax.convert.drafters.kept import can_be_kept, kept
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import Source
 from stree_jax.convert.tensors import check_dtype
 from stree_jax.models import nest, stored

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields

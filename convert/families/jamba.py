@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, mamba, read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields

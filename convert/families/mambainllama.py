@@ -7,7 +7,7 @@ are repeated after the convolution. Every head has its own group of C and of the
 
 from dataclasses import replace
 
-from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, native, read
 from stree_jax.convert.families.table import Field, read_fields

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
-from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.fields import REQUIRED, ConfigFields
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
 

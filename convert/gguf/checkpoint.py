@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import Warn
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.architectures import ARCHITECTURES, Architecture
 from stree_jax.convert.gguf.blocks import NAMES, read_plain

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.files import check_fetched
+from stree_jax.convert.base.errors import CheckpointError
+from stree_jax.convert.base.files import check_fetched
 from stree_jax.convert.gguf.blocks import KINDS, OTHER_KINDS, Kind, without_ones
 from stree_jax.convert.source import file_names, weights_among
 

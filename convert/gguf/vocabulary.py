@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.end_tokens import (
     CONTROL,

@@ -14,7 +14,7 @@ import numpy as np
 from stree_jax.checkpoints.resolve import valid_path
 from stree_jax.common.checks import with_hints
 from stree_jax.common.whole_file import write_whole
-from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.hub import fetch, hub_name
 from stree_jax.speculation.drafters.ngrams import ASSUMED_RATES, WAYS, NGrams, Table
 

@@ -8,7 +8,7 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.resolve import valid_path
 from stree_jax.common.checks import with_hints
 from stree_jax.convert.atomic import atomic_directory
-from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.export import tokenizer_json
 from stree_jax.convert.special_tokens import SETTINGS
 from stree_jax.convert.store import (

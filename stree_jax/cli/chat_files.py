@@ -10,7 +10,7 @@ from typing import Any
 from stree_jax.cli.chat import Message
 from stree_jax.common.cache_folder import cache_folder
 from stree_jax.common.whole_file import write_whole
-from stree_jax.convert.files import MOST_TEXT, read_text
+from stree_jax.convert.base.files import MOST_TEXT, read_text
 
 ROLES = ("system", "user", "assistant")
 MOST_ENTRIES = 1000  # messages and commands in the history file

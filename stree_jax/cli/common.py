@@ -31,7 +31,7 @@ def notes(text: str, *commands: str) -> str:
 
 def vocabulary_of(args: argparse.Namespace) -> "DraftVocabulary | None":
     """Returns the draft vocabulary that the options name, or None. Reads its text."""
-    from stree_jax.convert.files import read_text
+    from stree_jax.convert.base.files import read_text
     from stree_jax.draft_tokens import DraftVocabulary
 
     file = args.draft_vocab_text

@@ -267,8 +267,8 @@ def check_options(args: argparse.Namespace) -> None:
 def api_keys(file: Path | None) -> tuple[bytes, ...]:
     """Returns the API keys in a file, one a line, or without a file the key in the
     environment."""
-    from stree_jax.convert.errors import CheckpointError
-    from stree_jax.convert.files import read_file
+    from stree_jax.convert.base.errors import CheckpointError
+    from stree_jax.convert.base.files import read_file
 
     if file is None:
         key = os.environ.get(KEY_VARIABLE, "").strip()

@@ -1,1 +1,1 @@
-"""Helpers that import nothing of the package: checks of arguments, whole files, version."""
+"""Helpers that import nothing else of the package."""

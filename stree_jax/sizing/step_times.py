@@ -25,7 +25,7 @@ from stree_jax import cpu_kernels
 from stree_jax.common.cache_folder import cache_folder
 from stree_jax.common.version import __version__
 from stree_jax.common.whole_file import write_whole
-from stree_jax.convert.files import read_text
+from stree_jax.convert.base.files import read_text
 from stree_jax.models.stack.memory import size_of
 from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter
 from stree_jax.speculation.adaptive.policy import (

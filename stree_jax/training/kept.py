@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
-from stree_jax.convert.files import read_text
+from stree_jax.convert.base.files import read_text
 from stree_jax.models import (
     Model,
     Taps,

@@ -15,8 +15,8 @@ from stree_jax.cli.chat import (
     read_special_tokens,
     render,
 )
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.training.corpus import train_tokenizer
 
 CHATML = """\

@@ -9,7 +9,7 @@ from stree_jax.checkpoints import resolve as resolving
 from stree_jax.checkpoints.resolve import PACKAGED, resolve
 from stree_jax.cli import comparison, demo
 from stree_jax.cli import main as cli
-from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.base.errors import CheckpointError
 from tests.support.table_models import byte_level, follow, padded_size, write_gguf
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}a"

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from stree_jax.cli.chat import render
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.tokenizer import read_tokenizer
 
 pytestmark = pytest.mark.peers

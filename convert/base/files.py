@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.base.errors import CheckpointError
 
 MOST_TEXT = 2**26  # bytes; limit for prompts, templates and configs
 MAX_TOKENIZER_BYTES = 2**28  # the largest published tokenizer.json has 2**25
