@@ -16,8 +16,8 @@ from stree_jax.bench import tables
 from stree_jax.bench.llama_process import Ask
 from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.resolve import resolve
-from stree_jax.convert.gguf.header import is_gguf, read_header
 from stree_jax.convert.gguf.names import EMBEDDING, HEAD
+from stree_jax.convert.tensors.gguf_header import is_gguf, read_header
 from stree_jax.pair import NO_DRAFTER, load_pair
 from stree_jax.parity import Difference
 from stree_jax.scoring import score, score_tree

@@ -16,27 +16,9 @@ from tqdm import tqdm
 
 from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.base.errors import CheckpointError as CheckpointError
-from stree_jax.convert.checkpoint_files import CheckpointFiles as CheckpointFiles
 from stree_jax.convert.configs import Warn, check_mtp, read_config
 from stree_jax.convert.families import NAMES
-from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
-from stree_jax.convert.gguf.header import is_gguf
-from stree_jax.convert.keeping import kept_kinds, layout_of, note_of_dequantized
-from stree_jax.convert.mlx import check_layout
-from stree_jax.convert.quantized import logical, scheme_names
-from stree_jax.convert.rows import Names, Row
-from stree_jax.convert.source import Source, open_source
-from stree_jax.convert.store import (
-    FORMAT,
-    SOURCE_CONFIG,
-    check_space,
-    config_from_json,
-    is_ours,
-    saved_format,
-    weights_named,
-    write_directory,
-)
-from stree_jax.convert.tensors import (
+from stree_jax.convert.families.tensors import (
     check_tensors,
     dtype_in_file,
     is_finite,
@@ -50,6 +32,26 @@ from stree_jax.convert.tensors import (
     settle_names,
     without_left_out,
 )
+from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
+from stree_jax.convert.keeping import kept_kinds, layout_of, note_of_dequantized
+from stree_jax.convert.rows import Names, Row
+from stree_jax.convert.store import (
+    FORMAT,
+    SOURCE_CONFIG,
+    check_space,
+    config_from_json,
+    is_ours,
+    saved_format,
+    weights_named,
+    write_directory,
+)
+from stree_jax.convert.tensors.checkpoint_files import (
+    CheckpointFiles as CheckpointFiles,
+)
+from stree_jax.convert.tensors.gguf_header import is_gguf
+from stree_jax.convert.tensors.mlx import check_layout
+from stree_jax.convert.tensors.quantized import logical, scheme_names
+from stree_jax.convert.tensors.source import Source, open_source
 from stree_jax.convert.tokenizer import (
     copy_tokenizer,
     read_tokenizer,

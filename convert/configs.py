@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.families import (
     EXPORTERS,
     HF_TYPES,
@@ -18,10 +17,11 @@ from stree_jax.convert.families import (
     mambainllama,
 )
 from stree_jax.convert.families.windows import NEAR
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.notes import config_notes, generation_notes
-from stree_jax.convert.source import TensorInfo, is_file
 from stree_jax.convert.supported import names
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tensors.source import TensorInfo, is_file
 from stree_jax.convert.tokenizer import end_of_text, end_token
 from stree_jax.models import AttentionConfig, ModelConfig, param_shapes
 

@@ -9,11 +9,10 @@ import numpy as np
 
 from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.configs import GENERATION, export_format, hf_config
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.families.qwen3_5 import TEXT
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.gguf.checkpoint import source_config
 from stree_jax.convert.rows import split
 from stree_jax.convert.store import (
@@ -22,7 +21,8 @@ from stree_jax.convert.store import (
     dtype_named,
     is_ours,
 )
-from stree_jax.convert.tensors import rows_of
+from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tokenizer import copy_tokenizer
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, by_path, format_of

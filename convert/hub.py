@@ -18,20 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import detect
 from stree_jax.convert.drafters.fields import has_drafter_fields
 from stree_jax.convert.families import mambainllama
-from stree_jax.convert.gguf.header import MAX_HEADER, SHARD, first_shards, read_one
-from stree_jax.convert.quantization_config import MODELOPT_FILE, RECIPE_FILES
-from stree_jax.convert.source import (
+from stree_jax.convert.store import PARAMS, SOURCE_CONFIG, is_ours
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.gguf_header import (
+    MAX_HEADER,
+    SHARD,
+    first_shards,
+    read_one,
+)
+from stree_jax.convert.tensors.quantization_config import MODELOPT_FILE, RECIPE_FILES
+from stree_jax.convert.tensors.source import (
     ADAPTER,
     INDEX,
     PICKLED,
     read_json,
     weights_among,
 )
-from stree_jax.convert.store import PARAMS, SOURCE_CONFIG, is_ours
 from stree_jax.convert.tokenizer import tokenizer_files_among
 
 CONFIG_FILES = (

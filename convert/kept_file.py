@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.source import ALIGNMENT
+from stree_jax.convert.tensors.source import ALIGNMENT
 from stree_jax.models import (
     Format,
     ModelConfig,

@@ -4,7 +4,7 @@ does not."""
 import reprlib
 from collections.abc import Iterator
 
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 
 # Fields of generation_config.json that change the tokens of transformers' `generate`
 # even without sampling, with the values that have no effect. Settings of sampling, such

@@ -7,7 +7,7 @@ setting, even if tokenizer.json contradicts it. Its other classes ignore the set
 import json
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.vocab_files import CLASSES as BYTE_LEVEL_CLASSES
 
 if TYPE_CHECKING:

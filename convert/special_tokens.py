@@ -11,8 +11,8 @@ Source: `_from_pretrained` in transformers' tokenization_utils_base.py and
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
+from stree_jax.convert.tensors.fields import ConfigFields
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 from stree_jax.common.checks import shown
 from stree_jax.convert.atomic import os_problem
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.kept_file import (
     check_kept,
     layout_from_json,
@@ -32,6 +31,7 @@ from stree_jax.convert.kept_file import (
     write_kept,
 )
 from stree_jax.convert.restore import restored
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tokenizer import end_of_text, end_token, has_tokenizer
 from stree_jax.models import (
     FORMATS,

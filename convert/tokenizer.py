@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.base.files import MAX_TOKENIZER_BYTES, read_text
-from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.vocabulary import (
     has_vocabulary,
     read_vocabulary,
@@ -28,7 +26,6 @@ from stree_jax.convert.piece_model import (
 from stree_jax.convert.prefix_space import SETTING as PREFIX_SPACE
 from stree_jax.convert.prefix_space import with_prefix_space
 from stree_jax.convert.rebuilt import disagreement, rebuilding_class
-from stree_jax.convert.source import is_file, read_json
 from stree_jax.convert.special_tokens import (
     ADDED,
     NAMES,
@@ -39,6 +36,9 @@ from stree_jax.convert.special_tokens import (
 )
 from stree_jax.convert.tekken import FILE as TEKKEN
 from stree_jax.convert.tekken import read_tekken
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tensors.source import is_file, read_json
 from stree_jax.convert.vocab_files import MERGES, VOCAB, class_of, read_vocab_files
 from stree_jax.convert.whole_texts import for_whole_texts
 

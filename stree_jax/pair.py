@@ -23,8 +23,8 @@ from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.checkpoints.resolve import headers
 from stree_jax.common.checks import integer
-from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.hub import hub_name
+from stree_jax.convert.tensors.gguf_header import is_gguf
 from stree_jax.custom_drafter import custom_drafter, import_drafter
 from stree_jax.custom_drafter import is_custom as has_custom_form
 from stree_jax.draft_tokens import (

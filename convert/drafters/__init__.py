@@ -10,7 +10,6 @@ import numpy as np
 
 from stree_jax.convert import source_dtype
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.drafters import dflash, eagle, names
 from stree_jax.convert.drafters.fields import (
@@ -19,12 +18,13 @@ from stree_jax.convert.drafters.fields import (
 from stree_jax.convert.drafters.fields import target_name
 from stree_jax.convert.drafters.kept import layout_of
 from stree_jax.convert.drafters.names import check_stored
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.families.tensors import noting_nonfinite
 from stree_jax.convert.keeping import kept_kinds
-from stree_jax.convert.quantized import logical, scheme_names
-from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import weights_named
-from stree_jax.convert.tensors import noting_nonfinite
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tensors.quantized import logical, scheme_names
+from stree_jax.convert.tensors.source import Source, open_source
 from stree_jax.models import Format, ModelConfig
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig, dflash_table
 from stree_jax.models.drafters.eagle import Eagle, EagleConfig

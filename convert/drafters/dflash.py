@@ -26,7 +26,7 @@ from stree_jax.convert.drafters.fields import (
     target_name,
 )
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig
 from stree_jax.models.drafters.dflash import DFlashConfig, DFlashLayer, Pairs
 from stree_jax.models.layers.rope import Rope

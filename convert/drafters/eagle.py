@@ -41,7 +41,7 @@ from stree_jax.convert.drafters.names import (
 )
 from stree_jax.convert.drafters.names import plain_name as without_prefix
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, nest, stored
 from stree_jax.models.drafters.eagle import (
     Eagle,

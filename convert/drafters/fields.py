@@ -6,7 +6,7 @@ from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.configs import Warn
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 
 NESTED, BLOCK = "transformer_layer_config", "dflash_config"
 SPECULATORS = "speculators_config"

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.convert.source import Source
+from stree_jax.convert.tensors.source import Source
 from stree_jax.models.layers.params import Param
 from stree_jax.models.layers.params import Path as ParamPath
 from stree_jax.models.weights.kept import KEPT, KeptFormat, Layout, Part

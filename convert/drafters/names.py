@@ -11,8 +11,8 @@ import numpy as np
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters.fields import Fields
 from stree_jax.convert.drafters.kept import can_be_kept, kept
-from stree_jax.convert.source import Source
-from stree_jax.convert.tensors import check_dtype
+from stree_jax.convert.families.tensors import check_dtype
+from stree_jax.convert.tensors.source import Source
 from stree_jax.models import nest, stored
 from stree_jax.models.drafters.dflash import (
     DFlash,

@@ -35,8 +35,8 @@ from stree_jax.convert.families import (
     qwen3_next,
     zamba2,
 )
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
 _ONLY_READ = {"native": native, "mambainllama": mambainllama}

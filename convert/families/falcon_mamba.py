@@ -5,7 +5,7 @@ from typing import Any
 
 from stree_jax.convert.families import mamba, read
 from stree_jax.convert.families.table import Field
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
 FORMAT = "falcon_mamba"

@@ -22,8 +22,8 @@ from stree_jax.convert.families.windows import (
     effective,
     typed_rope,
 )
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, Part, Path, Row, attention_rows, mlp_rows
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import blocks, named
 

@@ -15,7 +15,6 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.windows import NEAR, SLIDES, WINDOW, effective
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import (
     Groups,
     Names,
@@ -25,6 +24,7 @@ from stree_jax.convert.rows import (
     attention_rows,
     module_rows,
 )
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, ModelConfig, MoEConfig
 from stree_jax.models.mixers.mlp import CLAMP, GAIN
 from stree_jax.models.stack.config import blocks, named

@@ -9,7 +9,7 @@ from dataclasses import replace
 from stree_jax.convert.families import granite, llama
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import read_fields
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import blocks, named
 

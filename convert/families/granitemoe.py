@@ -6,7 +6,7 @@ from typing import Any
 from stree_jax.convert.families import granite, granite3, read
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
 from stree_jax.models.stack.config import blocks, named
 

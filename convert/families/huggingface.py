@@ -10,9 +10,9 @@ from typing import Any
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, bare
-from stree_jax.convert.source import OWN_FORMAT
+from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tensors.source import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
 from stree_jax.models.layers.rope import Rope, Yarn
 from stree_jax.models.stack.config_json import MAX_LAYERS, MAX_SIZE

@@ -19,7 +19,6 @@ from stree_jax.convert.families.table import (
     require,
     write_fields,
 )
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import (
     Groups,
     Names,
@@ -29,6 +28,7 @@ from stree_jax.convert.rows import (
     mlp_rows,
     module_rows,
 )
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import KDAConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
 from stree_jax.models.stack.config import blocks, named
 

@@ -11,7 +11,6 @@ from typing import Any
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import (
     Names,
     Part,
@@ -21,6 +20,7 @@ from stree_jax.convert.rows import (
     mlp_rows,
     module_rows,
 )
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import (
     AttentionConfig,
     MLPConfig,

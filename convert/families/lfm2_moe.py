@@ -7,8 +7,8 @@ from typing import Any
 
 from stree_jax.convert.families import lfm2, read
 from stree_jax.convert.families.table import Field, read_fields, write_fields
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, Part, Path, Row
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
 
 FORMAT = "lfm2_moe"

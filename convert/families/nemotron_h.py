@@ -18,7 +18,6 @@ from stree_jax.convert.families.table import (
     require,
     write_fields,
 )
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import (
     Names,
     Part,
@@ -29,6 +28,7 @@ from stree_jax.convert.rows import (
     module_rows,
     norm_rows,
 )
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from stree_jax.models.stack.config import blocks, named
 

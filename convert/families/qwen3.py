@@ -7,7 +7,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, read
 from stree_jax.convert.families.table import Field, require
 from stree_jax.convert.families.windows import with_qwen_windows
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
 FORMAT = "qwen3"

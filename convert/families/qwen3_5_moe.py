@@ -5,7 +5,7 @@ from typing import Any
 
 from stree_jax.convert.families import qwen3_5, qwen3_next
 from stree_jax.convert.families.qwen3_next import Tables
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
 FORMAT = "qwen3_5_moe_text"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from stree_jax.convert.families.table import Field, Read
-from stree_jax.convert.fields import REQUIRED, ConfigFields
+from stree_jax.convert.tensors.fields import REQUIRED, ConfigFields
 
 size, flag, limits = ConfigFields.size, ConfigFields.flag, ConfigFields.limits
 positive, finite = ConfigFields.positive, ConfigFields.finite

@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.fields import REQUIRED, ConfigFields
+from stree_jax.convert.tensors.fields import REQUIRED, ConfigFields
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
 
 Read = Callable[[ConfigFields, str, Any], Any]

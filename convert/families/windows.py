@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 from stree_jax.models.layers.rope import Rope
 from stree_jax.models.stack.config import blocks

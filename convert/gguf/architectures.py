@@ -9,7 +9,6 @@ from typing import Any
 
 from stree_jax.convert.families.huggingface import Layers, with_mlps
 from stree_jax.convert.families.table import read_fields
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf import gemma, kimi, lfm2, mamba, qwen
 from stree_jax.convert.gguf.keys import (
     FEED_FORWARD,
@@ -36,6 +35,7 @@ from stree_jax.convert.gguf.keys import (
 from stree_jax.convert.gguf.names import ALIKE, HALVES, PAIRS
 from stree_jax.convert.gguf.rotary import rope
 from stree_jax.convert.rows import Names
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import (
     MambaConfig,
     MLPConfig,

@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import Warn
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.architectures import ARCHITECTURES, Architecture
-from stree_jax.convert.gguf.blocks import NAMES, read_plain
-from stree_jax.convert.gguf.header import Header
 from stree_jax.convert.gguf.keys import (
     check_neutral,
     further_count,
@@ -24,7 +20,11 @@ from stree_jax.convert.gguf.names import EMBEDDING
 from stree_jax.convert.gguf.rotary import ROPE_FACTORS
 from stree_jax.convert.gguf.vocabulary import settings, source_fields, stop_tokens
 from stree_jax.convert.rows import Names
-from stree_jax.convert.source import Source, TensorInfo
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tensors.gguf_blocks import NAMES, read_plain
+from stree_jax.convert.tensors.gguf_header import Header
+from stree_jax.convert.tensors.source import Source, TensorInfo
 from stree_jax.models import ModelConfig, param_shapes
 
 ARCHITECTURE = "general.architecture"

@@ -11,8 +11,8 @@ import numpy as np
 
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields
-from stree_jax.convert.fields import MAX_EXPERTS, ConfigFields
 from stree_jax.convert.gguf.names import EMBEDDING, HEAD
+from stree_jax.convert.tensors.fields import MAX_EXPERTS, ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig
 from stree_jax.models.stack.config_json import MAX_LAYERS
 

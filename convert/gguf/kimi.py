@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterator
 
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields
-from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.gguf.blocks import without_ones
 from stree_jax.convert.gguf.keys import (
     GATING,
     HEADS,
@@ -25,6 +23,8 @@ from stree_jax.convert.gguf.keys import (
 )
 from stree_jax.convert.gguf.names import HALVES, linear_rows
 from stree_jax.convert.rows import Groups, Names, Part, Path, Row
+from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tensors.gguf_blocks import without_ones
 from stree_jax.models import KDAConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
 from stree_jax.models.stack.config import blocks, named
 

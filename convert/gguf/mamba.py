@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.keys import (
     HEADS,
     INNER,
@@ -23,6 +22,7 @@ from stree_jax.convert.gguf.keys import (
 )
 from stree_jax.convert.gguf.names import HALVES, linear_rows
 from stree_jax.convert.rows import Part, Path, Row
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import Mamba1Config, ModelConfig, MoEConfig
 from stree_jax.models.stack.config import blocks, named
 

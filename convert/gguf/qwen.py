@@ -23,7 +23,6 @@ import numpy as np
 from stree_jax.convert.families import read
 from stree_jax.convert.families.huggingface import with_mlps
 from stree_jax.convert.families.table import Field, read_fields
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.keys import (
     INNER,
     MOE,
@@ -51,6 +50,7 @@ from stree_jax.convert.rows import (
     norm_rows,
     plain,
 )
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,

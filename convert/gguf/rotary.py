@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models.layers.rope import Rope, Yarn, rope_frequencies
 
 ROPE_FACTORS = "rope_freqs.weight"  # tensor with the divisor of each frequency

@@ -16,7 +16,6 @@ import numpy as np
 from stree_jax.checkpoints.resolve import headers, local_or_hub, resolve
 from stree_jax.common.checks import integer, with_hints
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.drafters import (
     OpenedDrafter,
     has_drafter_fields,
@@ -26,8 +25,9 @@ from stree_jax.convert.drafters import (
 from stree_jax.convert.drafters.eagle import TAPS
 from stree_jax.convert.drafters.names import EMBEDDING, HEAD, MASK, MASK_FILE
 from stree_jax.convert.hub import HubName, hub_name, repository
-from stree_jax.convert.source import read_json
 from stree_jax.convert.store import weights_named
+from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
+from stree_jax.convert.tensors.source import read_json
 from stree_jax.models import Format, MLPConfig, Model, ModelConfig, format_named
 from stree_jax.models.base.keys import key_of
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig, dflash_table

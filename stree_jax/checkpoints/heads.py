@@ -24,8 +24,10 @@ from stree_jax.checkpoints.resolve import local_or_hub, resolve, valid_path
 from stree_jax.common.checks import with_hints
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.atomic import atomic_directory
+from stree_jax.convert.families.tensors import check_dtype, noting_nonfinite
 from stree_jax.convert.hub import HubName, repository
-from stree_jax.convert.source import (
+from stree_jax.convert.store import dtype_named, weights_named
+from stree_jax.convert.tensors.source import (
     Source,
     TensorInfo,
     file_names,
@@ -33,8 +35,6 @@ from stree_jax.convert.source import (
     open_files,
     read_json,
 )
-from stree_jax.convert.store import dtype_named, weights_named
-from stree_jax.convert.tensors import check_dtype, noting_nonfinite
 from stree_jax.models import Format
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, head_table
 from stree_jax.models.layers.params import by_path, nest, stored

@@ -23,7 +23,7 @@ from stree_jax.cli.comparison import median_run, timed_in_turn
 from stree_jax.cli.conversation import parameters_in_words
 from stree_jax.cli.terminal import waiting, working
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.generation import Options, encode_prompts, generate, stream
 from stree_jax.models import parameter_count
 from stree_jax.result import Generation

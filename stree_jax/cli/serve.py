@@ -204,7 +204,7 @@ def check_model(args: argparse.Namespace) -> None:
         fewer tokens than --logprobs, or the weights alone exceed --memory.
     """
     from stree_jax.checkpoints.resolve import resolve
-    from stree_jax.convert.checkpoint_files import CheckpointFiles
+    from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
     from stree_jax.convert.tokenizer import has_tokenizer
     from stree_jax.pair import NO_DRAFTER, drafter_name, is_custom, pair_configs
     from stree_jax.server.service import NO_TOKENIZER
@@ -298,7 +298,7 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     from stree_jax.arguments import warn_of_drafter
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.cli.terminal import waiting
-    from stree_jax.convert.checkpoint_files import CheckpointFiles
+    from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
     from stree_jax.default_tree import spec_for
     from stree_jax.pair import load_pair
     from stree_jax.server.context import default_context
@@ -377,7 +377,7 @@ def speller(name: str, model: "Model", template: str | None = None) -> "Spell | 
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.cli.chat import Message, read_chat_template, read_special_tokens
     from stree_jax.cli.template_use import render_checked
-    from stree_jax.convert.checkpoint_files import CheckpointFiles
+    from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
     from stree_jax.convert.whole_texts import for_whole_texts
 
     files, tokenizer = CheckpointFiles(resolve(name)), model.tokenizer

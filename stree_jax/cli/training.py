@@ -265,7 +265,7 @@ def speller(args: argparse.Namespace) -> "Spell | None":
         read_special_tokens,
         render,
     )
-    from stree_jax.convert.checkpoint_files import CheckpointFiles
+    from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 
     files = CheckpointFiles(resolve(args.target))
     template = given_template(args.chat_template)

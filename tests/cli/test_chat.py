@@ -16,7 +16,7 @@ from stree_jax.cli.chat import (
     render,
 )
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.training.corpus import train_tokenizer
 
 CHATML = """\

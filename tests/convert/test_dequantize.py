@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stree_jax.convert import dequantize as module
-from stree_jax.convert.dequantize import Scheme, decode, dequantize, problem, rounded
-from stree_jax.convert.quantization_config import (
+from stree_jax.convert.families.tensors import dequantize as module
+from stree_jax.convert.tensors.dequantize import (
+    Scheme,
+    decode,
+    dequantize,
+    problem,
+    rounded,
+)
+from stree_jax.convert.tensors.quantization_config import (
     COMPRESSED,
     FP8,
     INT8,

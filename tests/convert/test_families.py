@@ -29,7 +29,6 @@ from transformers import (
 
 import stree_jax
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import export_format, hf_config, read_config
 from stree_jax.convert.families import (
     NAMES,
@@ -54,10 +53,11 @@ from stree_jax.convert.families import (
     zamba2,
 )
 from stree_jax.convert.families.table import Field, read_fields, write_fields
-from stree_jax.convert.fields import REQUIRED, ConfigFields
+from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.rows import source_shapes
-from stree_jax.convert.source import TensorInfo
-from stree_jax.convert.tensors import rows_of
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.fields import REQUIRED, ConfigFields
+from stree_jax.convert.tensors.source import TensorInfo
 from stree_jax.models import AttentionConfig, MLPConfig, Rope, param_shapes
 from tests.support.checkpoints import sources
 

@@ -5,7 +5,7 @@ import pytest
 
 import stree_jax
 from stree_jax.convert import open_local
-from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.models import by_path
 from stree_jax.models.stack.memory import size_of, weight_bytes
 from stree_jax.models.weights.experts import Experts, expert_at

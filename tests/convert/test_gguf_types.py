@@ -13,7 +13,7 @@ import pytest
 import stree_jax
 from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.gguf.blocks import KINDS, read_blocks
+from stree_jax.convert.tensors.gguf_blocks import KINDS, read_blocks
 from tests.support.gguf_files import GGUF_CASES, write_gguf
 
 DOWN = "blk.1.ffn_down.weight"

@@ -8,10 +8,11 @@ from safetensors.numpy import save_file
 
 import stree_jax
 from stree_jax.checkpoints.info import info
-from stree_jax.convert import convert_checkpoint, open_local, source
-from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.convert.gguf import header
-from stree_jax.convert.source import open_files
+from stree_jax.convert import convert_checkpoint, open_local
+from stree_jax.convert.families.tensors import gguf_header as header
+from stree_jax.convert.families.tensors import source
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.source import open_files
 from tests.support import published, quantized
 from tests.support.checkpoints import edit_json
 

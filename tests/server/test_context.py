@@ -6,7 +6,7 @@ import gguf
 import pytest
 
 import stree_jax
-from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.models.stack.memory import size_of
 from stree_jax.server import context as contexts
 from stree_jax.server.context import default_context, own_context

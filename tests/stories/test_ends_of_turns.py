@@ -16,7 +16,7 @@ from stree_jax.checkpoints.info import info
 from stree_jax.cli.chat import read_special_tokens
 from stree_jax.cli.main import main
 from stree_jax.convert import convert_checkpoint
-from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from tests.support.table_models import byte_level, follow, padded_size, write_llama
 
 BASE, TURN = 2, 4  # ids of </s> and <|im_end|>

@@ -9,7 +9,7 @@ import pytest
 
 import stree_jax
 from stree_jax.convert import CheckpointError, open_local
-from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from tests.support.native_checkpoints import (
     NATIVE_CASES,
     VOCAB,

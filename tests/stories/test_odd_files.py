@@ -24,8 +24,8 @@ from stree_jax.cli.serve import api_keys
 from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.base.files import read_file
-from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.store import quiet_orbax
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.sizing import step_times
 from stree_jax.training.recipe import Job, read_tokenizer_file
 from stree_jax.training.saves import one_line_errors

@@ -19,7 +19,7 @@ from stree_jax.checkpoints.info import info
 from stree_jax.cli.chat import read_chat_template, read_special_tokens, render
 from stree_jax.cli.main import main
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tokenizer import (
     end_token,
     has_tokenizer,

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.convert.dequantize import BLOCKS, SCALES, Blocks, Scheme
-from stree_jax.convert.fields import REQUIRED, ConfigFields
-from stree_jax.convert.int4 import Int4
-from stree_jax.convert.mlx import GROUPS, affine
-from stree_jax.convert.source import Source
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.dequantize import BLOCKS, SCALES, Blocks, Scheme
+from stree_jax.convert.tensors.fields import REQUIRED, ConfigFields
+from stree_jax.convert.tensors.int4 import Int4
+from stree_jax.convert.tensors.mlx import GROUPS, affine
+from stree_jax.convert.tensors.source import Source
 
 CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
 TEXT_CONFIG = "text_config"

@@ -24,7 +24,7 @@ from stree_jax.convert.rows import (
     pieces,
     source_shapes,
 )
-from stree_jax.convert.source import PIECE, Source, TensorInfo, at_once
+from stree_jax.convert.tensors.source import PIECE, Source, TensorInfo, at_once
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.stack.config import required
 from stree_jax.models.weights.weight import QUANTIZED, Format, Packed, flat_experts

@@ -6,9 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.gguf.header import Header, is_gguf, read_header
-from stree_jax.convert.source import TensorInfo, is_file, read_json
+from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tensors.gguf_header import Header, is_gguf, read_header
+from stree_jax.convert.tensors.source import TensorInfo, is_file, read_json
 
 CONFIG = "config.json"
 

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.convert.dequantize import BLOCKS, FLOATS, SCALES, Part, Scheme
-from stree_jax.convert.quantization_config import (
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.dequantize import BLOCKS, FLOATS, SCALES, Part, Scheme
+from stree_jax.convert.tensors.quantization_config import (
     CONFIG,
     RECIPE_FILES,
     WEIGHTS,
     Recipe,
     read_recipe,
 )
-from stree_jax.convert.source import (
+from stree_jax.convert.tensors.source import (
     PICKLED,
     PackedInfo,
     Source,

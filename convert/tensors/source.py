@@ -16,15 +16,15 @@ import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.base.files import check_fetched, read_text
-from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem
-from stree_jax.convert.gguf.blocks import (
+from stree_jax.convert.rows import Index
+from stree_jax.convert.tensors.dequantize import Part, Scheme, dequantize, problem
+from stree_jax.convert.tensors.gguf_blocks import (
     Kind,
     nvfp4_arrays,
     packed_blocks,
     read_blocks,
     read_plain,
 )
-from stree_jax.convert.rows import Index
 from stree_jax.models.weights.weight import Packed
 
 DTYPES = {

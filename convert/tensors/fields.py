@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.source import TensorInfo, read_json
+from stree_jax.convert.tensors.source import TensorInfo, read_json
 from stree_jax.models.stack.config_json import (
     MAX_LAYERS,
     MAX_NUMBER,

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from stree_jax.convert.dequantize import Part, Scheme, halves
+from stree_jax.convert.tensors.dequantize import Part, Scheme, halves
 
 PER_WORD = 8  # numbers in an int32
 MIDDLE = 8  # zero point of a symmetric matrix

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.dequantize import FLOATS, Part, Scheme, halves
-from stree_jax.convert.int4 import KEPT_GROUPS
-from stree_jax.convert.source import Source
+from stree_jax.convert.tensors.dequantize import FLOATS, Part, Scheme, halves
+from stree_jax.convert.tensors.int4 import KEPT_GROUPS
+from stree_jax.convert.tensors.source import Source
 
 GROUPS = (32, 64, 128)  # columns of a group
 

@@ -1,0 +1,1 @@
+"""Reads tensors from files: safetensors, GGUF and quantized formats."""
