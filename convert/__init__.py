@@ -52,7 +52,7 @@ from stree_jax.convert.tensors.gguf_header import is_gguf
 from stree_jax.convert.tensors.mlx import check_layout
 from stree_jax.convert.tensors.quantized import logical, scheme_names
 from stree_jax.convert.tensors.source import Source, open_source
-from stree_jax.convert.tokenizer import (
+from stree_jax.convert.tokenizers.tokenizer import (
     copy_tokenizer,
     read_tokenizer,
     tokenizer_files,

@@ -22,7 +22,7 @@ from stree_jax.convert.supported import names
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.source import TensorInfo, is_file
-from stree_jax.convert.tokenizer import end_of_text, end_token
+from stree_jax.convert.tokenizers.tokenizer import end_of_text, end_token
 from stree_jax.models import AttentionConfig, ModelConfig, param_shapes
 
 GENERATION = "generation_config.json"

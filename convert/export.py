@@ -23,8 +23,8 @@ from stree_jax.convert.store import (
 )
 from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tokenizer import copy_tokenizer
-from stree_jax.convert.whole_texts import for_whole_texts
+from stree_jax.convert.tokenizers.tokenizer import copy_tokenizer
+from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, by_path, format_of
 from stree_jax.models.stack.config_json import MAX_SIZE
 from stree_jax.models.weights.kept import KeptFormat

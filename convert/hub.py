@@ -37,7 +37,7 @@ from stree_jax.convert.tensors.source import (
     read_json,
     weights_among,
 )
-from stree_jax.convert.tokenizer import tokenizer_files_among
+from stree_jax.convert.tokenizers.tokenizer import tokenizer_files_among
 
 CONFIG_FILES = (
     *("config.json", mambainllama.FILE, MODELOPT_FILE, *RECIPE_FILES, SOURCE_CONFIG),

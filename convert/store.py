@@ -32,7 +32,7 @@ from stree_jax.convert.kept_file import (
 )
 from stree_jax.convert.restore import restored
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tokenizer import end_of_text, end_token, has_tokenizer
+from stree_jax.convert.tokenizers.tokenizer import end_of_text, end_token, has_tokenizer
 from stree_jax.models import (
     FORMATS,
     Format,

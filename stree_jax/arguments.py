@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from stree_jax import models
 from stree_jax.checkpoints.load import Model
 from stree_jax.common.checks import as_integer, shown
-from stree_jax.convert.tokenizer import check_text_ids, encoding
-from stree_jax.convert.whole_texts import for_whole_texts
+from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
+from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig
 from stree_jax.result import Generation, Past
 from stree_jax.sampling.continuation import encode_continuation

@@ -18,10 +18,10 @@ import numpy as np
 
 import stree_jax
 from stree_jax.bench.llama_process import llama_process
-from stree_jax.convert.gguf.vocabulary import COMPOSED, PRETOKENIZERS
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.gguf_header import read_header
-from stree_jax.convert.tokenizer import read_tokenizer
+from stree_jax.convert.tokenizers.gguf_vocabulary import COMPOSED, PRETOKENIZERS
+from stree_jax.convert.tokenizers.tokenizer import read_tokenizer
 from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.hf_checkpoints import VOCAB
 from tests.support.vocabularies import (

@@ -18,13 +18,17 @@ from stree_jax.convert.gguf.keys import (
 )
 from stree_jax.convert.gguf.names import EMBEDDING
 from stree_jax.convert.gguf.rotary import ROPE_FACTORS
-from stree_jax.convert.gguf.vocabulary import settings, source_fields, stop_tokens
 from stree_jax.convert.rows import Names
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.gguf_blocks import NAMES, read_plain
 from stree_jax.convert.tensors.gguf_header import Header
 from stree_jax.convert.tensors.source import Source, TensorInfo
+from stree_jax.convert.tokenizers.gguf_vocabulary import (
+    settings,
+    source_fields,
+    stop_tokens,
+)
 from stree_jax.models import ModelConfig, param_shapes
 
 ARCHITECTURE = "general.architecture"

@@ -10,13 +10,13 @@ from stree_jax.common.checks import with_hints
 from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.export import tokenizer_json
-from stree_jax.convert.special_tokens import SETTINGS
 from stree_jax.convert.store import (
     check_space,
     saved_format,
     write_directory,
 )
-from stree_jax.convert.whole_texts import for_whole_texts
+from stree_jax.convert.tokenizers.special_tokens import SETTINGS
+from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models import by_path
 from stree_jax.models.weights.kept import with_layout
 

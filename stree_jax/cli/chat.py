@@ -18,8 +18,12 @@ from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.base.files import read_text
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tokenizer import TEMPLATES, token_names, tokenizer_settings
-from stree_jax.convert.whole_texts import for_whole_texts
+from stree_jax.convert.tokenizers.tokenizer import (
+    TEMPLATES,
+    token_names,
+    tokenizer_settings,
+)
+from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.sampling.continuation import encode_continuation
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from stree_jax.cli.speeds import Speed, speed_of
 from stree_jax.cli.streams import noticing_ctrl_c
 from stree_jax.cli.template_use import render_checked
 from stree_jax.cli.terminal import coloured, follow
-from stree_jax.convert.tokenizer import check_text_ids, encoding
+from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.generation import Options, stream
 from stree_jax.result import Generation, Past
 from stree_jax.sampling.continuation import Decoder, continuation

@@ -205,7 +205,7 @@ def check_model(args: argparse.Namespace) -> None:
     """
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-    from stree_jax.convert.tokenizer import has_tokenizer
+    from stree_jax.convert.tokenizers.tokenizer import has_tokenizer
     from stree_jax.pair import NO_DRAFTER, drafter_name, is_custom, pair_configs
     from stree_jax.server.service import NO_TOKENIZER
     from stree_jax.sizing.units import bytes_named
@@ -378,7 +378,7 @@ def speller(name: str, model: "Model", template: str | None = None) -> "Spell | 
     from stree_jax.cli.chat import Message, read_chat_template, read_special_tokens
     from stree_jax.cli.template_use import render_checked
     from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-    from stree_jax.convert.whole_texts import for_whole_texts
+    from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 
     files, tokenizer = CheckpointFiles(resolve(name)), model.tokenizer
     if template is None:

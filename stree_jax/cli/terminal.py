@@ -27,7 +27,7 @@ from stree_jax.cli.speeds import compile_times, speed_line, tokens_per_s
 from stree_jax.cli.streams import noticing_ctrl_c
 from stree_jax.convert.base.files import MOST_TEXT, read_text, universal
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tokenizer import encoding, read_tokenizer
+from stree_jax.convert.tokenizers.tokenizer import encoding, read_tokenizer
 from stree_jax.generation import (
     Options,
     encode_prompts,

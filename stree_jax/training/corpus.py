@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from stree_jax.convert.tokenizer import encoding
-from stree_jax.convert.whole_texts import set_for_whole_texts
+from stree_jax.convert.tokenizers.tokenizer import encoding
+from stree_jax.convert.tokenizers.whole_texts import set_for_whole_texts
 from stree_jax.records import Spell
 from stree_jax.training.texts import Spelled, Tally, read_texts
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from stree_jax.checkpoints.load import Model
 from stree_jax.convert.export import export_hf
-from stree_jax.convert.tokenizer import check_text_ids, read_tokenizer_file
+from stree_jax.convert.tokenizers.tokenizer import check_text_ids, read_tokenizer_file
 from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,

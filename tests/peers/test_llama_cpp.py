@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from stree_jax.cli.chat import render
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tokenizer import read_tokenizer
+from stree_jax.convert.tokenizers.tokenizer import read_tokenizer
 
 pytestmark = pytest.mark.peers
 PACKAGE = "llama-cpp-python==0.3.36"

@@ -11,10 +11,10 @@ import gguf
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stree_jax.convert.gguf.vocabulary import read_vocabulary
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.gguf_header import read_header
-from stree_jax.convert.tokenizer import read_tokenizer
+from stree_jax.convert.tokenizers.gguf_vocabulary import read_vocabulary
+from stree_jax.convert.tokenizers.tokenizer import read_tokenizer
 from stree_jax.sampling.continuation import continuation
 from stree_jax.sampling.stop_strings import searched_bytes, token_bytes, token_table
 from stree_jax.server.texts import Reader

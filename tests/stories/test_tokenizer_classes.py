@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 from transformers.models.auto import tokenization_auto
 
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.mistral_words import before_version_5
-from stree_jax.convert.special_tokens import FAMILY_CLASSES, OVERRULED
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tokenizer import copy_tokenizer, read_tokenizer
+from stree_jax.convert.tokenizers.mistral_words import before_version_5
+from stree_jax.convert.tokenizers.special_tokens import FAMILY_CLASSES, OVERRULED
+from stree_jax.convert.tokenizers.tokenizer import copy_tokenizer, read_tokenizer
 from tests.support.table_models import spm
 from tests.support.vocabularies import LLAMA3, SPACE, UNSEEN, split
 from tests.support.vocabularies import byte_level as trained

@@ -20,7 +20,7 @@ from stree_jax.cli.chat import read_chat_template, read_special_tokens, render
 from stree_jax.cli.main import main
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tokenizer import (
+from stree_jax.convert.tokenizers.tokenizer import (
     end_token,
     has_tokenizer,
     read_tokenizer,

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.gguf.end_tokens import (
+from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tensors.gguf_header import Header
+from stree_jax.convert.tokenizers.gguf_end_tokens import (
     CONTROL,
     FILL_IN_TEXTS,
     USER_DEFINED,
@@ -22,9 +24,7 @@ from stree_jax.convert.gguf.end_tokens import (
     end_ids,
     fill_in_ids,
 )
-from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tensors.gguf_header import Header
-from stree_jax.convert.whole_texts import for_whole_texts
+from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models.stack.config_json import MAX_SIZE
 
 if TYPE_CHECKING:

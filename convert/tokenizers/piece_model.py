@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.gguf.vocabulary import piece_tokenizer
-from stree_jax.convert.special_tokens import SpecialTokens, add_special_tokens
 from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tokenizers.gguf_vocabulary import piece_tokenizer
+from stree_jax.convert.tokenizers.special_tokens import (
+    SpecialTokens,
+    add_special_tokens,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.vocab_files import CLASSES as BYTE_LEVEL_CLASSES
+from stree_jax.convert.tokenizers.vocab_files import CLASSES as BYTE_LEVEL_CLASSES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from stree_jax.convert.special_tokens import token_text, tokenizer_class
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.vocab_files import CLASSES, class_parts
+from stree_jax.convert.tokenizers.special_tokens import token_text, tokenizer_class
+from stree_jax.convert.tokenizers.vocab_files import CLASSES, class_parts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.special_tokens import SpecialTokens, add_special_tokens
 from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tokenizers.special_tokens import (
+    SpecialTokens,
+    add_special_tokens,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,23 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.base.files import MAX_TOKENIZER_BYTES, read_text
-from stree_jax.convert.gguf.vocabulary import (
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tensors.source import is_file, read_json
+from stree_jax.convert.tokenizers.gguf_vocabulary import (
     has_vocabulary,
     read_vocabulary,
     settings,
 )
-from stree_jax.convert.mistral_words import set_mistral_words
-from stree_jax.convert.piece_model import FILE as PIECES
-from stree_jax.convert.piece_model import (
+from stree_jax.convert.tokenizers.mistral_words import set_mistral_words
+from stree_jax.convert.tokenizers.piece_model import FILE as PIECES
+from stree_jax.convert.tokenizers.piece_model import (
     is_bpe_model,
     is_piece_model,
     piece_id,
     read_piece_model,
 )
-from stree_jax.convert.prefix_space import SETTING as PREFIX_SPACE
-from stree_jax.convert.prefix_space import with_prefix_space
-from stree_jax.convert.rebuilt import disagreement, rebuilding_class
-from stree_jax.convert.special_tokens import (
+from stree_jax.convert.tokenizers.prefix_space import SETTING as PREFIX_SPACE
+from stree_jax.convert.tokenizers.prefix_space import with_prefix_space
+from stree_jax.convert.tokenizers.rebuilt import disagreement, rebuilding_class
+from stree_jax.convert.tokenizers.special_tokens import (
     ADDED,
     NAMES,
     SETTINGS,
@@ -34,13 +37,15 @@ from stree_jax.convert.special_tokens import (
     add_special_tokens,
     read_special_tokens,
 )
-from stree_jax.convert.tekken import FILE as TEKKEN
-from stree_jax.convert.tekken import read_tekken
-from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tensors.source import is_file, read_json
-from stree_jax.convert.vocab_files import MERGES, VOCAB, class_of, read_vocab_files
-from stree_jax.convert.whole_texts import for_whole_texts
+from stree_jax.convert.tokenizers.tekken import FILE as TEKKEN
+from stree_jax.convert.tokenizers.tekken import read_tekken
+from stree_jax.convert.tokenizers.vocab_files import (
+    MERGES,
+    VOCAB,
+    class_of,
+    read_vocab_files,
+)
+from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,14 +11,14 @@ Source: transformers' classes of these names (5.23).
 from typing import TYPE_CHECKING
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.gguf.vocabulary import QWEN2, QWEN35
-from stree_jax.convert.special_tokens import (
+from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tokenizers.gguf_vocabulary import QWEN2, QWEN35
+from stree_jax.convert.tokenizers.special_tokens import (
     SpecialTokens,
     add_special_tokens,
     tokenizer_class,
 )
-from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tensors.fields import ConfigFields
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,9 +10,9 @@ Source: `_patch_mistral_regex` in transformers' tokenization_utils_tokenizers.py
 import re
 from typing import TYPE_CHECKING, Any, cast
 
-from stree_jax.convert.gguf.vocabulary import TEKKEN
 from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tokenizers.gguf_vocabulary import TEKKEN
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

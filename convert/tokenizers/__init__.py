@@ -1,0 +1,1 @@
+"""Reads and writes tokenizers in the formats of checkpoints."""
