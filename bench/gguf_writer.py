@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from stree_jax.convert.families.rows import Row, split
 from stree_jax.convert.families.table import Field
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.gguf.architectures import ARCHITECTURES
@@ -36,7 +37,6 @@ from stree_jax.convert.gguf.keys import (
 from stree_jax.convert.gguf.lfm2 import CONV
 from stree_jax.convert.gguf.qwen import DELTA, RECURRENT, SECTIONS
 from stree_jax.convert.gguf.rotary import ROTATED, THETA
-from stree_jax.convert.rows import Row, split
 from stree_jax.models import (
     AttentionConfig,
     MambaConfig,

@@ -16,8 +16,9 @@ from tqdm import tqdm
 
 from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.base.errors import CheckpointError as CheckpointError
-from stree_jax.convert.configs import Warn, check_mtp, read_config
 from stree_jax.convert.families import NAMES
+from stree_jax.convert.families.configs import Warn, check_mtp, read_config
+from stree_jax.convert.families.rows import Names, Row
 from stree_jax.convert.families.tensors import (
     check_tensors,
     dtype_in_file,
@@ -34,7 +35,6 @@ from stree_jax.convert.families.tensors import (
 )
 from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
 from stree_jax.convert.keeping import kept_kinds, layout_of, note_of_dequantized
-from stree_jax.convert.rows import Names, Row
 from stree_jax.convert.store import (
     FORMAT,
     SOURCE_CONFIG,

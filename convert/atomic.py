@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.configs import Warn
+from stree_jax.convert.families.configs import Warn
 
 REMOVALS = 40  # attempts to remove a directory, 0.05 s apart
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.configs import GENERATION, export_format, hf_config
 from stree_jax.convert.families import NAMES
+from stree_jax.convert.families.configs import GENERATION, export_format, hf_config
 from stree_jax.convert.families.qwen3_5 import TEXT
+from stree_jax.convert.families.rows import split
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.gguf.checkpoint import source_config
-from stree_jax.convert.rows import split
 from stree_jax.convert.store import (
     SOURCE_CONFIG,
     check_space,

@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from stree_jax.convert.families.rows import Names, Row, source_shapes
 from stree_jax.convert.families.tensors import (
     dtype_in_file,
     expert_sources,
     packed_orders,
     rows_of,
 )
-from stree_jax.convert.rows import Names, Row, source_shapes
 from stree_jax.convert.tensors.source import Source
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.stack.param_table import param_at

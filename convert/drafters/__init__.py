@@ -10,7 +10,6 @@ import numpy as np
 
 from stree_jax.convert import source_dtype
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.configs import Warn
 from stree_jax.convert.drafters import dflash, eagle, names
 from stree_jax.convert.drafters.fields import (
     has_drafter_fields as has_drafter_fields,
@@ -18,6 +17,7 @@ from stree_jax.convert.drafters.fields import (
 from stree_jax.convert.drafters.fields import target_name
 from stree_jax.convert.drafters.kept import layout_of
 from stree_jax.convert.drafters.names import check_stored
+from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.families.tensors import noting_nonfinite
 from stree_jax.convert.keeping import kept_kinds
 from stree_jax.convert.store import weights_named

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.configs import Warn
 from stree_jax.convert.drafters import names
 from stree_jax.convert.drafters.fields import (
     BOUNDARIES,
@@ -26,6 +25,7 @@ from stree_jax.convert.drafters.fields import (
     target_name,
 )
 from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig
 from stree_jax.models.drafters.dflash import DFlashConfig, DFlashLayer, Pairs

@@ -19,7 +19,6 @@ import ml_dtypes
 import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.configs import Warn
 from stree_jax.convert.drafters.fields import (
     NESTED,
     SPECULATORS,
@@ -41,6 +40,7 @@ from stree_jax.convert.drafters.names import (
 )
 from stree_jax.convert.drafters.names import plain_name as without_prefix
 from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, nest, stored
 from stree_jax.models.drafters.eagle import (

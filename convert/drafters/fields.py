@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.configs import Warn
+from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.tensors.fields import ConfigFields
 
 NESTED, BLOCK = "transformer_layer_config", "dflash_config"

@@ -13,9 +13,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
-from stree_jax.convert.families.table import Field, read_fields, require, write_fields
-from stree_jax.convert.families.windows import NEAR, SLIDES, WINDOW, effective
-from stree_jax.convert.rows import (
+from stree_jax.convert.families.rows import (
     Groups,
     Names,
     Part,
@@ -24,6 +22,8 @@ from stree_jax.convert.rows import (
     attention_rows,
     module_rows,
 )
+from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.families.windows import NEAR, SLIDES, WINDOW, effective
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, ModelConfig, MoEConfig
 from stree_jax.models.mixers.mlp import CLAMP, GAIN

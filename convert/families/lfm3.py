@@ -12,6 +12,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import lfm2, read
+from stree_jax.convert.families.rows import Names, Part, Path, Row, attention_rows
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.windows import (
     NEAR,
@@ -20,7 +21,6 @@ from stree_jax.convert.families.windows import (
     effective,
     typed_rope,
 )
-from stree_jax.convert.rows import Names, Part, Path, Row, attention_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, ShortConvConfig
 from stree_jax.models.layers.rope import Rope

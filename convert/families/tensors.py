@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.configs import Warn
-from stree_jax.convert.rows import (
+from stree_jax.convert.families.configs import Warn
+from stree_jax.convert.families.rows import (
     Index,
     Names,
     Piece,

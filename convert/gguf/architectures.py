@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stree_jax.convert.families.huggingface import Layers, with_mlps
+from stree_jax.convert.families.rows import Names
 from stree_jax.convert.families.table import read_fields
 from stree_jax.convert.gguf import gemma, kimi, lfm2, mamba, qwen
 from stree_jax.convert.gguf.keys import (
@@ -34,7 +35,6 @@ from stree_jax.convert.gguf.keys import (
 )
 from stree_jax.convert.gguf.names import ALIKE, HALVES, PAIRS
 from stree_jax.convert.gguf.rotary import rope
-from stree_jax.convert.rows import Names
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import (
     MambaConfig,

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.configs import Warn
+from stree_jax.convert.families.configs import Warn
+from stree_jax.convert.families.rows import Names
 from stree_jax.convert.gguf.architectures import ARCHITECTURES, Architecture
 from stree_jax.convert.gguf.keys import (
     check_neutral,
@@ -18,7 +19,6 @@ from stree_jax.convert.gguf.keys import (
 )
 from stree_jax.convert.gguf.names import EMBEDDING
 from stree_jax.convert.gguf.rotary import ROPE_FACTORS
-from stree_jax.convert.rows import Names
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.gguf_blocks import NAMES, read_plain

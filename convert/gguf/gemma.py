@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from stree_jax.convert.families.huggingface import with_mlps
+from stree_jax.convert.families.rows import Part
 from stree_jax.convert.families.windows import NEAR
 from stree_jax.convert.gguf.keys import (
     WINDOW,
@@ -20,7 +21,6 @@ from stree_jax.convert.gguf.keys import (
 )
 from stree_jax.convert.gguf.names import HALVES, attention_rows
 from stree_jax.convert.gguf.rotary import rope
-from stree_jax.convert.rows import Part
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig, Rope
 from stree_jax.models.stack.config import blocks, named

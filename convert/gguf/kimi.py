@@ -8,6 +8,7 @@ and in the code of the model's authors.
 from collections.abc import Collection, Iterator
 
 from stree_jax.convert.families import read
+from stree_jax.convert.families.rows import Groups, Names, Part, Path, Row
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.gguf.keys import (
     GATING,
@@ -22,7 +23,6 @@ from stree_jax.convert.gguf.keys import (
     per_layer,
 )
 from stree_jax.convert.gguf.names import HALVES, linear_rows
-from stree_jax.convert.rows import Groups, Names, Part, Path, Row
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.gguf_blocks import without_ones
 from stree_jax.models import KDAConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig

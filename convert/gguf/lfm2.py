@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from stree_jax.convert.families import read
 from stree_jax.convert.families.lfm2_moe import NORMALIZE_EPS
+from stree_jax.convert.families.rows import Part, Path, Row
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.gguf.keys import (
     GATING,
@@ -23,7 +24,6 @@ from stree_jax.convert.gguf.keys import (
 )
 from stree_jax.convert.gguf.names import HALVES, linear_rows
 from stree_jax.convert.gguf.rotary import rope
-from stree_jax.convert.rows import Part, Path, Row
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig, MoEConfig, ShortConvConfig
 from stree_jax.models.stack.config import blocks, named

@@ -8,6 +8,7 @@ and `jamba.cpp`, and the `gguf` package's constants.
 from collections.abc import Iterator
 
 from stree_jax.convert.families import read
+from stree_jax.convert.families.rows import Part, Path, Row
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.gguf.keys import (
     HEADS,
@@ -21,7 +22,6 @@ from stree_jax.convert.gguf.keys import (
     per_layer,
 )
 from stree_jax.convert.gguf.names import HALVES, linear_rows
-from stree_jax.convert.rows import Part, Path, Row
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import Mamba1Config, ModelConfig, MoEConfig
 from stree_jax.models.stack.config import blocks, named

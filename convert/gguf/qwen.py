@@ -22,6 +22,16 @@ import numpy as np
 
 from stree_jax.convert.families import read
 from stree_jax.convert.families.huggingface import with_mlps
+from stree_jax.convert.families.rows import (
+    Groups,
+    Names,
+    Part,
+    Path,
+    Row,
+    layer_rows,
+    norm_rows,
+    plain,
+)
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.gguf.keys import (
     INNER,
@@ -40,16 +50,6 @@ from stree_jax.convert.gguf.names import (
     moe_rows,
 )
 from stree_jax.convert.gguf.rotary import ROTATED, rope
-from stree_jax.convert.rows import (
-    Groups,
-    Names,
-    Part,
-    Path,
-    Row,
-    layer_rows,
-    norm_rows,
-    plain,
-)
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import (
     AttentionConfig,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from stree_jax.bench import budgets, shapes
-from stree_jax.convert.configs import read_config
+from stree_jax.convert.families.configs import read_config
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.source import TensorInfo
 from stree_jax.models import init_records, init_state

@@ -29,7 +29,6 @@ from transformers import (
 
 import stree_jax
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.configs import export_format, hf_config, read_config
 from stree_jax.convert.families import (
     NAMES,
     bailing_hybrid,
@@ -52,9 +51,10 @@ from stree_jax.convert.families import (
     read,
     zamba2,
 )
+from stree_jax.convert.families.configs import export_format, hf_config, read_config
+from stree_jax.convert.families.rows import source_shapes
 from stree_jax.convert.families.table import Field, read_fields, write_fields
 from stree_jax.convert.families.tensors import rows_of
-from stree_jax.convert.rows import source_shapes
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import REQUIRED, ConfigFields
 from stree_jax.convert.tensors.source import TensorInfo

@@ -15,8 +15,8 @@ import pytest
 
 import stree_jax
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.configs import hf_config
 from stree_jax.convert.export import export_hf
+from stree_jax.convert.families.configs import hf_config
 from stree_jax.models.stack.memory import size_of
 from stree_jax.models.weights.formats import as_weight
 from tests.support import minimax, quantized

@@ -15,8 +15,8 @@ import stree_jax
 from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from stree_jax.convert.configs import hf_config
 from stree_jax.convert.export import export_hf
+from stree_jax.convert.families.configs import hf_config
 from stree_jax.models import blocks, by_path, without_mtp
 from tests.support import mtp
 from tests.support.checkpoints import (

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import stree_jax
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from stree_jax.convert.configs import read_config
 from stree_jax.convert.families import NAMES
+from stree_jax.convert.families.configs import read_config
 from stree_jax.convert.families.tensors import check_tensors, rows_of
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.source import open_source

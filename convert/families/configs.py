@@ -16,9 +16,9 @@ from stree_jax.convert.families import (
     PARSERS,
     mambainllama,
 )
+from stree_jax.convert.families.notes import config_notes, generation_notes
+from stree_jax.convert.families.supported import names
 from stree_jax.convert.families.windows import NEAR
-from stree_jax.convert.notes import config_notes, generation_notes
-from stree_jax.convert.supported import names
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.source import TensorInfo, is_file
