@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.base.errors import CheckpointError as CheckpointError
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.families.configs import Warn, check_mtp, read_config
@@ -34,8 +33,9 @@ from stree_jax.convert.families.tensors import (
     without_left_out,
 )
 from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
-from stree_jax.convert.keeping import kept_kinds, layout_of, note_of_dequantized
-from stree_jax.convert.store import (
+from stree_jax.convert.saved.atomic import atomic_directory
+from stree_jax.convert.saved.keeping import kept_kinds, layout_of, note_of_dequantized
+from stree_jax.convert.saved.store import (
     FORMAT,
     SOURCE_CONFIG,
     check_space,

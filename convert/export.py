@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.families.configs import GENERATION, export_format, hf_config
@@ -15,7 +14,8 @@ from stree_jax.convert.families.qwen3_5 import TEXT
 from stree_jax.convert.families.rows import split
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.gguf.checkpoint import source_config
-from stree_jax.convert.store import (
+from stree_jax.convert.saved.atomic import atomic_directory
+from stree_jax.convert.saved.store import (
     SOURCE_CONFIG,
     check_space,
     dtype_named,

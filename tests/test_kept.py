@@ -23,7 +23,7 @@ from stree_jax.convert import (
     open_local,
 )
 from stree_jax.convert.export import export_hf
-from stree_jax.convert.kept_file import FILE
+from stree_jax.convert.saved.kept_file import FILE
 from stree_jax.models import FORMATS, base_model, by_path
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.stack.memory import size_of

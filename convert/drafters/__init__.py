@@ -19,8 +19,8 @@ from stree_jax.convert.drafters.kept import layout_of
 from stree_jax.convert.drafters.names import check_stored
 from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.families.tensors import noting_nonfinite
-from stree_jax.convert.keeping import kept_kinds
-from stree_jax.convert.store import weights_named
+from stree_jax.convert.saved.keeping import kept_kinds
+from stree_jax.convert.saved.store import weights_named
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.quantized import logical, scheme_names

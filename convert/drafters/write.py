@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters import names
 from stree_jax.convert.drafters.write_eagle import eagle_fields, eagle_tensors
-from stree_jax.convert.store import dtype_named
+from stree_jax.convert.saved.atomic import atomic_directory
+from stree_jax.convert.saved.store import dtype_named
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig
 from stree_jax.models.drafters.eagle import Eagle
 from stree_jax.models.layers.params import by_path

@@ -25,7 +25,7 @@ from stree_jax.convert.drafters import (
 from stree_jax.convert.drafters.eagle import TAPS
 from stree_jax.convert.drafters.names import EMBEDDING, HEAD, MASK, MASK_FILE
 from stree_jax.convert.hub import HubName, hub_name, repository
-from stree_jax.convert.store import weights_named
+from stree_jax.convert.saved.store import weights_named
 from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.tensors.source import read_json
 from stree_jax.models import Format, MLPConfig, Model, ModelConfig, format_named

@@ -23,10 +23,10 @@ import numpy as np
 from stree_jax.checkpoints.resolve import local_or_hub, resolve, valid_path
 from stree_jax.common.checks import with_hints
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.families.tensors import check_dtype, noting_nonfinite
 from stree_jax.convert.hub import HubName, repository
-from stree_jax.convert.store import dtype_named, weights_named
+from stree_jax.convert.saved.atomic import atomic_directory
+from stree_jax.convert.saved.store import dtype_named, weights_named
 from stree_jax.convert.tensors.source import (
     Source,
     TensorInfo,

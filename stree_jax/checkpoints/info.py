@@ -10,7 +10,7 @@ from stree_jax import models
 from stree_jax.checkpoints.resolve import check_is_model, headers, local_or_hub
 from stree_jax.convert import CheckpointFiles, Opened, open_local
 from stree_jax.convert.hub import HubName
-from stree_jax.convert.store import check_config
+from stree_jax.convert.saved.store import check_config
 from stree_jax.convert.tokenizers.tokenizer import has_tokenizer
 from stree_jax.cpu_kernels import level
 from stree_jax.models import param_shapes

@@ -13,7 +13,7 @@ from stree_jax import models
 from stree_jax.checkpoints.resolve import check_is_model, resolve
 from stree_jax.common.checks import check_not_forked, flag, shown, with_hints
 from stree_jax.convert import CheckpointFiles, checked, open_local
-from stree_jax.convert.store import read_params, weights_named
+from stree_jax.convert.saved.store import read_params, weights_named
 from stree_jax.convert.tokenizers.tokenizer import read_tokenizer
 from stree_jax.cpu_kernels import level
 from stree_jax.cpu_kernels.pages import to_large_pages

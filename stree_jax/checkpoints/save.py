@@ -7,10 +7,10 @@ from stree_jax import models
 from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.resolve import valid_path
 from stree_jax.common.checks import with_hints
-from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.export import tokenizer_json
-from stree_jax.convert.store import (
+from stree_jax.convert.saved.atomic import atomic_directory
+from stree_jax.convert.saved.store import (
     check_space,
     saved_format,
     write_directory,

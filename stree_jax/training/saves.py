@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from flax import struct
 
-from stree_jax.convert.atomic import os_problem
-from stree_jax.convert.store import quiet_orbax
+from stree_jax.convert.saved.atomic import os_problem
+from stree_jax.convert.saved.store import quiet_orbax
 
 if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager

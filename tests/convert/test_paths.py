@@ -13,7 +13,8 @@ import pytest
 
 import stree_jax
 from stree_jax.cli import main as cli
-from stree_jax.convert import CheckpointError, atomic, convert_checkpoint, store
+from stree_jax.convert import CheckpointError, convert_checkpoint
+from stree_jax.convert.saved import atomic, store
 from tests.support.checkpoints import assert_same, sources
 from tests.support.tiny import tiny
 
@@ -104,7 +105,7 @@ def test_save_wants_a_model_and_a_path(model, tmp_path, wrong):
 WRITER = """
 import sys, time
 from pathlib import Path
-from stree_jax.convert.atomic import atomic_directory
+from stree_jax.convert.saved.atomic import atomic_directory
 with atomic_directory(Path(sys.argv[1])) as temporary:
     (temporary / "part").write_text("x")
     print(temporary.name, flush=True)

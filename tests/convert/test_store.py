@@ -15,7 +15,8 @@ import tokenizers
 import stree_jax
 from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
-from stree_jax.convert import CheckpointError, convert_checkpoint, store
+from stree_jax.convert import CheckpointError, convert_checkpoint
+from stree_jax.convert.saved import store
 from stree_jax.convert.tensors.source import read_json
 from tests.damage.attempts import watched
 from tests.support.hf_checkpoints import HF_CASES, mamba2

@@ -21,10 +21,10 @@ from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from stree_jax.cli.chat import read_chat_template, read_special_tokens
 from stree_jax.cli.serve import api_keys
-from stree_jax.convert.atomic import atomic_directory
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.base.files import read_file
-from stree_jax.convert.store import quiet_orbax
+from stree_jax.convert.saved.atomic import atomic_directory
+from stree_jax.convert.saved.store import quiet_orbax
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.sizing import step_times
 from stree_jax.training.recipe import Job, read_tokenizer_file

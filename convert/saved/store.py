@@ -21,16 +21,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from stree_jax.common.checks import shown
-from stree_jax.convert.atomic import os_problem
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.kept_file import (
+from stree_jax.convert.saved.atomic import os_problem
+from stree_jax.convert.saved.kept_file import (
     check_kept,
     layout_from_json,
     layout_to_json,
     read_kept,
     write_kept,
 )
-from stree_jax.convert.restore import restored
+from stree_jax.convert.saved.restore import restored
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tokenizers.tokenizer import end_of_text, end_token, has_tokenizer
 from stree_jax.models import (

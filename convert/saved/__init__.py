@@ -1,0 +1,1 @@
+"""Reads and writes the package's own directories of converted weights."""
