@@ -18,9 +18,9 @@ from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.resolve import resolve
 from stree_jax.convert.gguf.names import EMBEDDING, HEAD
 from stree_jax.convert.tensors.gguf_header import is_gguf, read_header
+from stree_jax.generation.scoring import score, score_tree
 from stree_jax.pair import NO_DRAFTER, load_pair
 from stree_jax.parity import Difference
-from stree_jax.scoring import score, score_tree
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.mtp import MTP
 from stree_jax.speculation.drafters.table import AUTO

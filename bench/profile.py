@@ -21,7 +21,7 @@ from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_arms, add_prompts
 from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoints.load import Model
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.speculation import loop
 
 NAME, REPEATS = "profile", 5

@@ -32,7 +32,7 @@ from stree_jax.bench.shapes import config_of, random_model, random_prompts
 from stree_jax.bench.widen import sizes_of
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
-from stree_jax.generation import encode_prompts
+from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import (
     State,
     chain_nodes,

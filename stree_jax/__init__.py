@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from stree_jax.convert.base.errors import CheckpointError as CheckpointError
     from stree_jax.draft_tokens import draft_vocabulary as draft_vocabulary
     from stree_jax.draft_tokens import with_draft_vocabulary as with_draft_vocabulary
-    from stree_jax.generation import generate as generate
-    from stree_jax.generation import stream as stream
-    from stree_jax.generation import tune as tune
+    from stree_jax.generation.generate import generate as generate
+    from stree_jax.generation.generate import stream as stream
+    from stree_jax.generation.generate import tune as tune
+    from stree_jax.generation.result import Generation as Generation
+    from stree_jax.generation.result import Past as Past
+    from stree_jax.generation.scoring import first_difference as first_difference
+    from stree_jax.generation.scoring import score as score
+    from stree_jax.generation.scoring import score_tree as score_tree
     from stree_jax.models.drafters.heads import Heads as Heads
     from stree_jax.models.sharding.devices import make_mesh as make_mesh
     from stree_jax.models.sharding.placement import shard as shard
-    from stree_jax.result import Generation as Generation
-    from stree_jax.result import Past as Past
     from stree_jax.sampling.settings import Sampling as Sampling
     from stree_jax.sampling.settings import sampling_rows as sampling_rows
-    from stree_jax.scoring import first_difference as first_difference
-    from stree_jax.scoring import score as score
-    from stree_jax.scoring import score_tree as score_tree
     from stree_jax.sizing.plan import plan as plan
     from stree_jax.sizing.traffic import Traffic as Traffic
     from stree_jax.speculation.accept import Rule as Rule
@@ -60,7 +60,7 @@ _NAMES = {
     "checkpoints.load": "Model load",
     "checkpoints.save": "save",
     "models.sharding.devices": "make_mesh",
-    "generation": "generate stream tune",
+    "generation.generate": "generate stream tune",
     "checkpoints.drafters": "load_drafter",
     "draft_tokens": "draft_vocabulary with_draft_vocabulary",
     "checkpoints.heads": "load_heads save_heads",
@@ -68,9 +68,9 @@ _NAMES = {
     "models.sharding.placement": "shard",
     "checkpoints.ngrams": "load_ngrams save_ngrams",
     "sizing.plan": "plan",
-    "result": "Generation Past",
+    "generation.result": "Generation Past",
     "sampling.settings": "Sampling sampling_rows",
-    "scoring": "first_difference score score_tree",
+    "generation.scoring": "first_difference score score_tree",
     "speculation.accept": "Rule resolve_rule",
     "speculation.adaptive.policy": "StepTimes",
     "speculation.loop": "generate_tokens",

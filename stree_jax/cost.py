@@ -1,8 +1,8 @@
 """The public functions of the cost model: times of passes, expected acceptance lengths
 of trees, and the ranks that a drafter gives to tokens."""
 
+from stree_jax.generation.scoring import drafter_ranks as drafter_ranks
 from stree_jax.sampling.ranks import rank_of as rank_of
-from stree_jax.scoring import drafter_ranks as drafter_ranks
 from stree_jax.sizing.pass_time import MeasuredTime as MeasuredTime
 from stree_jax.sizing.pass_time import PassTime as PassTime
 from stree_jax.sizing.pass_time import crossing as crossing

@@ -18,7 +18,7 @@ from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families.configs import hf_config
 from stree_jax.convert.gguf.checkpoint import architecture_of
 from stree_jax.convert.tensors.gguf_header import is_gguf, read_header
-from stree_jax.scoring import score
+from stree_jax.generation.scoring import score
 
 LIMIT = 1e-4  # largest relative difference of float32 logits; see `Difference`
 TOKENS = 32

@@ -1,7 +1,7 @@
 """Measures how logits of passes over one node differ from those over several.
 
     python -m tests.one_by_one                      # tiny models, by dtype
-    python -m tests.one_by_one --model demo --file stree_jax/result.py
+    python -m tests.one_by_one --model demo --file stree_jax/generation/result.py
 
 Prints a line for every model, dtype and number of nodes, over `--tokens` tokens: the
 largest difference of a logit, the largest and the median over the positions of the

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 
 import stree_jax
 from stree_jax import Past, Sampling, resolve_rule
-from stree_jax.generation import Options, begin
+from stree_jax.generation.generate import Options, begin
 from stree_jax.speculation import loop
 from stree_jax.speculation.tree import NAMED_TREES, chain, make_tree
 from stree_jax.training.corpus import train_tokenizer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stree_jax import cpu_kernels
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
 from stree_jax.sizing.temporaries import padded_rows, temporaries_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing import step_times
 from tests.support.tiny import perturbed, tiny

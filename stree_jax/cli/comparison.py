@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from statistics import median_low
 from typing import Any
 
-from stree_jax.result import Generation
+from stree_jax.generation.result import Generation
 
 # A run of a short text takes milliseconds, and other load on the machine can change
 # that by half. So both arms run alternately, MIN_TURNS times each or more, until MIN_S

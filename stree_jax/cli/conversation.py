@@ -19,8 +19,8 @@ from stree_jax.cli.streams import noticing_ctrl_c
 from stree_jax.cli.template_use import render_checked
 from stree_jax.cli.terminal import coloured, follow
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
-from stree_jax.generation import Options, stream
-from stree_jax.result import Generation, Past
+from stree_jax.generation.generate import Options, stream
+from stree_jax.generation.result import Generation, Past
 from stree_jax.sampling.continuation import Decoder, continuation
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sampling.stop_strings import (

@@ -24,11 +24,11 @@ from stree_jax.cli.conversation import parameters_in_words
 from stree_jax.cli.terminal import waiting, working
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.generation import Options, encode_prompts, generate, stream
+from stree_jax.generation.generate import Options, encode_prompts, generate, stream
+from stree_jax.generation.result import Generation
+from stree_jax.generation.scoring import first_difference
 from stree_jax.models import parameter_count
-from stree_jax.result import Generation
 from stree_jax.sampling.settings import Sampling
-from stree_jax.scoring import first_difference
 
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct as a GGUF file, a key of `PACKAGED`
 DTYPE = "float32"  # bfloat16 rounds so coarsely that two tokens can tie

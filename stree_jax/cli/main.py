@@ -513,7 +513,7 @@ def run_export(args: argparse.Namespace) -> None:
 def run_tune(args: argparse.Namespace) -> None:
     from stree_jax import cpu_kernels
     from stree_jax.common.cache_folder import cache_folder
-    from stree_jax.generation import tune
+    from stree_jax.generation.generate import tune
     from stree_jax.pair import load_pair
     from stree_jax.sizing import step_times
 

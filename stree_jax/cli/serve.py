@@ -295,11 +295,11 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     Returns the target, how to decode, the sizes, and the bytes that --memory leaves
     (None without a limit).
     """
-    from stree_jax.arguments import warn_of_drafter
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.cli.terminal import waiting
     from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
     from stree_jax.default_tree import spec_for
+    from stree_jax.generation.arguments import warn_of_drafter
     from stree_jax.pair import load_pair
     from stree_jax.server.context import default_context
     from stree_jax.server.fitting import ServeTask, smaller

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from stree_jax.result import Generation
+from stree_jax.generation.result import Generation
 
 
 @dataclass(frozen=True)

@@ -28,17 +28,17 @@ from stree_jax.cli.streams import noticing_ctrl_c
 from stree_jax.convert.base.files import MOST_TEXT, read_text, universal
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tokenizers.tokenizer import encoding, read_tokenizer
-from stree_jax.generation import (
+from stree_jax.generation.generate import (
     Options,
     encode_prompts,
     generate,
     stream,
 )
+from stree_jax.generation.result import Generation, runs_by_origin
+from stree_jax.generation.scoring import first_difference
 from stree_jax.pair import is_custom, load_pair, pair_configs
-from stree_jax.result import Generation, runs_by_origin
 from stree_jax.sampling.continuation import Decoder, continuation
 from stree_jax.sampling.settings import Sampling
-from stree_jax.scoring import first_difference
 from stree_jax.sizing.plan import Planned, Request, plan
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.draft import ORIGINS

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.arguments import stop_token_table
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
+from stree_jax.generation.arguments import stop_token_table
 from stree_jax.models import PREFILL_CHUNK, ModelConfig, reading_chunk
 from stree_jax.models.base.keys import key_of
 from stree_jax.sampling import logprobs

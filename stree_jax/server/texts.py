@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from stree_jax.result import FINISH_REASONS
+from stree_jax.generation.result import FINISH_REASONS
 from stree_jax.sampling.continuation import Continuation, continuation
 from stree_jax.sampling.stop_strings import (
     HIT,

@@ -11,10 +11,10 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 from stree_jax import models
-from stree_jax.arguments import MOST_TOKENS, check_model
 from stree_jax.buckets import bucket
 from stree_jax.common.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, with_hints
 from stree_jax.convert.saved.store import weights_named
+from stree_jax.generation.arguments import MOST_TOKENS, check_model
 from stree_jax.models import Format, ModelConfig
 from stree_jax.models.stack.config import blocks
 from stree_jax.models.weights.kept import with_layout

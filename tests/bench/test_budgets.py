@@ -13,7 +13,7 @@ from stree_jax.bench.device_memory import cache_row_bytes
 from stree_jax.bench.method import Run
 from stree_jax.bench.prompts import read_turns
 from stree_jax.bench.registry import parse_bench
-from stree_jax.generation import bucket
+from stree_jax.generation.generate import bucket
 from stree_jax.models.drafters.heads import first_heads
 from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
 from stree_jax.sizing.plan import Choice, Request, plan

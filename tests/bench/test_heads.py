@@ -14,7 +14,7 @@ from stree_jax.bench import heads as bench
 from stree_jax.bench.method import Run
 from stree_jax.bench.registry import parse_bench
 from stree_jax.bench.widen import widened, widened_heads
-from stree_jax.generation import encode_prompts
+from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import AttentionConfig, MambaConfig, Rope, base_model, init_params
 from stree_jax.models.drafters.heads import head_logits
 from stree_jax.models.stack.memory import weights_read

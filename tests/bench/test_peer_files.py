@@ -20,8 +20,8 @@ from stree_jax.bench.gguf_writer import write_gguf
 from stree_jax.bench.peer_tables import LLAMA, LLAMA_DRAFTS
 from stree_jax.bench.registry import parse_bench
 from stree_jax.bench.shapes import config_of
+from stree_jax.generation.scoring import score
 from stree_jax.models import init_params
-from stree_jax.scoring import score
 from tests.bench.pairs import MAMBA2, cells, drawn, params_of
 
 

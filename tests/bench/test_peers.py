@@ -23,6 +23,7 @@ from stree_jax.bench.method import Run
 from stree_jax.bench.others import TRANSFORMERS
 from stree_jax.bench.registry import parse_bench
 from stree_jax.checkpoints.load import Model
+from stree_jax.generation.scoring import score
 from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
@@ -31,7 +32,6 @@ from stree_jax.models import (
     Rope,
 )
 from stree_jax.models.stack.config import named
-from stree_jax.scoring import score
 from tests.bench.pairs import HYBRID, MAMBA2, cells, drawn, params_of
 
 LLAMA = replace(

@@ -12,13 +12,13 @@ from stree_jax.bench import capacity, command, passes, reading, shapes
 from stree_jax.bench.method import Run
 from stree_jax.bench.registry import parse_bench
 from stree_jax.checkpoints.load import Model
+from stree_jax.generation.scoring import score
 from stree_jax.models import (
     AttentionConfig,
     MambaConfig,
     MLPConfig,
     init_params,
 )
-from stree_jax.scoring import score
 from tests.bench.pairs import cells, drawn
 from tests.support.tiny import perturbed, tiny
 

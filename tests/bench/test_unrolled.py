@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stree_jax.bench.unroll import Unrolled
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models import init_state
 from stree_jax.models.stack.state import Pending, init_records
 from stree_jax.pallas_kernels import ScanInputs, step_scan, tree_scan

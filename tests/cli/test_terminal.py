@@ -12,7 +12,7 @@ import pytest
 
 from stree_jax.cli import main as cli
 from stree_jax.cli import terminal
-from stree_jax.result import Generation
+from stree_jax.generation.result import Generation
 from tests.support.tiny import too_much
 
 

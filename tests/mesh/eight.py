@@ -13,7 +13,7 @@ from stree_jax.bench import devices
 from stree_jax.bench.devices import exchanges, on_a_device
 from stree_jax.bench.method import Run
 from stree_jax.bench.registry import parse_bench
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models import cast_params
 from stree_jax.models.sharding.placement import abstract_model
 from stree_jax.speculation.loop import advance_jit

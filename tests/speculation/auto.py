@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 import stree_jax
 from stree_jax import Sampling, StepTimes
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models import logits_of
 from stree_jax.speculation.adaptive.best_first import (
     best_first,

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models.layers.mixer import map_leaves
 from stree_jax.speculation import loop
 from stree_jax.speculation.drafter import Prompts

@@ -11,7 +11,7 @@ from flax import struct
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import sampling_rows
 from stree_jax.speculation import loop

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models.layers.nodes import NO_NODE
 from stree_jax.speculation.adaptive import policy as adaptive_policy
 from stree_jax.speculation.draft import only_root

@@ -7,7 +7,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.speculation.tree import Beam, resolve_tree
 from tests.support.tiny import REAL
 

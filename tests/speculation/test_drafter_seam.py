@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models import chain_nodes, forward_hidden, forward_tapped, init_state
 from stree_jax.speculation.loop import advance_jit
 from tests.speculation.auto import times

@@ -11,7 +11,7 @@ import pytest
 import stree_jax
 from stree_jax import models
 from stree_jax.convert.drafters.eagle import read_eagle
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models.drafters.eagle import eagle_model
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.settings import Sampling

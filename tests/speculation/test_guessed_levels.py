@@ -10,7 +10,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Staged
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models import logits_of
 from stree_jax.sizing import step_times
 from stree_jax.speculation.adaptive.best_first import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models import commit
 from stree_jax.models.layers.mixer import leaves_of
 from stree_jax.speculation import loop

@@ -14,7 +14,7 @@ from flax import struct
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.speculation import loop, step
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.decoding import RUNNING

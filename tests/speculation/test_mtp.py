@@ -12,7 +12,7 @@ import pytest
 
 import stree_jax
 from stree_jax import models
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models import Rope, extend, forward_hidden, init_state, tree_nodes
 from stree_jax.models.stack.memory import size_of
 from stree_jax.pair import load_pair, pair_configs

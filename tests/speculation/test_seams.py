@@ -10,7 +10,7 @@ import pytest
 from flax import struct
 
 import stree_jax
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.models import logits_of
 from stree_jax.speculation import loop
 from stree_jax.speculation.decoding import OPEN

@@ -10,7 +10,7 @@ import pytest
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.default_tree import spec_for
-from stree_jax.result import promise_of
+from stree_jax.generation.result import promise_of
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import sampling_rows

@@ -7,7 +7,7 @@ import pytest
 
 from stree_jax.cli import comparison, terminal
 from stree_jax.cli import main as cli
-from stree_jax.generation import generate
+from stree_jax.generation.generate import generate
 from tests.support.table_models import byte_level, follow, padded_size, write_llama
 
 

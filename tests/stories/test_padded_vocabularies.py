@@ -16,8 +16,8 @@ import pytest
 
 import stree_jax
 from stree_jax import NGrams, Sampling, Staged
-from stree_jax.arguments import warn_of_drafter
 from stree_jax.cli.main import main
+from stree_jax.generation.arguments import warn_of_drafter
 from stree_jax.speculation.accept import Rule
 from tests import distribution
 from tests.support.table_models import SPECIAL, byte_level, follow, spm, write_llama

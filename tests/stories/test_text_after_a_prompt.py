@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers as pre
 import stree_jax
 from stree_jax.cli import conversation
 from stree_jax.cli.main import main
-from stree_jax.result import runs_by_origin
+from stree_jax.generation.result import runs_by_origin
 from stree_jax.sampling.continuation import continuation, encode_continuation
 from tests.support.table_models import (
     SPACE,

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling, scoring
+from stree_jax import Sampling
 from stree_jax.common import checks
+from stree_jax.generation.generate import scoring
 from stree_jax.speculation import loop
 from stree_jax.start import Start
 from tests.support.tiny import tiny

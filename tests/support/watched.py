@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.generation import begin
+from stree_jax.generation.generate import begin
 from stree_jax.speculation import loop
 from stree_jax.speculation.drafter import DrafterBase
 

@@ -9,7 +9,18 @@ from typing import Any, TypedDict, Unpack
 import jax
 import numpy as np
 
-from stree_jax.arguments import (
+from stree_jax.buckets import bucket
+from stree_jax.checkpoints.load import Model
+from stree_jax.common.checks import (
+    DEFAULT_NEW_TOKENS,
+    check_not_forked,
+    flag,
+    integer,
+    with_hints,
+)
+from stree_jax.common.version import __version__
+from stree_jax.default_tree import spec_for
+from stree_jax.generation.arguments import (
     MOST_TOKENS,
     Prompts,
     as_loaded,
@@ -25,20 +36,9 @@ from stree_jax.arguments import (
     stop_token_table,
     warn_of_drafter,
 )
-from stree_jax.buckets import bucket
-from stree_jax.checkpoints.load import Model
-from stree_jax.common.checks import (
-    DEFAULT_NEW_TOKENS,
-    check_not_forked,
-    flag,
-    integer,
-    with_hints,
-)
-from stree_jax.common.version import __version__
-from stree_jax.default_tree import spec_for
+from stree_jax.generation.result import Generation, Past, Plan, summarise
 from stree_jax.models import PREFILL_CHUNK
 from stree_jax.models.sharding.devices import check_agreed
-from stree_jax.result import Generation, Past, Plan, summarise
 from stree_jax.sampling.continuation import Continuation, continuation
 from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, sampling_rows

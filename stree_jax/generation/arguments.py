@@ -16,8 +16,8 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.common.checks import as_integer, shown
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
+from stree_jax.generation.result import Generation, Past
 from stree_jax.models import ModelConfig
-from stree_jax.result import Generation, Past
 from stree_jax.sampling.continuation import encode_continuation
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.loop import MOST_TOKENS as MOST_TOKENS

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from stree_jax.checkpoints.load import Model
+from stree_jax.generation.notebook import UNKNOWN, HtmlRow, html_of
 from stree_jax.models import State
 from stree_jax.models.stack.memory import size_of
-from stree_jax.notebook import UNKNOWN, HtmlRow, html_of
 from stree_jax.sampling.continuation import UNFINISHED, Continuation, Decoder
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.stop_strings import text_so_far

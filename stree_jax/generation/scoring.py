@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 
 from stree_jax import models
-from stree_jax.arguments import check_model, checked_tokens
 from stree_jax.checkpoints.load import Model
 from stree_jax.common.checks import check_not_forked, with_hints
+from stree_jax.generation.arguments import check_model, checked_tokens
 from stree_jax.models import (
     PREFILL_CHUNK,
     State,

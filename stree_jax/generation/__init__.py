@@ -1,0 +1,1 @@
+"""The functions that generate and score text, and what they return."""
