@@ -9,8 +9,8 @@ from typing import Any
 from stree_jax.bench.prompts import Prompt, read_prompts
 from stree_jax.bench.widen import sizes_of, widened
 from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.pair import is_custom, load_pair
 from stree_jax.checkpoints.save import save
-from stree_jax.pair import is_custom, load_pair
 
 RANDOM_PROMPT = 128  # tokens
 

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 from stree_jax.common.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from stree_jax.checkpoints.draft_tokens import draft_vocabulary as draft_vocabulary
+    from stree_jax.checkpoints.draft_tokens import (
+        with_draft_vocabulary as with_draft_vocabulary,
+    )
     from stree_jax.checkpoints.drafters import load_drafter as load_drafter
     from stree_jax.checkpoints.heads import load_heads as load_heads
     from stree_jax.checkpoints.heads import save_heads as save_heads
@@ -20,8 +24,6 @@ if TYPE_CHECKING:
     from stree_jax.checkpoints.ngrams import save_ngrams as save_ngrams
     from stree_jax.checkpoints.save import save as save
     from stree_jax.convert.base.errors import CheckpointError as CheckpointError
-    from stree_jax.draft_tokens import draft_vocabulary as draft_vocabulary
-    from stree_jax.draft_tokens import with_draft_vocabulary as with_draft_vocabulary
     from stree_jax.generation.generate import generate as generate
     from stree_jax.generation.generate import stream as stream
     from stree_jax.generation.generate import tune as tune
@@ -62,7 +64,7 @@ _NAMES = {
     "models.sharding.devices": "make_mesh",
     "generation.generate": "generate stream tune",
     "checkpoints.drafters": "load_drafter",
-    "draft_tokens": "draft_vocabulary with_draft_vocabulary",
+    "checkpoints.draft_tokens": "draft_vocabulary with_draft_vocabulary",
     "checkpoints.heads": "load_heads save_heads",
     "models.drafters.heads": "Heads",
     "models.sharding.placement": "shard",

@@ -17,7 +17,7 @@ DTYPES = ["float32", "bfloat16"]
 KEPT = "kept"
 WEIGHTS = [*DTYPES, "int8", KEPT, "kept-int8"]
 
-# Names of drafters that are not paths; `stree_jax.pair` gives them their meaning.
+# Names of drafters that are not paths; `stree_jax.checkpoints.pair` gives them their meaning.
 DRAFTERS = (
     "lookup",
     "mtp",

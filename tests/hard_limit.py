@@ -65,7 +65,7 @@ def address_space() -> int:
 def child(case: Case) -> None:
     """Prints a line of JSON for each event. The last one may be missing."""
     import stree_jax
-    from stree_jax.pair import load_pair
+    from stree_jax.checkpoints.pair import load_pair
     from stree_jax.sizing import budget
     from stree_jax.sizing.budget import weights_given
     from stree_jax.sizing.memory import SCRATCH

@@ -45,9 +45,9 @@ def add_check_options(p: argparse.ArgumentParser) -> None:
 
 
 def run_check(args: argparse.Namespace) -> None:
+    from stree_jax.checkpoints.pair import load_pair
     from stree_jax.convert.base.files import read_text
     from stree_jax.generation.generate import encode_prompts
-    from stree_jax.pair import load_pair
     from stree_jax.reported import as_json, as_lines
 
     if args.tokens < 2 or args.levels < 1:

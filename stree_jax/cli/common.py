@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stree_jax.draft_tokens import DraftVocabulary
+    from stree_jax.checkpoints.draft_tokens import DraftVocabulary
 
 
 def print_status(text: str) -> None:
@@ -31,8 +31,8 @@ def notes(text: str, *commands: str) -> str:
 
 def vocabulary_of(args: argparse.Namespace) -> "DraftVocabulary | None":
     """Returns the draft vocabulary that the options name, or None. Reads its text."""
+    from stree_jax.checkpoints.draft_tokens import DraftVocabulary
     from stree_jax.convert.base.files import read_text
-    from stree_jax.draft_tokens import DraftVocabulary
 
     file = args.draft_vocab_text
     if args.draft_vocab is None:

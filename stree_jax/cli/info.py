@@ -35,7 +35,7 @@ def add_info_options(p: argparse.ArgumentParser) -> None:
 
 def run_info(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.checkpoints.info import info_and_config
-    from stree_jax.pair import is_published
+    from stree_jax.checkpoints.pair import is_published
     from stree_jax.sizing.units import shown_bytes
 
     if is_published(args.path):

@@ -512,9 +512,9 @@ def run_export(args: argparse.Namespace) -> None:
 
 def run_tune(args: argparse.Namespace) -> None:
     from stree_jax import cpu_kernels
+    from stree_jax.checkpoints.pair import load_pair
     from stree_jax.common.cache_folder import cache_folder
     from stree_jax.generation.generate import tune
-    from stree_jax.pair import load_pair
     from stree_jax.sizing import step_times
 
     ngrams = args.ngrams, args.ngram_levels, args.ngram_width

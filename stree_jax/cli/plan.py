@@ -77,7 +77,7 @@ def add_report_options(p: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace, draw: Draw) -> None:
-    from stree_jax.pair import pair_configs
+    from stree_jax.checkpoints.pair import pair_configs
     from stree_jax.sizing.plan import plan
     from stree_jax.sizing.units import bytes_named
 

@@ -203,10 +203,15 @@ def check_model(args: argparse.Namespace) -> None:
       ValueError: a path does not exist or is not a model, the model has no tokenizer or
         fewer tokens than --logprobs, or the weights alone exceed --memory.
     """
+    from stree_jax.checkpoints.pair import (
+        NO_DRAFTER,
+        drafter_name,
+        is_custom,
+        pair_configs,
+    )
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
     from stree_jax.convert.tokenizers.tokenizer import has_tokenizer
-    from stree_jax.pair import NO_DRAFTER, drafter_name, is_custom, pair_configs
     from stree_jax.server.service import NO_TOKENIZER
     from stree_jax.sizing.units import bytes_named
 
@@ -295,12 +300,12 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     Returns the target, how to decode, the sizes, and the bytes that --memory leaves
     (None without a limit).
     """
+    from stree_jax.checkpoints.pair import load_pair
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.cli.terminal import waiting
     from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
     from stree_jax.default_tree import spec_for
     from stree_jax.generation.arguments import warn_of_drafter
-    from stree_jax.pair import load_pair
     from stree_jax.server.context import default_context
     from stree_jax.server.fitting import ServeTask, smaller
     from stree_jax.sizing.fit import fastest
@@ -349,8 +354,8 @@ def sizes_of(args: argparse.Namespace, context: int) -> "tuple[Sizes, list[str]]
 def check_weights(args: argparse.Namespace, limit: int) -> None:
     """Raises ValueError if the weights of the target alone exceed `limit` bytes, with
     the MTP layers if these draft. They are not read for this."""
+    from stree_jax.checkpoints.pair import NO_DRAFTER, pair_configs
     from stree_jax.models.stack.memory import size_of
-    from stree_jax.pair import NO_DRAFTER, pair_configs
     from stree_jax.sizing.memory import abstract_model
     from stree_jax.sizing.units import shown_bytes
     from stree_jax.speculation.drafters.mtp import MTP

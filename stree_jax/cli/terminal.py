@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from stree_jax.checkpoints.load import Model
+from stree_jax.checkpoints.pair import is_custom, load_pair, pair_configs
 from stree_jax.checkpoints.resolve import resolve
 from stree_jax.cli.common import print_status, vocabulary_of
 from stree_jax.cli.comparison import closing_line, median_run, timed_in_turn
@@ -36,7 +37,6 @@ from stree_jax.generation.generate import (
 )
 from stree_jax.generation.result import Generation, runs_by_origin
 from stree_jax.generation.scoring import first_difference
-from stree_jax.pair import is_custom, load_pair, pair_configs
 from stree_jax.sampling.continuation import Decoder, continuation
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.plan import Planned, Request, plan

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from stree_jax import models
 from stree_jax.checkpoints.load import Model
+from stree_jax.checkpoints.vocabularies import warn_of_other_tokens
 from stree_jax.common.checks import as_integer, shown
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
@@ -22,7 +23,6 @@ from stree_jax.sampling.continuation import encode_continuation
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.loop import MOST_TOKENS as MOST_TOKENS
 from stree_jax.speculation.source import Source, check_state
-from stree_jax.vocabularies import warn_of_other_tokens
 
 Prompts = str | Sequence[str | Sequence[int]] | np.ndarray
 # Iterables that are not a list with one value per row.

@@ -105,7 +105,7 @@ def test_a_template_spells_a_conversation(tmp_path):
 )
 def test_weights_beyond_the_limit_are_not_read(capsys, monkeypatch, limit, problem):
     monkeypatch.setattr(serve, "loaded", LOADED)
-    monkeypatch.setattr("stree_jax.pair.load_pair", None)
+    monkeypatch.setattr("stree_jax.checkpoints.pair.load_pair", None)
     err = refused(capsys, "--port", 0, "--memory", limit)
     assert problem in err
 

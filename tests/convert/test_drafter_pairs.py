@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import pair
+from stree_jax.checkpoints import pair
+from stree_jax.checkpoints.draft_tokens import DraftVocabulary
+from stree_jax.checkpoints.pair import load_pair, pair_configs
 from stree_jax.cli.main import main
-from stree_jax.draft_tokens import DraftVocabulary
 from stree_jax.models import cast_params
 from stree_jax.models.drafters.dflash import DFlash
-from stree_jax.pair import load_pair, pair_configs
 from stree_jax.speculation.drafters.table import abstract_source
 from tests.support.loaded_drafters import tiny_target, write_of
 

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 import stree_jax
+from stree_jax.checkpoints.draft_tokens import DraftVocabulary
 from stree_jax.checkpoints.drafters import drafter_info, load_drafter
-from stree_jax.draft_tokens import DraftVocabulary
+from stree_jax.checkpoints.pair import load_pair, pair_configs
 from stree_jax.models import by_path
 from stree_jax.models.stack.memory import size_of
 from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.kept import Panels
-from stree_jax.pair import load_pair, pair_configs
 from stree_jax.speculation.drafters.table import abstract_source
 from tests.support import kept_files
 from tests.support.loaded_drafters import errors, tiny_target, write_of

@@ -12,10 +12,10 @@ import pytest
 
 import stree_jax
 from stree_jax import models
+from stree_jax.checkpoints.pair import load_pair, pair_configs
 from stree_jax.generation.generate import begin
 from stree_jax.models import Rope, extend, forward_hidden, init_state, tree_nodes
 from stree_jax.models.stack.memory import size_of
-from stree_jax.pair import load_pair, pair_configs
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.candidates import by_speed
 from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of

@@ -9,6 +9,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling, draft_vocabulary, with_draft_vocabulary
+from stree_jax.checkpoints.pair import pair_configs
 from stree_jax.convert.drafters.eagle import read_eagle
 from stree_jax.models import cast_params, logits_of
 from stree_jax.models.drafters.dflash import dflash_table, draft_logits
@@ -19,7 +20,6 @@ from stree_jax.models.drafters.trimming import trimmed_eagle_config
 from stree_jax.models.layers.params import by_path
 from stree_jax.models.stack.memory import size_of, weights_read
 from stree_jax.models.weights.formats import as_weight, format_named
-from stree_jax.pair import pair_configs
 from stree_jax.speculation.drafters.mtp import MTPSource
 from stree_jax.speculation.drafters.table import abstract_source, source_of
 from tests.speculation.auto import times

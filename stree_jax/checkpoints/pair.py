@@ -5,6 +5,14 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
+from stree_jax.checkpoints.custom_drafter import custom_drafter, import_drafter
+from stree_jax.checkpoints.custom_drafter import is_custom as has_custom_form
+from stree_jax.checkpoints.draft_tokens import (
+    DraftVocabulary,
+    narrowed,
+    narrowed_config,
+    unsupported,
+)
 from stree_jax.checkpoints.drafters import (
     INT8,
     drafter_config,
@@ -25,14 +33,6 @@ from stree_jax.checkpoints.resolve import headers
 from stree_jax.common.checks import integer
 from stree_jax.convert.hub import hub_name
 from stree_jax.convert.tensors.gguf_header import is_gguf
-from stree_jax.custom_drafter import custom_drafter, import_drafter
-from stree_jax.custom_drafter import is_custom as has_custom_form
-from stree_jax.draft_tokens import (
-    DraftVocabulary,
-    narrowed,
-    narrowed_config,
-    unsupported,
-)
 from stree_jax.models import Format, ModelConfig
 from stree_jax.models.drafters.dflash import DFlash
 from stree_jax.models.drafters.eagle import Eagle
