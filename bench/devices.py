@@ -21,10 +21,10 @@ from stree_jax.bench import method, tables
 from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_batch
 from stree_jax.bench.shapes import config_of
+from stree_jax.cli.options import add, add_dtype
 from stree_jax.models import param_shapes
 from stree_jax.models.sharding.devices import make_mesh
 from stree_jax.models.sharding.placement import abstract_model
-from stree_jax.options import add, add_dtype
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.decoding import Decoding

@@ -25,10 +25,10 @@ from stree_jax.bench.widen import widened, widened_drafter
 from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.checkpoints.pair import load_pair
+from stree_jax.cli.options import add
 from stree_jax.generation.generate import encode_prompts, generate
 from stree_jax.models.drafters.dflash import DFlash
 from stree_jax.models.stack.memory import weights_read
-from stree_jax.options import add
 from stree_jax.sampling.settings import Sampling
 from stree_jax.speculation.drafters.fitted import WithNGrams
 from stree_jax.speculation.drafters.lookup import LOOKUP

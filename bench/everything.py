@@ -13,7 +13,7 @@ from stree_jax.bench.command import measure, save_figures, table_of
 from stree_jax.bench.method import Clock, machine, write_report
 from stree_jax.bench.options import PAIR, SHAPE, add_minutes, add_prompts
 from stree_jax.bench.registry import parse_bench
-from stree_jax.options import add
+from stree_jax.cli.options import add
 
 NAME = "all"
 TITLES = {

@@ -36,12 +36,12 @@ from stree_jax.bench.widen import widened_heads
 from stree_jax.checkpoints.heads import load_heads
 from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.ngrams import load_ngrams
+from stree_jax.cli.options import add
 from stree_jax.generation.generate import encode_prompts, generate
 from stree_jax.generation.result import Generation
 from stree_jax.generation.scoring import score
 from stree_jax.models import base_model
 from stree_jax.models.stack.memory import weights_read
-from stree_jax.options import add
 from stree_jax.sampling.settings import Sampling
 from stree_jax.speculation.drafters.medusa import heads_read
 from stree_jax.training.heads import accuracy_table, ranks_in

@@ -20,9 +20,9 @@ from stree_jax.bench.method import Run
 from stree_jax.bench.others import threads_of_xla
 from stree_jax.bench.peer_files import FILE_DTYPE, model_file
 from stree_jax.checkpoints.load import Model, load
+from stree_jax.cli.options import MODEL, MODEL_HELP, add, group
 from stree_jax.generation.scoring import score
 from stree_jax.models.weights.formats import FORMATS
-from stree_jax.options import MODEL, MODEL_HELP, add, group
 
 NAME, REPEATS = "kl", 1
 EXACT, LLAMA = "float32", "llama.cpp"

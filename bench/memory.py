@@ -28,9 +28,9 @@ from stree_jax.bench.widen import widened_heads
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.heads import load_heads
 from stree_jax.checkpoints.load import Model
+from stree_jax.cli.options import add
 from stree_jax.default_tree import tree_for
 from stree_jax.models.drafters.heads import Heads
-from stree_jax.options import add
 from stree_jax.sizing.memory import BufferSizes, memory_of
 from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.drafters.medusa import accuracy_of

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from stree_jax.options import MODEL, OUTPUT, add, add_model_options, group
+from stree_jax.cli.options import MODEL, OUTPUT, add, add_model_options, group
 
 SHAPE = "mamba2-130m"
 PAIR = "NAME=TARGET:DRAFTER"

@@ -32,6 +32,7 @@ from stree_jax.bench.shapes import config_of, random_model, random_prompts
 from stree_jax.bench.widen import sizes_of
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
+from stree_jax.cli.options import DTYPES, WEIGHTS, add
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import (
     State,
@@ -40,7 +41,6 @@ from stree_jax.models import (
     forward_tree,
     read_text,
 )
-from stree_jax.options import DTYPES, WEIGHTS, add
 from stree_jax.parity import Difference, quiet
 from stree_jax.speculation.loop import cache_capacity
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from stree_jax.bench.options import add_run_options
-from stree_jax.options import Parser
+from stree_jax.cli.options import Parser
 
 BENCHMARKS = {
     "decode": "plain decoding, chains and trees on prompts (STree, Table 2)",

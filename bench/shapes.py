@@ -10,6 +10,7 @@ import numpy as np
 
 from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoints.load import Model
+from stree_jax.cli.options import suggestion
 from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import (
     AttentionConfig,
@@ -24,7 +25,6 @@ from stree_jax.models import (
 )
 from stree_jax.models.base.keys import default_numbers, key_of
 from stree_jax.models.stack.config import blocks, named
-from stree_jax.options import suggestion
 
 MAMBA2_SIZES = {  # d_model, layers
     "mamba2-130m": (768, 24),

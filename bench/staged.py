@@ -42,9 +42,9 @@ from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.widen import widened
 from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.ngrams import load_ngrams
+from stree_jax.cli.options import add
 from stree_jax.generation.arguments import encode_prompts
 from stree_jax.generation.result import Generation, runs_by_origin
-from stree_jax.options import add
 from stree_jax.sampling.continuation import continuation
 from stree_jax.sizing.pass_time import MeasuredTime
 from stree_jax.speculation.draft import ORIGINS

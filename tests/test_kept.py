@@ -17,6 +17,7 @@ from stree_jax.checkpoints.info import info
 from stree_jax.checkpoints.pair import load_pair, pair_configs
 from stree_jax.cli import serve
 from stree_jax.cli.main import build_parser, main
+from stree_jax.cli.options import WEIGHTS
 from stree_jax.convert import (
     CheckpointError,
     CheckpointFiles,
@@ -31,7 +32,6 @@ from stree_jax.models.stack.memory import size_of
 from stree_jax.models.weights import kept as kept_weights
 from stree_jax.models.weights.kept import Panels, Whole
 from stree_jax.models.weights.stack import Stack
-from stree_jax.options import WEIGHTS
 from stree_jax.sizing.memory import abstract_model
 from stree_jax.speculation.drafters.table import abstract_source
 from tests.support.kept_files import write_llama

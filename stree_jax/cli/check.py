@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.cli.common import notes
-from stree_jax.options import OUTPUT, add, add_model_options, group
+from stree_jax.cli.options import OUTPUT, add, add_model_options, group
 
 if TYPE_CHECKING:
     from stree_jax.agreement import Agreement

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stree_jax.cli.common import notes
-from stree_jax.options import DRAFTERS, RULES, TREES, Parser
+from stree_jax.cli.options import DRAFTERS, RULES, TREES, Parser
 
 SHELLS = ("bash", "zsh", "fish")
 NOTES = notes(

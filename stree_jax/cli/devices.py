@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from stree_jax.cli.common import print_status
-from stree_jax.options import DEVICES, add, group
+from stree_jax.cli.options import DEVICES, add, group
 
 # jax is imported in the functions that need it, so that --help is fast.
 

@@ -8,8 +8,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.cli.common import notes
+from stree_jax.cli.options import (
+    CONTEXT_HELP,
+    DRAFTING,
+    add,
+    add_draft_vocabulary,
+    group,
+)
 from stree_jax.cli.plan import Draw, add_report_options, aligned
-from stree_jax.options import CONTEXT_HELP, DRAFTING, add, add_draft_vocabulary, group
 
 if TYPE_CHECKING:
     from stree_jax.models import Format, ModelConfig

@@ -21,13 +21,7 @@ from stree_jax.cli.compile_cache import cache_directory, keep_programs
 from stree_jax.cli.completion import add_completion_options, run_completion
 from stree_jax.cli.devices import add_mesh_option, add_process_options, mesh_of
 from stree_jax.cli.info import add_info_options, run_info
-from stree_jax.cli.plan import add_plan_options
-from stree_jax.cli.serve import add_serve_options, run_serve
-from stree_jax.cli.streams import drop_output, open_closed_streams, printable
-from stree_jax.cli.training import add_training_parsers, run_training
-from stree_jax.common.checks import DEFAULT_NEW_TOKENS
-from stree_jax.common.version import __version__
-from stree_jax.options import (
+from stree_jax.cli.options import (
     CONTEXT_HELP,
     DEVICES,
     DTYPES,
@@ -41,6 +35,12 @@ from stree_jax.options import (
     add_rule,
     group,
 )
+from stree_jax.cli.plan import add_plan_options
+from stree_jax.cli.serve import add_serve_options, run_serve
+from stree_jax.cli.streams import drop_output, open_closed_streams, printable
+from stree_jax.cli.training import add_training_parsers, run_training
+from stree_jax.common.checks import DEFAULT_NEW_TOKENS
+from stree_jax.common.version import __version__
 
 # jax, flax and numpy are imported in the functions that need them: --help is fast.
 

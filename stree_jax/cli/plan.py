@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stree_jax.cli.common import notes
-from stree_jax.common.checks import DEFAULT_NEW_TOKENS
-from stree_jax.options import (
+from stree_jax.cli.options import (
     CONTEXT_HELP,
     DEVICES,
     DRAFTER_HELP,
@@ -25,6 +24,7 @@ from stree_jax.options import (
     add_draft_vocabulary,
     group,
 )
+from stree_jax.common.checks import DEFAULT_NEW_TOKENS
 
 if TYPE_CHECKING:
     from stree_jax.models import Format

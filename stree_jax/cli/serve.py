@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from stree_jax.cli.common import notes, print_status, vocabulary_of
-from stree_jax.options import (
+from stree_jax.cli.options import (
     CONTEXT_HELP,
     DEVICES,
     MODEL,

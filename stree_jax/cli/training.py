@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.cli.common import notes, print_status
-from stree_jax.options import DTYPES, OUTPUT, SAMPLING, Parser, add, group
+from stree_jax.cli.options import DTYPES, OUTPUT, SAMPLING, Parser, add, group
 
 if TYPE_CHECKING:
     from stree_jax.records import Message, Spell

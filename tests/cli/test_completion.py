@@ -7,7 +7,7 @@ import pytest
 
 from stree_jax.cli import main as cli
 from stree_jax.cli.completion import SHELLS, script
-from stree_jax.options import WEIGHTS
+from stree_jax.cli.options import WEIGHTS
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from stree_jax.bench.registry import BENCHMARKS
 from stree_jax.cli import main as cli
 from stree_jax.cli.completion import commands_of
-from stree_jax.options import HelpFormatter, Parser, add
+from stree_jax.cli.options import HelpFormatter, Parser, add
 
 COMMANDS = (
     *("generate", "demo", "chat", "serve", "info", "convert", "export", "plan", "tune"),
