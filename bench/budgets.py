@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from stree_jax.bench import charts, tables
 from stree_jax.bench.device_memory import cache_row_bytes
 from stree_jax.bench.shapes import config_of
-from stree_jax.buckets import bucket
 from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, first_heads
 from stree_jax.sizing.memory import Memory, abstract_model, memory_of
 from stree_jax.sizing.plan import Choice, Request, plan
+from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.drafters.table import abstract_source, source_of
 from stree_jax.speculation.gain import greedy_tree
 from stree_jax.speculation.tree import Tree, chain, pruned

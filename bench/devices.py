@@ -32,9 +32,9 @@ from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.on_mesh import decoding_specs, rows_axis
 from stree_jax.speculation.specs import make_spec
+from stree_jax.speculation.start import Start
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Budget, chain
-from stree_jax.start import Start
 
 NAME, REPEATS = "devices", 1
 SHAPES = ("bamba-9b",)

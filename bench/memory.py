@@ -25,14 +25,14 @@ from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_prompts
 from stree_jax.bench.prompts import Prompt, read_turns, rounds
 from stree_jax.bench.widen import widened_heads
-from stree_jax.buckets import bucket
 from stree_jax.checkpoints.heads import load_heads
 from stree_jax.checkpoints.load import Model
 from stree_jax.cli.options import add
-from stree_jax.default_tree import tree_for
 from stree_jax.models.drafters.heads import Heads
 from stree_jax.sizing.memory import BufferSizes, memory_of
 from stree_jax.sizing.units import bytes_named
+from stree_jax.speculation.buckets import bucket
+from stree_jax.speculation.default_tree import tree_for
 from stree_jax.speculation.drafters.medusa import accuracy_of
 from stree_jax.speculation.gain import Acceptance, expected_tau
 from stree_jax.speculation.tree import Tree, resolve_tree

@@ -30,7 +30,6 @@ from stree_jax.bench.others import (
 )
 from stree_jax.bench.shapes import config_of, random_model, random_prompts
 from stree_jax.bench.widen import sizes_of
-from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
 from stree_jax.cli.options import DTYPES, WEIGHTS, add
 from stree_jax.generation.generate import encode_prompts
@@ -42,6 +41,7 @@ from stree_jax.models import (
     read_text,
 )
 from stree_jax.parity import Difference, quiet
+from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.loop import cache_capacity
 
 if TYPE_CHECKING:

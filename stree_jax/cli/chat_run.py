@@ -30,11 +30,11 @@ from stree_jax.cli.terminal import (
 from stree_jax.common.checks import DEFAULT_NEW_TOKENS
 from stree_jax.convert.base.files import read_text
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.default_tree import tree_for
 from stree_jax.generation.generate import Options
 from stree_jax.models import parameter_count
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.plan import Request
+from stree_jax.speculation.default_tree import tree_for
 from stree_jax.speculation.drafters.mtp import TrimmedMTP
 from stree_jax.speculation.drafters.table import AUTO
 

@@ -304,12 +304,12 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.cli.terminal import waiting
     from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-    from stree_jax.default_tree import spec_for
     from stree_jax.generation.arguments import warn_of_drafter
     from stree_jax.server.context import default_context
     from stree_jax.server.fitting import ServeTask, smaller
     from stree_jax.sizing.fit import fastest
     from stree_jax.sizing.units import bytes_named, shown_bytes
+    from stree_jax.speculation.default_tree import spec_for
 
     limit = None if args.memory is None else bytes_named(args.memory)
     if limit is not None:

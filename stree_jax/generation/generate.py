@@ -9,7 +9,6 @@ from typing import Any, TypedDict, Unpack
 import jax
 import numpy as np
 
-from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
 from stree_jax.common.checks import (
     DEFAULT_NEW_TOKENS,
@@ -19,7 +18,6 @@ from stree_jax.common.checks import (
     with_hints,
 )
 from stree_jax.common.version import __version__
-from stree_jax.default_tree import spec_for
 from stree_jax.generation.arguments import (
     MOST_TOKENS,
     Prompts,
@@ -49,17 +47,19 @@ from stree_jax.sizing.step_times import Measured
 from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy, StepTimes
+from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.decoding import RUNNING, Decoding
+from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, source_of
 from stree_jax.speculation.loop import FOREVER, advance, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
+from stree_jax.speculation.start import Start, no_collection
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
     Auto,
     Topology,
     resolve_tree,
 )
-from stree_jax.start import Start, no_collection
 
 
 class Options(TypedDict, total=False):

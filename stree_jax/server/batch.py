@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
 from stree_jax.generation.arguments import stop_token_table
 from stree_jax.models import PREFILL_CHUNK, ModelConfig, reading_chunk
@@ -25,6 +24,7 @@ from stree_jax.sampling.settings import Sampling, row_key, sampling_rows
 from stree_jax.server.prefixes import Prefixes
 from stree_jax.sizing import step_times
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
+from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import kept as drafter_kept
 from stree_jax.speculation.loop import (

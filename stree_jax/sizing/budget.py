@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from stree_jax import models
-from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
-from stree_jax.default_tree import spec_for
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sizing.candidates import by_speed
 from stree_jax.sizing.fit import Count, RequestT, Task, fastest
@@ -29,11 +27,13 @@ from stree_jax.sizing.memory import (
 )
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.buckets import bucket
+from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.drafters.table import AnyDrafter
 from stree_jax.speculation.loop import commit_jit, deepest
+from stree_jax.speculation.start import Start
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Auto, Topology
-from stree_jax.start import Start
 
 log = logging.getLogger(__name__)
 

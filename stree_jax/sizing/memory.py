@@ -27,9 +27,9 @@ from stree_jax.speculation.accept import NAIVE, Rule, resolve_rule
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.source import Source
+from stree_jax.speculation.start import Start
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology, resolve_tree
-from stree_jax.start import Start
 
 STOPS = 8  # capacity for stop tokens per row, as in `generate`
 # SCRATCH: programs allocate up to 5 % more than the compiler reports, weights excepted

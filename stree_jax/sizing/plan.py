@@ -11,7 +11,6 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 from stree_jax import models
-from stree_jax.buckets import bucket
 from stree_jax.common.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, with_hints
 from stree_jax.convert.saved.store import weights_named
 from stree_jax.generation.arguments import MOST_TOKENS, check_model
@@ -29,6 +28,7 @@ from stree_jax.sizing.memory import (
     memory_of,
 )
 from stree_jax.sizing.units import bytes_named
+from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.drafters.table import AUTO, abstract_source
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.loop import cache_capacity

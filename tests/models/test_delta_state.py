@@ -11,7 +11,6 @@ import pytest
 
 import stree_jax
 from stree_jax import models
-from stree_jax.default_tree import spec_for
 from stree_jax.models import (
     DeltaConfig,
     ModelConfig,
@@ -20,6 +19,7 @@ from stree_jax.models import (
 from stree_jax.models.mixers.delta import DeltaRecord, DeltaState
 from stree_jax.models.stack.config import named
 from stree_jax.server.batch import Batch, Sizes, TextRequest
+from stree_jax.speculation.default_tree import spec_for
 from tests.support.long_texts import TOKENS, VOCAB, WAYS, rms, sigmoid, text, unit
 from tests.support.reference import MODEL_TOLERANCE, assert_near
 from tests.support.tiny import tiny_delta

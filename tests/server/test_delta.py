@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from stree_jax.default_tree import spec_for
 from stree_jax.server.batch import Batch
+from stree_jax.speculation.default_tree import spec_for
 from tests.support.served_rows import SIZES, decoded, plain, prompt_of
 from tests.support.tiny import tiny_delta
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.default_tree import spec_for
 from stree_jax.models.mixers.attention import AttentionState
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.settings import Sampling
@@ -19,6 +18,7 @@ from stree_jax.sizing import step_times
 from stree_jax.sizing.fit import fastest
 from stree_jax.sizing.memory import CompiledBytes
 from stree_jax.speculation.decoding import RUNNING
+from stree_jax.speculation.default_tree import spec_for
 from tests.server import served
 from tests.support.tiny import REAL, tiny
 

@@ -6,13 +6,13 @@ import logging
 import jax
 import pytest
 
-from stree_jax.default_tree import spec_for
 from stree_jax.models.stack.memory import size_of
 from stree_jax.server import batch as batches
 from stree_jax.server import engine as engines
 from stree_jax.server import programs
 from stree_jax.server.batch import Batch, Sizes
 from stree_jax.sizing import step_times
+from stree_jax.speculation.default_tree import spec_for
 from tests.server.served import FINE, ask, service_of, tiny_model, until
 
 # No other test has these sizes, and so these programs.

@@ -10,7 +10,6 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.default_tree import tree_for
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import resolve_rule
@@ -21,6 +20,7 @@ from stree_jax.speculation.adaptive.best_first import (
 )
 from stree_jax.speculation.adaptive.calibration import PRIOR, model_kind
 from stree_jax.speculation.adaptive.policy import assumed_times
+from stree_jax.speculation.default_tree import tree_for
 from stree_jax.speculation.draft import DRAFTER
 from stree_jax.speculation.drafters.medusa import (
     ASSUMED_RANKS,

@@ -9,13 +9,13 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.default_tree import spec_for
 from stree_jax.generation.result import promise_of
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import sampling_rows
 from stree_jax.speculation import accept
 from stree_jax.speculation.accept import ACCEPTANCES, Rule, Typical, resolve_rule
+from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.layout import tree_layout
 from stree_jax.speculation.tree import Budget, resolve_tree

@@ -18,7 +18,7 @@ from stree_jax import Sampling, models
 from stree_jax.generation.generate import generate as generation
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.layout import tree_layout
-from stree_jax.start import Start
+from stree_jax.speculation.start import Start
 from tests.support.table_models import byte_level, follow, padded_size, write_llama
 from tests.support.tiny import tiny
 

@@ -7,11 +7,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 import stree_jax
-from stree_jax.default_tree import spec_for
 from stree_jax.sampling.continuation import continuation
 from stree_jax.server.batch import Batch, RowUpdate, Sizes
 from stree_jax.server.texts import Writer
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
+from stree_jax.speculation.default_tree import spec_for
 from tests.server.served import ask, reader_of, service_of
 from tests.support.table_models import SPACE, byte_level, follow, spm, write_llama
 

@@ -16,7 +16,7 @@ from stree_jax import Sampling
 from stree_jax.common import checks
 from stree_jax.generation.generate import scoring
 from stree_jax.speculation import loop
-from stree_jax.start import Start
+from stree_jax.speculation.start import Start
 from tests.support.tiny import tiny
 
 
