@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.convert.base.files import check_readable
-from stree_jax.record_files import read_records
-from stree_jax.records import prompt_of, turns_of
+from stree_jax.training.record_files import read_records
+from stree_jax.training.records import prompt_of, turns_of
 
 Prompt = str | tuple[int, ...]  # text, or token ids
 

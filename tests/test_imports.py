@@ -29,8 +29,8 @@ LIBRARY = {
     "stree_jax.training",
     "stree_jax.common.version",
     "stree_jax.common.whole_file",
-    "stree_jax.records",
-    "stree_jax.record_files",
+    "stree_jax.training.records",
+    "stree_jax.training.record_files",
     "stree_jax",
 }
 # Packages that each package may import in addition to itself. A module belongs to the
@@ -38,8 +38,8 @@ LIBRARY = {
 # level: generation, scoring, result and so on.
 MAY_IMPORT = {
     "stree_jax.common.version": set(),
-    "stree_jax.records": set(),
-    "stree_jax.record_files": {"stree_jax.records"},
+    "stree_jax.training.records": set(),
+    "stree_jax.training.record_files": {"stree_jax.training.records"},
     "stree_jax.common.checks": set(),
     "stree_jax.cpu_kernels": set(),
     "stree_jax.pallas_kernels": {"stree_jax.cpu_kernels"},
@@ -70,8 +70,8 @@ MAY_IMPORT = {
         "stree_jax.cpu_kernels",
     },
     "stree_jax.training": {
-        "stree_jax.records",
-        "stree_jax.record_files",
+        "stree_jax.training.records",
+        "stree_jax.training.record_files",
         "stree_jax.models",
         "stree_jax.convert",
         "stree_jax.checkpoints",

@@ -13,8 +13,8 @@ from stree_jax.cli.common import notes, print_status
 from stree_jax.cli.options import DTYPES, OUTPUT, SAMPLING, Parser, add, group
 
 if TYPE_CHECKING:
-    from stree_jax.records import Message, Spell
     from stree_jax.training.recipe import Job
+    from stree_jax.training.records import Message, Spell
 
 NGRAMS_NOTES = notes(
     """

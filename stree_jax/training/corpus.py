@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from stree_jax.convert.tokenizers.tokenizer import encoding
 from stree_jax.convert.tokenizers.whole_texts import set_for_whole_texts
-from stree_jax.records import Spell
+from stree_jax.training.records import Spell
 from stree_jax.training.texts import Spelled, Tally, read_texts
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def iter_documents(
 ) -> Iterator[str]:
     """Yields the documents in files and, recursively and in sorted order, in folders.
 
-    Reads the files of `texts.SUFFIXES`: text, records (`stree_jax.records`), and
+    Reads the files of `texts.SUFFIXES`: text, records (`stree_jax.training.records`), and
     archives of these. Blank documents are dropped, and long ones are cut at line ends
     into pieces of `MAX_DOCUMENT_BYTES`, so that shuffling mixes sources evenly.
 

@@ -26,9 +26,9 @@ from stree_jax.models import (
     cast_params,
 )
 from stree_jax.models.stack.config import blocks, named
-from stree_jax.records import Spell
 from stree_jax.training import corpus
 from stree_jax.training.losses import next_token_loss, with_mtp_loss
+from stree_jax.training.records import Spell
 from stree_jax.training.saves import Params
 from stree_jax.training.texts import PREPARED, Spelled, Tally
 from stree_jax.training.train import (

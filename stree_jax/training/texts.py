@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from stree_jax.record_files import RECORD_SUFFIXES, decoded, read_records
-from stree_jax.records import TURNS, Record, Spell, record_of
+from stree_jax.training.record_files import RECORD_SUFFIXES, decoded, read_records
+from stree_jax.training.records import TURNS, Record, Spell, record_of
 
 _TEXTS = (".py", ".txt", ".md")
 _ARCHIVES = (".zip", ".whl")

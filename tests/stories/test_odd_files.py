@@ -298,7 +298,7 @@ def test_odd_chat_template_files_for_training(model, tmp_path, capsys, kind):
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.md.gz"])
 def test_a_huge_file_of_one_line_is_refused(tmp_path, monkeypatch, name):
     """The file holds a terabyte of zeros, one line that does not fit in memory."""
-    monkeypatch.setattr("stree_jax.record_files.MAX_LINE", 4096)
+    monkeypatch.setattr("stree_jax.training.record_files.MAX_LINE", 4096)
     given = put(tmp_path / name, "terabyte")
     assert str(given) in refused(list, read_texts([given], Tally()))
 

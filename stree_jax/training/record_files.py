@@ -1,4 +1,4 @@
-"""Reads the JSON values of files with records, see `stree_jax.records`."""
+"""Reads the JSON values of files with records, see `stree_jax.training.records`."""
 
 import gzip
 import json
@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from stree_jax.records import record_of
+from stree_jax.training.records import record_of
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # Names under which a JSON object may contain the list of records.
