@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from stree_jax.agreement import Agreement, agreement, joined
 from stree_jax.bench import tables
 from stree_jax.bench.arms import PLAIN, Arm, Workload, measure_arms, workload
 from stree_jax.bench.inputs import load_prompts
@@ -36,6 +35,7 @@ from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.source import Source
 from stree_jax.speculation.tree import Budget
+from stree_jax.verify.agreement import Agreement, agreement, joined
 
 NAME, REPEATS = "drafters", 2
 SIDES = 3  # levels for which children of siblings are shown

@@ -13,7 +13,7 @@ from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoints.load import Model
 from stree_jax.convert.export import export_hf
 from stree_jax.generation.generate import encode_prompts
-from stree_jax.parity import quiet
+from stree_jax.verify.parity import quiet
 
 TRANSFORMERS = "transformers, plain"
 # The largest difference of logits over the largest logit. In bfloat16, rounding alone

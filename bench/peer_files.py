@@ -20,10 +20,10 @@ from stree_jax.checkpoints.resolve import resolve
 from stree_jax.convert.gguf.names import EMBEDDING, HEAD
 from stree_jax.convert.tensors.gguf_header import is_gguf, read_header
 from stree_jax.generation.scoring import score, score_tree
-from stree_jax.parity import Difference
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.mtp import MTP
 from stree_jax.speculation.drafters.table import AUTO
+from stree_jax.verify.parity import Difference
 
 OURS, LLAMA = "ours", "llama.cpp"
 FILE_DTYPE = "kept"  # default dtype of a file

@@ -74,8 +74,8 @@ from stree_jax.generation.scoring import score
 from stree_jax.models import format_named
 from stree_jax.models.stack.memory import weights_read
 from stree_jax.models.weights.formats import FORMATS
-from stree_jax.parity import Difference
 from stree_jax.speculation.drafters.lookup import LOOKUP
+from stree_jax.verify.parity import Difference
 
 __all__ = ["NAME", "REPEATS", "add_options", "figures", "measure", "table"]
 

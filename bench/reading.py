@@ -40,9 +40,9 @@ from stree_jax.models import (
     forward_tree,
     read_text,
 )
-from stree_jax.parity import Difference, quiet
 from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.loop import cache_capacity
+from stree_jax.verify.parity import Difference, quiet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.agreement import Agreement, agreement
 from stree_jax.cli.check import check
 from stree_jax.cli.main import main
 from stree_jax.models.drafters.dflash import cast_dflash, with_other_pairing
 from stree_jax.models.weights.formats import as_weight
 from stree_jax.speculation.drafters.dflash import readings
 from stree_jax.speculation.tree import Budget
+from stree_jax.verify.agreement import Agreement, agreement
 from tests.support.dflash import follower, random_dflash, with_bigrams
 from tests.support.tiny import tiny
 

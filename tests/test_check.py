@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import reported
 from stree_jax.cli.check import check
 from stree_jax.cli.main import main
 from stree_jax.convert.drafters.eagle import read_eagle
+from stree_jax.verify import reported
 from tests.support import eagle
 from tests.support.tiny import tiny_delta
 

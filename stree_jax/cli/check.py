@@ -14,7 +14,7 @@ from stree_jax.cli.common import notes
 from stree_jax.cli.options import OUTPUT, add, add_model_options, group
 
 if TYPE_CHECKING:
-    from stree_jax.agreement import Agreement
+    from stree_jax.verify.agreement import Agreement
 
 NOTES = notes(
     """
@@ -48,7 +48,7 @@ def run_check(args: argparse.Namespace) -> None:
     from stree_jax.checkpoints.pair import load_pair
     from stree_jax.convert.base.files import read_text
     from stree_jax.generation.generate import encode_prompts
-    from stree_jax.reported import as_json, as_lines
+    from stree_jax.verify.reported import as_json, as_lines
 
     if args.tokens < 2 or args.levels < 1:
         raise ValueError("want --tokens of 2 or more and --levels of 1 or more")
@@ -94,10 +94,10 @@ def check(target: Any, drafter: Any, ids: Sequence[int], levels: int) -> dict[st
       ids: the tokens of the text.
       levels: most levels of the drafts.
     """
-    from stree_jax.agreement import agreement
     from stree_jax.models.drafters.dflash import DFlash
     from stree_jax.speculation.drafters.table import source_of
     from stree_jax.speculation.tree import Budget
+    from stree_jax.verify.agreement import agreement
 
     source = source_of(drafter, target.config)
     depth = min(levels, source.search_size[1])

@@ -474,9 +474,9 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    from stree_jax import parity
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.convert import convert_checkpoint
+    from stree_jax.verify import parity
 
     src, dst = resolve(args.src), args.dst
     if args.verify:

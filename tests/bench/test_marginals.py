@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.agreement import text_distribution
 from stree_jax.bench.marginals import Marginals, marginals
 from stree_jax.models.drafters.dflash_pairs import no_memory, pair_scores
 from stree_jax.speculation.accept import NAIVE
 from stree_jax.speculation.drafter import Prompts
 from stree_jax.speculation.tree import chain
+from stree_jax.verify.agreement import text_distribution
 from tests.support.dflash import KINDS, random_dflash
 from tests.support.tiny import tiny
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.agreement import agreement
 from stree_jax.bench import attention, inputs
 from stree_jax.bench.everything import arguments
 from stree_jax.bench.registry import parse_bench
@@ -20,6 +19,7 @@ from stree_jax.bench.widen import (
 )
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, Rope, init_params
 from stree_jax.speculation.tree import Budget
+from stree_jax.verify.agreement import agreement
 from tests.support.dflash import KINDS, random_dflash
 from tests.support.tiny import REAL, perturbed, tiny
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stree_jax
-from stree_jax import parity as verify
 from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf
 from stree_jax.convert.saved import store
+from stree_jax.verify import parity as verify
 from tests.support.checkpoints import HF_CASES, write_mambainllama, write_native
 
 Usage = namedtuple("Usage", "total used free")

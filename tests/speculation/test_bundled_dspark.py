@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 import stree_jax
-from stree_jax.agreement import agreement, joined
 from stree_jax.speculation.tree import Budget
+from stree_jax.verify.agreement import agreement, joined
 from tests.support.bundled import PROMPTS
 
 NEW = 48

@@ -10,7 +10,6 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.agreement import text_distribution
 from stree_jax.models.drafters.dflash import add_context, empty_context, run_block
 from stree_jax.models.drafters.dflash_pairs import no_memory, pair_scores
 from stree_jax.models.drafters.heads import head_of
@@ -22,6 +21,7 @@ from stree_jax.speculation.drafter import Prompts, Update
 from stree_jax.speculation.drafters.dflash import ByPairs, DFlashSource
 from stree_jax.speculation.drafters.lookup import History
 from stree_jax.speculation.tree import chain
+from stree_jax.verify.agreement import text_distribution
 from tests.speculation.auto import times
 from tests.support.dflash import KINDS, follower, random_dflash, with_bigrams
 from tests.support.drafting import random_prompts

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stree_jax import parity
 from stree_jax.cli import main as cli
+from stree_jax.verify import parity
 from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.hf_checkpoints import VOCAB, llama, qwen2
 

@@ -1,0 +1,1 @@
+"""Compares models with other programs, and outputs with the target's own."""
