@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stree_jax.convert.base.errors import CheckpointError
 
+Index = tuple[slice, ...]  # a slice of each axis of a tensor; () means the whole tensor
 MOST_TEXT = 2**26  # bytes; limit for prompts, templates and configs
 MAX_TOKENIZER_BYTES = 2**28  # the largest published tokenizer.json has 2**25
 POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer file

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
+from stree_jax.convert.base.files import Index
 from stree_jax.models import (
     AttentionConfig,
     Block,
@@ -17,7 +18,6 @@ from stree_jax.models import (
 from stree_jax.models.layers.params import NORM_AFTER, Path
 from stree_jax.models.stack.state import token_mixers
 
-Index = tuple[slice, ...]  # a slice of each axis of a tensor; () means the whole tensor
 How = Literal[
     "copy",
     "concat",

@@ -15,8 +15,7 @@ import ml_dtypes  # the import also makes NumPy and safetensors support bfloat16
 import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.base.files import check_fetched, read_text
-from stree_jax.convert.families.rows import Index
+from stree_jax.convert.base.files import Index, check_fetched, read_text
 from stree_jax.convert.tensors.dequantize import Part, Scheme, dequantize, problem
 from stree_jax.convert.tensors.gguf_blocks import (
     Kind,

@@ -30,8 +30,8 @@ from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.checkpoints.resolve import headers
-from stree_jax.cli.options import DRAFTERS, suggestion
 from stree_jax.common.checks import integer
+from stree_jax.common.words import DRAFTERS, suggestion
 from stree_jax.convert.hub import hub_name
 from stree_jax.convert.tensors.gguf_header import is_gguf
 from stree_jax.models import Format, ModelConfig

@@ -4,7 +4,6 @@ Imports nothing heavier than argparse, so that `stree-jax --help` is fast.
 """
 
 import argparse
-import difflib
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -12,21 +11,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
+from stree_jax.common.words import closest, suggestion
+
 DTYPES = ["float32", "bfloat16"]
 # Formats of a model in memory: the keys of `models.FORMATS`
 KEPT = "kept"
 WEIGHTS = [*DTYPES, "int8", KEPT, "kept-int8"]
 
-# Names of drafters that are not paths; `stree_jax.checkpoints.pair` gives them their meaning.
-DRAFTERS = (
-    "lookup",
-    "mtp",
-    "none",
-    "demo",
-    "demo-heads",
-    "demo-dspark",
-    "demo-drafter",
-)
 RULES = ("naive/coupled", "naive", "leviathan", "mss", "recursive", "typical")
 TREES = ("auto", "A", "B", "C", "D", "E")
 
@@ -34,7 +25,6 @@ MODEL, DRAFTING, SAMPLING, STOPPING = "Model", "Drafting", "Sampling", "Stopping
 OUTPUT, DEVICES = "Output", "Memory and devices"
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
-MIN_SIMILARITY = 0.6  # difflib ratio of a misspelt name and the one that is suggested
 # Earlier names of options.
 RENAMED = {
     "--ahead": "--ngram-levels",
@@ -148,21 +138,6 @@ def _unknown_option(name: str, known: Iterable[str]) -> str:
     if close not in known:
         close = closest(name, known)
     return f"unknown option {name}" + (f"; did you mean {close}?" if close else "")
-
-
-def closest(word: str, names: Iterable[str]) -> str | None:
-    """Returns the name that a misspelt word most likely stands for, or None."""
-    by_lower = {name.lower(): name for name in names}
-    found = difflib.get_close_matches(word.lower(), by_lower, 1, MIN_SIMILARITY)
-    return by_lower[found[0]] if found else None
-
-
-def suggestion(word: str, names: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: the closest known name, or
-    all of them."""
-    names = list(names)
-    close = closest(word, names)
-    return f"did you mean {close!r}?" if close else f"known: {', '.join(names)}"
 
 
 def group(p: argparse.ArgumentParser, title: str) -> Group:

@@ -48,7 +48,7 @@ def iter_documents(
 ) -> Iterator[str]:
     """Yields the documents in files and, recursively and in sorted order, in folders.
 
-    Reads the files of `texts.SUFFIXES`: text, records (`stree_jax.training.records`), and
+    Reads the files of `texts.SUFFIXES`: text, records (`training.records`), and
     archives of these. Blank documents are dropped, and long ones are cut at line ends
     into pieces of `MAX_DOCUMENT_BYTES`, so that shuffling mixes sources evenly.
 

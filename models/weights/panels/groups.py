@@ -1,9 +1,9 @@
 """Panels of 4-bit numbers with scales by groups of columns, as safetensors files have
 them.
 
-`Scheme.kept` in `convert/tensors/dequantize.py` defines the arrays: "numbers" [m, k] uint8,
-"scale" [m, groups], and for integers "zero" [m, groups]. A GGUF file has MXFP4, too, as
-"blocks".
+`Scheme.kept` in `convert/tensors/dequantize.py` defines the arrays: "numbers" [m, k]
+uint8, "scale" [m, groups], and for integers "zero" [m, groups]. A GGUF file has MXFP4,
+too, as "blocks".
 """
 
 from collections.abc import Mapping, Sequence
