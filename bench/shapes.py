@@ -10,7 +10,7 @@ import numpy as np
 
 from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoints.load import Model
-from stree_jax.cli.options import suggestion
+from stree_jax.common.words import suggestion
 from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import (
     AttentionConfig,

@@ -4,9 +4,9 @@
 
 A room is a file or a folder, an arrow an import between two rooms. A room stands one
 floor above the highest room that it imports. Where rooms import each other in a circle,
-the fewest arrows that have to be left out to break it are counted as upward. Imports for
-type checkers only are left out. An `__init__.py` that only hands on names is no room: who
-imports from it counts as an importer of the modules that define the names.
+the fewest arrows that have to be left out to break it are counted as upward. Imports
+for type checkers only are left out. An `__init__.py` that only hands on names is no
+room: an import from it counts as one of the modules that define the names.
 """
 
 import ast

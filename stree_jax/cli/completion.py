@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stree_jax.cli.common import notes
-from stree_jax.cli.options import DRAFTERS, RULES, TREES, Parser
+from stree_jax.cli.options import RULES, TREES, Parser
+from stree_jax.common.words import DRAFTERS
 
 SHELLS = ("bash", "zsh", "fish")
 NOTES = notes(
