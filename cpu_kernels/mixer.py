@@ -71,8 +71,8 @@ class MixerTree(NamedTuple):
       length: [B] int32, number of valid entries of `path`.
       rows: [Tq] int32, rows of the queried nodes in this tree. If None, all T are
         queried.
-      mask: [B, T, T] bool, see `models.nodes`.
-      window: [B, T, K] int32, see `models.nodes`.
+      mask: [B, T, T] bool, see `models.layers.nodes`.
+      window: [B, T, K] int32, see `models.layers.nodes`.
     """
 
     path: jax.Array

@@ -16,86 +16,44 @@ FOLDERS = {
     "stree_jax.convert": ROOT / "convert",
     "stree_jax.bench": ROOT / "bench",
 }
-LIBRARY = {
-    "stree_jax.cpu_kernels",
-    "stree_jax.pallas_kernels",
-    "stree_jax.models",
-    "stree_jax.convert",
-    "stree_jax.checkpoints",
-    "stree_jax.common.checks",
-    "stree_jax.sampling",
-    "stree_jax.sizing",
-    "stree_jax.speculation",
-    "stree_jax.training",
-    "stree_jax.common.version",
-    "stree_jax.common.whole_file",
-    "stree_jax.training.records",
-    "stree_jax.training.record_files",
-    "stree_jax",
-}
-# Packages that each package may import in addition to itself. A module belongs to the
-# entry with the longest matching name. `stree_jax` stands for the modules at its top
-# level: generation, scoring, result and so on.
-MAY_IMPORT = {
-    "stree_jax.common.version": set(),
-    "stree_jax.training.records": set(),
-    "stree_jax.training.record_files": {"stree_jax.training.records"},
-    "stree_jax.common.checks": set(),
-    "stree_jax.cpu_kernels": set(),
-    "stree_jax.pallas_kernels": {"stree_jax.cpu_kernels"},
-    "stree_jax.models": {
-        "stree_jax.pallas_kernels",
-        "stree_jax.cpu_kernels",
-        "stree_jax.common.checks",
-    },
-    "stree_jax.convert": {"stree_jax.models", "stree_jax.common.checks"},
-    "stree_jax.common.whole_file": set(),
-    "stree_jax.checkpoints": {
-        "stree_jax.speculation",
-        "stree_jax.common.whole_file",
-        "stree_jax.models",
-        "stree_jax.convert",
-        "stree_jax.cpu_kernels",
-        "stree_jax.common.checks",
-    },
-    "stree_jax.sampling": {
-        "stree_jax.models",
-        "stree_jax.cpu_kernels",
-        "stree_jax.common.checks",
-    },
-    "stree_jax.speculation": {
-        "stree_jax.common.checks",
-        "stree_jax.models",
-        "stree_jax.sampling",
-        "stree_jax.cpu_kernels",
-    },
-    "stree_jax.training": {
-        "stree_jax.training.records",
-        "stree_jax.training.record_files",
-        "stree_jax.models",
-        "stree_jax.convert",
-        "stree_jax.checkpoints",
-        "stree_jax.sampling",
-        "stree_jax.speculation",
-    },
-    "stree_jax.sizing": LIBRARY - {"stree_jax.training", "stree_jax.pallas_kernels"},
-    "stree_jax": LIBRARY - {"stree_jax.training", "stree_jax.pallas_kernels"},
-    "stree_jax.server": LIBRARY - {"stree_jax.training", "stree_jax.pallas_kernels"},
-    "stree_jax.bench": LIBRARY,
-    "stree_jax.cli": LIBRARY,
-    "stree_jax.cli.serve": {
-        "stree_jax.cli",
-        "stree_jax.server",
-        "stree_jax.bench",
-        *LIBRARY,
-    },
-    "stree_jax.cli.main": {
-        "stree_jax.cli",
-        "stree_jax.cli.serve",
-        "stree_jax.bench",
-        *LIBRARY,
-    },
-    "stree_jax.__main__": {"stree_jax.cli.main"},
+# The floors of the package and of its larger folders, from the ground up. A module may
+# import from its own room and from rooms on lower floors. Rooms on one floor do not
+# import each other.
+FLOORS = {
+    "stree_jax": (
+        "common cpu_kernels",
+        "pallas_kernels",
+        "models",
+        "convert sampling",
+        "speculation",
+        "checkpoints",
+        "sizing",
+        "generation training",
+        "verify",
+        "cost memory",
+        "server",
+        "bench",
+        "cli",
+        "__main__",
+    ),
+    "stree_jax.models": (
+        "base",
+        "weights",
+        "layers",
+        "mixers",
+        "stack",
+        "drafters sharding",
+        "export",
+    ),
+    "stree_jax.convert": (
+        "base",
+        "tensors",
+        "tokenizers",
+        "families",
+        "gguf saved",
+        "drafters export",
+        "hub",
+    ),
 }
 
 
@@ -138,26 +96,30 @@ def imports_of(file, modules=FILES, deep=True):
     return sorted(found)
 
 
-def package_of(module):
-    names = [p for p in MAY_IMPORT if module == p or module.startswith(f"{p}.")]
-    return max(names, key=len)
+def room(module, package):
+    """Returns the file or folder of a package that a module belongs to, or None."""
+    inside = module.startswith(f"{package}.")
+    return module.removeprefix(f"{package}.").split(".")[0] if inside else None
 
 
-def test_every_package_has_a_rule():
-    packages = {name for name, file in FILES.items() if file.name == "__init__.py"}
-    top = {name for name in packages if name.count(".") < 2}
-    assert len(top) > 8 and top <= set(MAY_IMPORT)
+@pytest.mark.parametrize("package", FLOORS)
+def test_every_room_has_a_floor(package):
+    rooms = {room(module, package) for module in FILES} - {None}
+    on_floors = [name for floor in FLOORS[package] for name in floor.split()]
+    assert sorted(on_floors) == sorted(rooms)
 
 
-@pytest.mark.parametrize("package", MAY_IMPORT)
-def test_imports_follow_the_rules(package):
+@pytest.mark.parametrize("package", FLOORS)
+def test_no_import_goes_upward(package):
+    floors = enumerate(FLOORS[package])
+    floor = {name: height for height, names in floors for name in names.split()}
     wrong = []
     for module, file in FILES.items():
-        if package_of(module) != package:
+        if (here := room(module, package)) is None:
             continue
         for line, other in imports_of(file):
-            ours = other == "stree_jax" or other.startswith("stree_jax.")
-            if ours and package_of(other) not in {package, *MAY_IMPORT[package]}:
+            there = room(other, package)
+            if there not in {None, here} and floor[there] >= floor[here]:
                 wrong.append(f"{file.relative_to(ROOT)}:{line} imports {other}")
     assert not wrong, "\n".join(wrong)
 
@@ -166,7 +128,7 @@ def test_only_the_table_of_formats_imports_a_weight_format():
     """Other modules use the interface of weights. Benchmarks may time one format."""
     table, one = "stree_jax.models.weights.formats", "stree_jax.models.weights.int8"
     modules = {m for m, file in FILES.items() if one in dict(imports_of(file)).values()}
-    assert {m for m in modules if package_of(m) != "stree_jax.bench"} == {table}
+    assert {m for m in modules if room(m, "stree_jax") != "bench"} == {table}
 
 
 def test_imports_have_no_cycles():

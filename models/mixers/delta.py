@@ -132,7 +132,7 @@ class DeltaState:
 
 @struct.dataclass
 class DeltaRecord:
-    """The record of a Gated DeltaNet mixer (see `models.mixer`) for the T nodes of a
+    """The record of a Gated DeltaNet mixer (see `layers.mixer`) for the T nodes of a
     tree.
 
     Attributes:

@@ -68,7 +68,7 @@ class LightningState:
 
 @struct.dataclass
 class LightningRecord:
-    """The record of lightning attention (see `models.mixer`).
+    """The record of lightning attention (see `models.layers.mixer`).
 
     Attributes:
       k, v: [B, T, H, P].

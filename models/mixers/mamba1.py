@@ -88,7 +88,7 @@ class Mamba1State:
 
 @struct.dataclass
 class Mamba1Record:
-    """The record of a Mamba-1 mixer (see `models.mixer`) for the T nodes of a tree.
+    """The record of a Mamba-1 mixer (see `layers.mixer`) for the T nodes of a tree.
 
     Attributes:
       x: [B, T, D], output of the convolution.

@@ -146,7 +146,7 @@ class MambaState:
 
 @struct.dataclass
 class MambaRecord:
-    """The record of a Mamba2 mixer (see `models.mixer`): the inputs of the convolution
+    """The record of a Mamba2 mixer (see `layers.mixer`): the inputs of the convolution
     and of the SSM scan at the T nodes of a tree, from which any path can be replayed.
 
     Attributes:
@@ -389,7 +389,7 @@ def mixer_kernel(
     of the CPU kernel.
 
     This JAX function is the reference implementation of the kernel `stree_mixer`; it
-    calls `equations`. `models.mixer` explains records and the pending path.
+    calls `equations`. `models.layers.mixer` explains records and the pending path.
 
     Args:
       zxbcdt: [B, Tq, W] float32, output of in_proj for the Tq queried nodes; W is the

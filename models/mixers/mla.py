@@ -94,7 +94,7 @@ class MLAState:
 
 @struct.dataclass
 class MLARecord:
-    """The record of latent attention (see `models.mixer`).
+    """The record of latent attention (see `models.layers.mixer`).
 
     Attributes:
       kv: [B, T, 1, D], the normed latent vectors, and the shared keys after the rotary

@@ -51,7 +51,7 @@ class ShortConvState:
 
 @struct.dataclass
 class ShortConvRecord:
-    """The record of a short convolution (see `models.mixer`).
+    """The record of a short convolution (see `models.layers.mixer`).
 
     Attributes:
       inputs: [B, T, C], inputs of the convolution.

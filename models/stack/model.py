@@ -1,6 +1,6 @@
 """The hybrid stack of residual layers, and its forward pass as pure functions.
 
-`models.mixer` explains the terms state, record and pending path.
+`models.layers.mixer` explains the terms state, record and pending path.
 """
 
 from collections import Counter

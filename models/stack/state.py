@@ -1,6 +1,6 @@
 """The state that a model carries between forward passes, and the records of a tree.
 
-`models.mixer` explains what states, records and the pending path are. Here they are
+`layers.mixer` explains what states, records and the pending path are. Here they are
 those of a whole model: a tuple with one dictionary per layer, which has an entry for
 each of the layer's token mixers by name. It is {} for a layer with only an MLP.
 """

@@ -86,7 +86,7 @@ class Choice:
 
     Attributes:
       drafter: "model", "heads", "lookup", "mtp", "n-grams" or "none".
-      heads: number of Medusa heads (`models.heads.first_heads`), or 0.
+      heads: number of Medusa heads (`models.drafters.heads.first_heads`), or 0.
       tree: name of the tree, as `generate` takes it.
       dtype: dtype of all weights.
       tau: expected acceptance length: tokens of a row per step.

@@ -32,7 +32,7 @@ class Draft:
         acceptance rate is estimated, such as "found by prompt lookup after a match of 3
         tokens"; see `adaptive.pool`. None for other trees.
       has_padding: True if some of the T nodes may be padding, whose parent is
-        `models.nodes.NO_NODE`.
+        `models.layers.nodes.NO_NODE`.
     """
 
     layout: Layout

@@ -57,7 +57,7 @@ def tree_layout(tree: Topology, parents: jax.Array) -> Layout:
     Args:
       tree: the shape of the trees; its depth and maximum number of children set the
         sizes of the arrays.
-      parents: [B, T] int32. Parent of each node, see `models.nodes`.
+      parents: [B, T] int32. Parent of each node, see `models.layers.nodes`.
     """
     tables = _layout_tables(parents, M=tree.depth, C=max(tree.children, 1))
     return Layout(parents, *tables)

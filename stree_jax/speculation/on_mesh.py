@@ -1,6 +1,6 @@
 """Runs the decoding loop on all devices of a mesh.
 
-Every device runs the whole loop, on its part of the target (`models.sharding.shards`)
+Every device runs the whole loop, on its part of the target (`models.base.shards`)
 and its rows of the batch. The parts of the target communicate at the end of layers. All
 other computations are the same on every part and start from the same logits, so the
 parts agree on draft, accepted tokens and output. Rows communicate for decisions of the

@@ -11,7 +11,7 @@ Terms that all of `speculation` uses:
   node 0 of the next tree, and the pass that verifies the tree reads it.
 - The pending path is the accepted path of the last step. Its tokens are in the output,
   but not yet in the target's state. The next verification pass replays it first, from
-  the records that the last pass made of its nodes (see `models.mixer`).
+  the records that the last pass made of its nodes (see `models.layers.mixer`).
 - Taps are layers of the target whose residual streams a drafter uses.
 - The menu is the tuple of trees from which the policy chooses the next step's tree.
   Each has a compiled step, and plain decoding is the tree of only the root.

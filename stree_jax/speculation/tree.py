@@ -120,7 +120,7 @@ class Budget:
       shared_size: number of nodes of a compiled step that this tree shares with larger
         trees. If 0, it has a step of its own.
       has_padding: True if the tree of a step may have fewer than `size` nodes. The rest
-        is padding, whose parent is `models.nodes.NO_NODE`.
+        is padding, whose parent is `models.layers.nodes.NO_NODE`.
     """
 
     size: int = struct.field(pytree_node=False)

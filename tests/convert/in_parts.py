@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import stree_jax
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.families.tensors import source
+from stree_jax.convert.tensors import source
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.models import by_path
 from tests.support import mtp, quantized, qwen

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stree_jax.convert.families.tensors import dequantize as module
+from stree_jax.convert.tensors import dequantize as module
 from stree_jax.convert.tensors.dequantize import (
     Scheme,
     decode,

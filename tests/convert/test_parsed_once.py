@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 import stree_jax
 from stree_jax.checkpoints.info import info
 from stree_jax.convert import convert_checkpoint, open_local
-from stree_jax.convert.families.tensors import gguf_header as header
-from stree_jax.convert.families.tensors import source
+from stree_jax.convert.tensors import gguf_header as header
+from stree_jax.convert.tensors import source
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.source import open_files
 from tests.support import published, quantized

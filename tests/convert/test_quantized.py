@@ -12,8 +12,8 @@ import stree_jax
 from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf
-from stree_jax.convert.families.tensors import dequantize, quantization_config
-from stree_jax.convert.families.tensors import source as source_module
+from stree_jax.convert.tensors import dequantize, quantization_config
+from stree_jax.convert.tensors import source as source_module
 from stree_jax.verify import parity
 from tests.support import hf_checkpoints as hf
 from tests.support.checkpoints import assert_same

@@ -240,7 +240,7 @@ def test_odd_fields_never_crash(quantized, tmp_path, spelling):
 
 def test_bytes_cut_off_after_the_listing(quantized, tmp_path, monkeypatch):
     """Data that safetensors does not read is checked here."""
-    from stree_jax.convert.families.tensors import quantized as module
+    from stree_jax.convert.tensors import quantized as module
     from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
     from stree_jax.convert.tensors.source import open_source
 

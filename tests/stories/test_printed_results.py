@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.generation.generate import notebook, result
+from stree_jax.generation import notebook, result
 from stree_jax.sizing.traffic import Traffic
 from stree_jax.speculation.tree import chain, make_tree
 from tests.support.table_models import byte_level, follow, padded_size, write_llama

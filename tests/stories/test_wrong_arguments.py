@@ -14,7 +14,7 @@ import pytest
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.common import checks
-from stree_jax.generation.generate import scoring
+from stree_jax.generation import scoring
 from stree_jax.speculation import loop
 from stree_jax.speculation.start import Start
 from tests.support.tiny import tiny

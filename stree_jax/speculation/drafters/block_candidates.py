@@ -46,7 +46,7 @@ class Candidates:
         Args:
           drafter: the block drafter.
           previous: [B, Q] int32. The tokens before the candidates.
-          memory: [B, Q, r]. Memory of the nodes above, see `models.dflash.pair_scores`.
+          memory: [B, Q, r]. Memory of the nodes above, see `dflash.pair_scores`.
           depth: [] int32. The level.
         """
         if self.pairs is None:

@@ -1,4 +1,4 @@
-"""Drafts with block drafters: DFlash, DFlash2 and DSpark, see `models.dflash`.
+"""Drafts with block drafters: DFlash, DFlash2 and DSpark, see `models.drafters.dflash`.
 
 One pass gives K candidates for every level, and the scores of pairs say how likely each
 is after each candidate of the level above. So a tree of any shape costs one pass: its
@@ -225,7 +225,7 @@ class DFlashDrafter(Searcher):
 
     Attributes:
       drafter: the block drafter.
-      output: the target's embedding and head, see `models.heads.head_of`.
+      output: the target's embedding and head, see `models.drafters.heads.head_of`.
       taps: the target's layers that it reads.
       ngrams: n-grams that score pairs of tokens; None if the block drafter does, or
         nothing does.
@@ -388,7 +388,7 @@ class ByPairs:
     """A guesser that scores the candidates of the next level after each node.
 
     `Grown.records` are the memories [B, 1 + C, r] of the root and the nodes, see
-    `models.dflash.no_memory`.
+    `models.drafters.dflash.no_memory`.
     """
 
     def __init__(self, drafter: DFlash, found: Candidates, query: Query) -> None:

@@ -1,4 +1,4 @@
-"""Drafts with EAGLE drafters: EAGLE-3, P-EAGLE and EAGLE-2, see `models.eagle`.
+"""Drafts with EAGLE drafters (`models.drafters.eagle`): EAGLE-3, P-EAGLE, EAGLE-2.
 
 An EAGLE drafter works like MTP layers: it reads a token of the text together with a
 vector of the target's state that chose it, and a draft token together with the vector

@@ -201,7 +201,7 @@ class MedusaDrafter(Searcher):
 
     Attributes:
       heads: the heads, at least as many as the depth of the trees.
-      output: the target's output head, see `models.heads.head_of`.
+      output: the target's output head, see `models.drafters.heads.head_of`.
     """
 
     heads: Heads
