@@ -25,10 +25,10 @@ from stree_jax.bench.method import (
     take_turns,
 )
 from stree_jax.bench.prompts import Prompt, rounds
-from stree_jax.checkpoints.load import Model
 from stree_jax.generation.generate import begin, encode_prompts
 from stree_jax.generation.result import Generation, Plan, summarise
 from stree_jax.generation.scoring import first_difference
+from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads, first_heads
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing import step_times

@@ -8,7 +8,8 @@ from stree_jax.bench import decode
 from stree_jax.bench.method import Run
 from stree_jax.bench.options import PAIR, add_arms, add_prompts, add_temperatures
 from stree_jax.bench.widen import widened
-from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.load import load
+from stree_jax.models import Model
 
 NAME, REPEATS = "attention", 2
 ARMS = ["leviathan@chain:4", "mss@A"]

@@ -27,9 +27,9 @@ from stree_jax.bench.passes import (
 )
 from stree_jax.bench.shapes import NAMES, config_of, random_model
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.load import load
 from stree_jax.cli.options import DTYPES, WEIGHTS, add
-from stree_jax.models import init_state, param_dtype
+from stree_jax.models import Model, init_state, param_dtype
 from stree_jax.models.stack.memory import weights_read
 from stree_jax.sizing.traffic import state_and_caches
 

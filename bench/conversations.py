@@ -18,9 +18,9 @@ from stree_jax.bench.budgets import choice_of, run_time
 from stree_jax.bench.budgets import name_of as name_of_record
 from stree_jax.bench.device_memory import resident
 from stree_jax.bench.method import Run, quartiles_of, take_turns
-from stree_jax.checkpoints.load import Model
 from stree_jax.generation.generate import encode_prompts, generate, tune
 from stree_jax.generation.result import Generation
+from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads, first_heads
 from stree_jax.sizing.plan import Choice, Request, plan
 from stree_jax.speculation.drafters.lookup import LOOKUP

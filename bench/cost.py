@@ -32,8 +32,8 @@ from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_arms, add_prompts
 from stree_jax.bench.passes import Case, compile_case, time_cases
 from stree_jax.bench.prompts import Prompt, rounds
-from stree_jax.checkpoints.load import Model
 from stree_jax.generation.generate import encode_prompts
+from stree_jax.models import Model
 from stree_jax.speculation.tree import Topology, Tree, resolve_tree
 
 if TYPE_CHECKING:

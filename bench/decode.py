@@ -21,7 +21,7 @@ from stree_jax.bench.options import (
     add_temperatures,
 )
 from stree_jax.bench.others import TRANSFORMERS, with_transformers
-from stree_jax.checkpoints.load import Model
+from stree_jax.models import Model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

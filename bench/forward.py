@@ -34,9 +34,8 @@ from stree_jax.bench.passes import (
     time_cases,
 )
 from stree_jax.bench.shapes import config_of, random_model
-from stree_jax.checkpoints.load import Model
 from stree_jax.cli.options import add, add_dtype
-from stree_jax.models import ModelConfig
+from stree_jax.models import Model, ModelConfig
 from stree_jax.models.stack.memory import size_of, weights_read
 from stree_jax.sizing.memory import abstract_model
 from stree_jax.sizing.pass_time import fit_pass_time, fit_quality

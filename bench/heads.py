@@ -34,13 +34,12 @@ from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
 from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.widen import widened_heads
 from stree_jax.checkpoints.heads import load_heads
-from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.cli.options import add
 from stree_jax.generation.generate import encode_prompts, generate
 from stree_jax.generation.result import Generation
 from stree_jax.generation.scoring import score
-from stree_jax.models import base_model
+from stree_jax.models import Model
 from stree_jax.models.stack.memory import weights_read
 from stree_jax.sampling.settings import Sampling
 from stree_jax.speculation.drafters.medusa import heads_read
@@ -141,7 +140,7 @@ def accuracies(
         padded = np.zeros((len(whole), max(map(len, whole))), np.int32)
         for row, ids in zip(padded, whole, strict=True):
             row[: len(ids)] = ids
-        ranks = ranks_in(work.heads, base_model(work.target), padded, 0)
+        ranks = ranks_in(work.heads, work.target, padded, 0)
         ranks = ranks.reshape(len(whole), -1, ranks.shape[-1])
         K = ranks.shape[-1]
         kept = [

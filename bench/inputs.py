@@ -8,9 +8,10 @@ from typing import Any
 
 from stree_jax.bench.prompts import Prompt, read_prompts
 from stree_jax.bench.widen import sizes_of, widened
-from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.load import load
 from stree_jax.checkpoints.pair import is_custom, load_pair
 from stree_jax.checkpoints.save import save
+from stree_jax.models import Model
 
 RANDOM_PROMPT = 128  # tokens
 

@@ -19,9 +19,10 @@ from stree_jax.bench.llama_process import llama_process, llama_version
 from stree_jax.bench.method import Run
 from stree_jax.bench.others import threads_of_xla
 from stree_jax.bench.peer_files import FILE_DTYPE, model_file
-from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.load import load
 from stree_jax.cli.options import MODEL, MODEL_HELP, add, group
 from stree_jax.generation.scoring import score
+from stree_jax.models import Model
 from stree_jax.models.weights.formats import FORMATS
 
 NAME, REPEATS = "kl", 1

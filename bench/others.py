@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.bench.prompts import Prompt
-from stree_jax.checkpoints.load import Model
 from stree_jax.convert.export import export_hf
 from stree_jax.generation.generate import encode_prompts
+from stree_jax.models import Model
 from stree_jax.verify.parity import quiet
 
 TRANSFORMERS = "transformers, plain"

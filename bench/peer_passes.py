@@ -16,8 +16,7 @@ from stree_jax.bench.llama_process import Ask
 from stree_jax.bench.method import quartiles_of, take_turns
 from stree_jax.bench.passes import CONTEXT, Case, Turns, compile_case
 from stree_jax.bench.reading import our_reader
-from stree_jax.checkpoints.load import Model
-from stree_jax.models import base_model
+from stree_jax.models import Model
 
 OURS, LLAMA = "ours", "llama.cpp"
 
@@ -35,7 +34,7 @@ def time_passes(
     """
     arms: dict[str, Callable[[], Any]] = {}
     for n in sizes:
-        turns = Turns(compile_case(base_model(model), Case(n, "packed"), 1))
+        turns = Turns(compile_case(model, Case(n, "packed"), 1))
         arms[f"{OURS}/{n}"] = partial(turns)
     if ask is not None:
         random = np.random.default_rng(0)

@@ -66,12 +66,11 @@ from stree_jax.bench.resident import llama_memory, our_memory
 from stree_jax.bench.shapes import config_of, random_model, random_prompts
 from stree_jax.bench.widen import sizes_of, widened
 from stree_jax.checkpoints.info import described
-from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.cli.options import add, group
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.generation.scoring import score
-from stree_jax.models import format_named
+from stree_jax.models import Model, format_named
 from stree_jax.models.stack.memory import weights_read
 from stree_jax.models.weights.formats import FORMATS
 from stree_jax.speculation.drafters.lookup import LOOKUP

@@ -20,8 +20,8 @@ from stree_jax.bench.inputs import load_models, load_prompts, settings_of
 from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_arms, add_prompts
 from stree_jax.bench.prompts import Prompt
-from stree_jax.checkpoints.load import Model
 from stree_jax.generation.generate import begin
+from stree_jax.models import Model
 from stree_jax.speculation import loop
 
 NAME, REPEATS = "profile", 5

@@ -30,10 +30,10 @@ from stree_jax.bench.others import (
 )
 from stree_jax.bench.shapes import config_of, random_model, random_prompts
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoints.load import Model
 from stree_jax.cli.options import DTYPES, WEIGHTS, add
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import (
+    Model,
     State,
     chain_nodes,
     format_named,

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from stree_jax.bench.prompts import Prompt
-from stree_jax.checkpoints.load import Model
 from stree_jax.common.words import suggestion
 from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import (
@@ -17,6 +16,7 @@ from stree_jax.models import (
     DeltaConfig,
     MambaConfig,
     MLPConfig,
+    Model,
     ModelConfig,
     MoEConfig,
     Rope,

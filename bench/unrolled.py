@@ -36,9 +36,9 @@ from stree_jax.bench.options import SHAPE, add_prompts
 from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.bench.shapes import random_pair, random_prompts
 from stree_jax.bench.unroll import Unrolled, is_leaf
-from stree_jax.checkpoints.load import Model
 from stree_jax.cli.options import add
 from stree_jax.generation.result import Generation
+from stree_jax.models import Model
 from stree_jax.speculation import loop
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.step import Spec

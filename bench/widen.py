@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.bench.shapes import as_loaded
-from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
+    Model,
     ModelConfig,
     abstract_params,
     by_path,

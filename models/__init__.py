@@ -37,8 +37,7 @@ from stree_jax.models.stack.config import named as named
 from stree_jax.models.stack.model import Model as Model
 from stree_jax.models.stack.model import Tapped as Tapped
 from stree_jax.models.stack.model import Taps as Taps
-from stree_jax.models.stack.model import base_model as base_model
-from stree_jax.models.stack.model import derived as derived
+from stree_jax.models.stack.model import check_model as check_model
 from stree_jax.models.stack.model import forward_hidden as forward_hidden
 from stree_jax.models.stack.model import forward_tapped as forward_tapped
 from stree_jax.models.stack.model import forward_tree as forward_tree

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from stree_jax.checkpoints.drafters import load_drafter as load_drafter
     from stree_jax.checkpoints.heads import load_heads as load_heads
     from stree_jax.checkpoints.heads import save_heads as save_heads
-    from stree_jax.checkpoints.load import Model as Model
     from stree_jax.checkpoints.load import load as load
     from stree_jax.checkpoints.ngrams import load_ngrams as load_ngrams
     from stree_jax.checkpoints.ngrams import save_ngrams as save_ngrams
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from stree_jax.models.drafters.heads import Heads as Heads
     from stree_jax.models.sharding.devices import make_mesh as make_mesh
     from stree_jax.models.sharding.placement import shard as shard
+    from stree_jax.models.stack.model import Model as Model
     from stree_jax.sampling.settings import Sampling as Sampling
     from stree_jax.sampling.settings import sampling_rows as sampling_rows
     from stree_jax.sizing.plan import plan as plan
@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "convert.base.errors": "CheckpointError",
-    "checkpoints.load": "Model load",
+    "checkpoints.load": "load",
+    "models.stack.model": "Model",
     "checkpoints.save": "save",
     "models.sharding.devices": "make_mesh",
     "generation.generate": "generate stream tune",

@@ -66,8 +66,7 @@ def program_case(nodes: int) -> tuple:
     import jax.numpy as jnp
 
     from stree_jax.bench.shapes import config_of
-    from stree_jax.checkpoints.load import Model
-    from stree_jax.models import init_params
+    from stree_jax.models import Model, init_params
     from stree_jax.sampling.requests import Requests
     from stree_jax.speculation import loop, specs
     from stree_jax.speculation.accept import NAIVE

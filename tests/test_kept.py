@@ -26,7 +26,7 @@ from stree_jax.convert import (
 )
 from stree_jax.convert.export import export_hf
 from stree_jax.convert.saved.kept_file import FILE
-from stree_jax.models import FORMATS, base_model, by_path
+from stree_jax.models import FORMATS, by_path
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.stack.memory import size_of
 from stree_jax.models.weights import kept as kept_weights
@@ -216,7 +216,7 @@ def test_text_of_heads(file):
 
 
 def test_exported_programs(file):
-    target = base_model(stree_jax.load(file, dtype="kept"))
+    target = stree_jax.load(file, dtype="kept")
 
     @jax.jit
     def continued(target, prompts, lengths):

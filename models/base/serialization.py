@@ -12,10 +12,10 @@ def register_for_export(
     write: Callable[[tuple], list] = list,
     read: Callable[[list], tuple] = tuple,
 ) -> None:
-    """Registers a `flax.struct.dataclass` with `jax.export`.
+    """Registers the class of a pytree with `jax.export`.
 
     Args:
-      node: the class.
+      node: the class, such as a `flax.struct.dataclass`.
       write: converts the tuple of the class's static fields to a list for JSON.
       read: converts the list back to the tuple.
     """

@@ -55,6 +55,7 @@ from stree_jax.models.stack.model import (
     ResidualLayer,
     Tapped,
     mixer_args,
+    model_pytree,
     param_dtype,
     run_layers,
 )
@@ -270,7 +271,8 @@ class Eagle:
         return f"Eagle({c.kind}, {layers}, reads {reads}, {head} tokens, {count:,})"
 
 
-@struct.dataclass
+@model_pytree
+@dataclass(frozen=True)
 class EagleModel(Model):
     """An EAGLE drafter with its target's embedding and head: a model whose forward
     passes take `previous`, the vectors u, as those of `mtp.mtp_model` do.
@@ -279,7 +281,7 @@ class EagleModel(Model):
     before the head if they do not have it yet.
     """
 
-    config: EagleConfig = struct.field(pytree_node=False)
+    config: EagleConfig
 
     @property
     def module(self) -> Any:

@@ -27,7 +27,7 @@ from stree_jax.models.layers.params import (
     init_table,
     parameter_count,
 )
-from stree_jax.models.stack.model import Model, derived, logits_of
+from stree_jax.models.stack.model import Model, logits_of
 from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.weight import Format
@@ -173,4 +173,4 @@ def head_of(model: Model) -> Model:
     """Returns the model with only its embedding and head, enough for `logits_of`."""
     names = ("embedding", "lm_head", "head_ids")
     params = {name: model.params[name] for name in names if name in model.params}
-    return derived(model, params, model.config)
+    return model.replace(params=params)

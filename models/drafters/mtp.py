@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from stree_jax.models.stack.model import Model, derived
+from stree_jax.models.stack.model import Model
 
 PARAMS = ("embedding", "lm_head", "head_ids", "mtp")  # all but the last: the target's
 
@@ -23,10 +23,10 @@ def mtp_model(target: Model) -> Model:
     if not config.mtp:
         raise ValueError("model: has no MTP layers; load it with mtp=True")
     params = {name: target.params[name] for name in PARAMS if name in target.params}
-    return derived(target, params, replace(config, layers=config.mtp))
+    return replace(target, params=params, config=replace(config, layers=config.mtp))
 
 
 def without_mtp(model: Model) -> Model:
     """Returns the model without its MTP layers. No arrays are copied."""
     params = {name: leaf for name, leaf in model.params.items() if name != "mtp"}
-    return derived(model, params, replace(model.config, mtp=()))
+    return replace(model, params=params, config=replace(model.config, mtp=()))

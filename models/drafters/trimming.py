@@ -17,7 +17,7 @@ import numpy as np
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig
 from stree_jax.models.drafters.eagle import Eagle, EagleConfig
 from stree_jax.models.stack.config import ModelConfig
-from stree_jax.models.stack.model import Model, derived
+from stree_jax.models.stack.model import Model
 from stree_jax.models.weights.formats import gathered
 
 TRIMMED = {
@@ -56,7 +56,7 @@ def with_head(model: Model, head: Any, ids: jax.Array) -> Model:
     """
     params = {**model.params, "lm_head": head, "head_ids": ids}
     config = replace(model.config, tie_embeddings=False, head_rows=ids.shape[0])
-    return derived(model, params, config)
+    return replace(model, params=params, config=config)
 
 
 def with_trimmed_head(model: Model, ids: Any) -> Model:

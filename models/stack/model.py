@@ -3,18 +3,21 @@
 `models.layers.mixer` explains the terms state, record and pending path.
 """
 
+import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from stree_jax.common.checks import shown
+from stree_jax.models.base.content import Content
 from stree_jax.models.base.shards import (
     VOCAB,
     WHOLE,
@@ -53,14 +56,44 @@ from stree_jax.models.weights.formats import as_weight, format_of, storage_named
 from stree_jax.models.weights.linear import linear, scaled
 from stree_jax.models.weights.weight import Format
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
-@struct.dataclass
+
+Static = tuple[ModelConfig, Content, jax.sharding.Mesh | None, Cut]
+
+
+def model_pytree(kind: type) -> type:
+    """Class decorator that registers `Model`, or a subclass of it, as a pytree."""
+
+    def parts(model: Any) -> tuple[list[tuple[Any, Params]], Static]:
+        static = model.config, model._content, model.mesh, model.cut
+        return [(jax.tree_util.GetAttrKey("params"), model.params)], static
+
+    def whole(static: Static, children: Iterable[Params]) -> Any:
+        config, content, mesh, cut = static
+        model = kind(*children, config, content.value, mesh=mesh, cut=cut)
+        model.__dict__["_content"] = content  # so that its text is read only once
+        return model
+
+    jax.tree_util.register_pytree_with_keys(kind, parts, whole)
+    return kind
+
+
+@model_pytree
+@dataclass(frozen=True)
 class Model:
-    """A model ready to run: a pytree whose only leaves are the parameters.
+    """A model ready to run: a pytree whose only leaves are the arrays of `params`.
+
+    Functions of `jax.jit`, `jax.grad` and `jax.export` take and return it. Its other
+    fields are static. Tokenizers are compared by their content, so that two copies of
+    one model share compiled programs.
 
     Attributes:
       params: nested dictionary of arrays.
       config: the architecture.
+      tokenizer: the checkpoint's tokenizer, or None. Change a copy of it, not the
+        tokenizer itself: its content is read once.
       mesh: mesh that the parameters are sharded over, see `stree_jax.shard`. If None,
         the model is on one device.
       cut: how many devices share each part of the model. Inside `jax.shard_map` the
@@ -68,11 +101,14 @@ class Model:
     """
 
     params: Params
-    config: ModelConfig = struct.field(pytree_node=False)
-    mesh: jax.sharding.Mesh | None = struct.field(
-        pytree_node=False, default=None, kw_only=True
-    )
-    cut: Cut = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
+    config: ModelConfig
+    tokenizer: "Tokenizer | None" = None
+    mesh: jax.sharding.Mesh | None = field(default=None, kw_only=True)
+    cut: Cut = field(default=WHOLE, kw_only=True)
+
+    def replace(self, **changes: Any) -> "Model":
+        """Returns a copy with other values of some fields."""
+        return replace(self, **changes)
 
     @property
     def module(self) -> Any:
@@ -92,6 +128,11 @@ class Model:
         """The format that the weights are stored in."""
         return format_of(self.params)
 
+    @cached_property
+    def _content(self) -> Content:
+        """The tokenizer, as the static part of the pytree holds it."""
+        return Content(self.tokenizer)
+
     def __repr__(self) -> str:
         config, count = self.config, parameter_count(self.params)
         storage = storage_named(self.params)
@@ -102,15 +143,21 @@ class Model:
         )
 
 
-def derived(model: Model, params: Params, config: ModelConfig) -> Model:
-    """Returns a plain `Model` with other parameters and config, on the same devices."""
-    return Model(params, config, mesh=model.mesh, cut=model.cut)
+def check_model(name: str, model: Any) -> None:
+    """Raises ValueError if an argument is not a model.
 
-
-def base_model(model: Model) -> Model:
-    """Returns a model of a subclass, such as one with a tokenizer, as a plain
-    `Model`."""
-    return derived(model, model.params, model.config)
+    Args:
+      name: the argument's name.
+      model: its value. For a path, a likely mistake, the message suggests `load`.
+    """
+    if isinstance(model, str | os.PathLike):
+        what = "string" if isinstance(model, str) else "path"
+        path = shown(os.fspath(model))
+        raise ValueError(f"{name}: got a {what}; pass stree_jax.load({path})")
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"{name}: want a model of stree_jax.load, got {shown(type(model))}"
+        )
 
 
 # Some drafters read the target's residual stream after certain layers.

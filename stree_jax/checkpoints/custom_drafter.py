@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.common.checks import shown
 from stree_jax.common.words import closest
+from stree_jax.models import Model
 from stree_jax.speculation.drafters.custom import METHODS
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.common.checks import integer, shown, with_hints
 from stree_jax.convert.drafters.kept import with_rows
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
-from stree_jax.models import ModelConfig
+from stree_jax.models import Model, ModelConfig
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig
 from stree_jax.models.drafters.eagle import Eagle, EagleConfig
 from stree_jax.models.drafters.trimming import (

@@ -3,13 +3,11 @@
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-from flax import struct
 from jax.sharding import Mesh
 
-from stree_jax import models
 from stree_jax.checkpoints.resolve import check_is_model, resolve
 from stree_jax.common.checks import check_not_forked, flag, shown, with_hints
 from stree_jax.convert import CheckpointFiles, checked, open_local
@@ -17,28 +15,9 @@ from stree_jax.convert.saved.store import read_params, weights_named
 from stree_jax.convert.tokenizers.tokenizer import read_tokenizer
 from stree_jax.cpu_kernels import level
 from stree_jax.cpu_kernels.pages import to_large_pages
+from stree_jax.models import Model
 from stree_jax.models.base.shards import WHOLE
 from stree_jax.models.sharding.placement import automatic, cut_for
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-
-@struct.dataclass
-class Model(models.Model):
-    """A model and its tokenizer, as `load` returns them.
-
-    It is a pytree whose leaves are the arrays of `params`.
-
-    Attributes:
-      params: nested dictionary of arrays.
-      config: the architecture.
-      tokenizer: the checkpoint's tokenizer, or None.
-    """
-
-    tokenizer: "Tokenizer | None" = struct.field(pytree_node=False, default=None)
-
-    __repr__ = models.Model.__repr__
 
 
 @with_hints

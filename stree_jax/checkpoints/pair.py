@@ -27,14 +27,14 @@ from stree_jax.checkpoints.heads import (
     load_heads,
 )
 from stree_jax.checkpoints.info import described
-from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.load import load
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.checkpoints.resolve import headers
 from stree_jax.common.checks import integer
 from stree_jax.common.words import DRAFTERS, suggestion
 from stree_jax.convert.hub import hub_name
 from stree_jax.convert.tensors.gguf_header import is_gguf
-from stree_jax.models import Format, ModelConfig
+from stree_jax.models import Format, Model, ModelConfig
 from stree_jax.models.drafters.dflash import DFlash
 from stree_jax.models.drafters.eagle import Eagle
 from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat

@@ -3,8 +3,6 @@
 import json
 from os import PathLike
 
-from stree_jax import models
-from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.resolve import valid_path
 from stree_jax.common.checks import with_hints
 from stree_jax.convert.base.errors import CheckpointError
@@ -17,12 +15,12 @@ from stree_jax.convert.saved.store import (
 )
 from stree_jax.convert.tokenizers.special_tokens import SETTINGS
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
-from stree_jax.models import by_path
+from stree_jax.models import Model, by_path
 from stree_jax.models.weights.kept import with_layout
 
 
 @with_hints
-def save(model: models.Model, dst: str | PathLike[str]) -> None:
+def save(model: Model, dst: str | PathLike[str]) -> None:
     """Writes a model as a converted directory, atomically.
 
     Args:
@@ -31,7 +29,7 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
     Raises:
       CheckpointError: one line that says what is wrong; dst is not created.
     """
-    if not isinstance(model, models.Model):
+    if not isinstance(model, Model):
         raise CheckpointError(
             f"save: want a model as `load` returns it, got {type(model).__name__}"
         )
@@ -39,11 +37,10 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
         raise CheckpointError("save: the model is sharded; load it without a mesh")
     path = valid_path("save: dst", dst)
     format = with_layout(saved_format(model.weight_format), by_path(model.params))
-    tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(path) as temporary:
         check_space(path, model.config, format)
-        if tokenizer is not None:  # write it first: the config has its checksum
-            whole = for_whole_texts(tokenizer)
+        if model.tokenizer is not None:  # write it first: the config has its checksum
+            whole = for_whole_texts(model.tokenizer)
             whole.save(str(temporary / "tokenizer.json"))
             if whole.encode_special_tokens:
                 said = tokenizer_json(model.config, whole)

@@ -21,11 +21,11 @@ def warn_of_other_tokens(
 
     Args:
       name: name of the argument that holds the drafter.
-      target: a model with `config` and perhaps a `tokenizer`.
+      target: the target model.
       tokens: size of the drafter's vocabulary.
       tokenizer: the drafter's tokenizer, or None.
     """
-    own = getattr(target, "tokenizer", None)
+    own = target.tokenizer
     if own is not None and tokenizer is not None:
         problem = _difference(own, tokenizer)
     elif tokens != target.config.num_tokens:

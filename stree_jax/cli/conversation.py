@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.cli.chat import Message, next_turn, plain_turn
 from stree_jax.cli.common import print_status
 from stree_jax.cli.speeds import Speed, speed_of
@@ -21,6 +20,7 @@ from stree_jax.cli.terminal import coloured, follow
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.generation.generate import Options, stream
 from stree_jax.generation.result import Generation, Past
+from stree_jax.models import Model
 from stree_jax.sampling.continuation import Decoder, continuation
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sampling.stop_strings import (

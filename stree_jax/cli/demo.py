@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.load import load
 from stree_jax.checkpoints.resolve import packaged, resolve
 from stree_jax.cli.chat import (
     Message,
@@ -27,7 +27,7 @@ from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.generation.generate import Options, encode_prompts, generate, stream
 from stree_jax.generation.result import Generation
 from stree_jax.generation.scoring import first_difference
-from stree_jax.models import parameter_count
+from stree_jax.models import Model, parameter_count
 from stree_jax.sampling.settings import Sampling
 
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct as a GGUF file, a key of `PACKAGED`

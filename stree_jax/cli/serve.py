@@ -24,7 +24,7 @@ from stree_jax.cli.options import (
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from stree_jax.checkpoints.load import Model
+    from stree_jax.models import Model
     from stree_jax.server.batch import Sizes
     from stree_jax.server.protocol import Turn
     from stree_jax.server.run import Ready

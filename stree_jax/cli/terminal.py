@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.pair import is_custom, load_pair, pair_configs
 from stree_jax.checkpoints.resolve import resolve
 from stree_jax.cli.common import print_status, vocabulary_of
@@ -37,6 +36,7 @@ from stree_jax.generation.generate import (
 )
 from stree_jax.generation.result import Generation, runs_by_origin
 from stree_jax.generation.scoring import first_difference
+from stree_jax.models import Model
 from stree_jax.sampling.continuation import Decoder, continuation
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.plan import Planned, Request, plan

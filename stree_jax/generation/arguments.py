@@ -3,7 +3,6 @@
 Nothing here touches a device.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from stree_jax import models
-from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.vocabularies import warn_of_other_tokens
 from stree_jax.common.checks import as_integer, shown
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.generation.result import Generation, Past
-from stree_jax.models import ModelConfig
+from stree_jax.models import Model, ModelConfig, check_model
 from stree_jax.sampling.continuation import encode_continuation
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.loop import MOST_TOKENS as MOST_TOKENS
@@ -66,35 +63,11 @@ def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> An
     return table.astype(np.int32)
 
 
-def check_model(name: str, model: Any) -> None:
-    """Raises ValueError if an argument is not a model.
-
-    Args:
-      name: the argument's name.
-      model: its value. For a path, a likely mistake, the message suggests `load`.
-    """
-    if isinstance(model, str | os.PathLike):
-        what = "string" if isinstance(model, str) else "path"
-        path = shown(os.fspath(model))
-        raise ValueError(f"{name}: got a {what}; pass stree_jax.load({path})")
-    if not isinstance(model, models.Model):
-        raise ValueError(
-            f"{name}: want a model of stree_jax.load, got {shown(type(model))}"
-        )
-
-
-def as_loaded(model: Any) -> Model:
-    """Returns a model as `load` returns it; one of `models.Model` has no tokenizer.
-
-    Raises:
-      ValueError: it is not a model, or its parameters are traced by `jax.jit`.
-    """
+def check_loaded(model: Any) -> None:
+    """Raises ValueError if an argument is not a model, or is traced by `jax.jit`."""
     check_model("model", model)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(model.params)):
         raise ValueError(f"model: it is an argument of jax.jit; {INSIDE_JIT}")
-    if isinstance(model, Model):
-        return model
-    return Model(model.params, model.config, mesh=model.mesh, cut=model.cut)
 
 
 def check_mesh(model: Model, source: Source, limit: int | None) -> None:

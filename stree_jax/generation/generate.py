@@ -9,7 +9,6 @@ from typing import Any, TypedDict, Unpack
 import jax
 import numpy as np
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.common.checks import (
     DEFAULT_NEW_TOKENS,
     check_not_forked,
@@ -21,8 +20,8 @@ from stree_jax.common.version import __version__
 from stree_jax.generation.arguments import (
     MOST_TOKENS,
     Prompts,
-    as_loaded,
     by_row,
+    check_loaded,
     check_mesh,
     check_min_new_tokens,
     check_not_taken,
@@ -35,7 +34,7 @@ from stree_jax.generation.arguments import (
     warn_of_drafter,
 )
 from stree_jax.generation.result import Generation, Past, Plan, summarise
-from stree_jax.models import PREFILL_CHUNK
+from stree_jax.models import PREFILL_CHUNK, Model
 from stree_jax.models.sharding.devices import check_agreed
 from stree_jax.sampling.continuation import Continuation, continuation
 from stree_jax.sampling.requests import Requests, StopAutomata
@@ -121,7 +120,7 @@ def checked(
             "jax_debug_infs: attention masks contain -inf, so every step would stop; "
             "unset it (jax_debug_nans works)"
         )
-    model = as_loaded(model)
+    check_loaded(model)
     keep_past, take_past = flag("keep_past", keep_past), flag("take_past", take_past)
     limit = None if memory is None else bytes_named(memory)
     source = source_of(drafter, model.config)

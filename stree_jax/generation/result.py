@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.generation.notebook import UNKNOWN, HtmlRow, html_of
-from stree_jax.models import State
+from stree_jax.models import Model, State
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.continuation import UNFINISHED, Continuation, Decoder
 from stree_jax.sampling.logprobs import LogProbs

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax import models
-from stree_jax.checkpoints.load import Model
 from stree_jax.common.checks import check_not_forked, with_hints
-from stree_jax.generation.arguments import check_model, checked_tokens
+from stree_jax.generation.arguments import checked_tokens
 from stree_jax.models import (
     PREFILL_CHUNK,
+    Model,
     State,
-    base_model,
+    check_model,
     extend,
     forward_tree,
     init_state,
@@ -29,12 +28,12 @@ from stree_jax.speculation.tree import Tree, make_tree
 
 
 @jax.jit
-def _score(model: models.Model, tokens: jax.Array) -> jax.Array:
+def _score(model: Model, tokens: jax.Array) -> jax.Array:
     """Returns logits [B, T, V] float32 of tokens [B, T], T a multiple of the chunk."""
     return whole_on(model, _score_chunks, tokens)
 
 
-def _score_chunks(model: models.Model, tokens: jax.Array) -> jax.Array:
+def _score_chunks(model: Model, tokens: jax.Array) -> jax.Array:
     batch, T = tokens.shape
     chunks = tokens.reshape(batch, -1, PREFILL_CHUNK).swapaxes(0, 1)
     full = jnp.full((batch,), PREFILL_CHUNK, jnp.int32)
@@ -72,7 +71,7 @@ def score(model: Model, tokens: Any) -> jax.Array:
     if tokens.size == 0:
         raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
     padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)), mode="edge")
-    return _score(base_model(model), padded)[:, :T]
+    return _score(model, padded)[:, :T]
 
 
 @with_hints
@@ -118,7 +117,7 @@ def first_difference(
 
 @jax.jit
 def _score_tree(
-    model: models.Model,
+    model: Model,
     prefix: jax.Array,
     length: jax.Array,
     tokens: jax.Array,
@@ -128,7 +127,7 @@ def _score_tree(
 
 
 def _score_nodes(
-    model: models.Model,
+    model: Model,
     prefix: jax.Array,
     length: jax.Array,
     tokens: jax.Array,
@@ -174,8 +173,7 @@ def score_tree(
     width = max(S + -S % PREFILL_CHUNK, PREFILL_CHUNK)
     padded = jnp.pad(prefix, (0, width - S))[None]
     length = jnp.full((1,), S, jnp.int32)
-    bare = base_model(model)
-    return _score_tree(bare, padded, length, tokens[None], tree)
+    return _score_tree(model, padded, length, tokens[None], tree)
 
 
 _rank_of_jit = jax.jit(rank_of)

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.generation.arguments import stop_token_table
-from stree_jax.models import PREFILL_CHUNK, ModelConfig, reading_chunk
+from stree_jax.models import PREFILL_CHUNK, Model, ModelConfig, reading_chunk
 from stree_jax.models.base.keys import key_of
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests

@@ -4,10 +4,9 @@ from functools import partial
 
 import jax
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.convert.gguf.checkpoint import source_config
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.models import param_dtype
+from stree_jax.models import Model, param_dtype
 from stree_jax.models.stack.memory import size_of
 from stree_jax.models.stack.state import init_state
 

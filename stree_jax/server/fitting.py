@@ -10,7 +10,7 @@ from itertools import product
 
 import jax
 
-from stree_jax.checkpoints.load import Model
+from stree_jax.models import Model
 from stree_jax.models.stack.memory import size_of
 from stree_jax.server.batch import Layout, Sizes, for_program
 from stree_jax.server.programs import batch_shapes, programs

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.generation.arguments import stop_token_table
+from stree_jax.models import Model
 from stree_jax.models.base.keys import key_of
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling import logprobs

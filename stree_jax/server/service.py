@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.generation.arguments import encode_prompts
+from stree_jax.models import Model
 from stree_jax.sampling.continuation import continuation
 from stree_jax.sampling.stop_strings import searched_bytes, token_bytes
 from stree_jax.server.answers import Timings, empty_answer

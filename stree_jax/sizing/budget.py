@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from stree_jax import models
-from stree_jax.checkpoints.load import Model
+from stree_jax.models import Model
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sizing.candidates import by_speed
 from stree_jax.sizing.fit import Count, RequestT, Task, fastest
@@ -88,8 +88,7 @@ class LoadedTask(Task[RequestT, Setup]):
         if self.drafter is None or self.tree is not None:
             yield self.plainest
             return
-        target = models.Model(self.model.params, self.model.config)
-        for one in by_speed(target, self.drafter, self.buffers(request)):
+        for one in by_speed(self.model, self.drafter, self.buffers(request)):
             try:
                 if one.source == "none":
                     yield self.plainest

@@ -13,8 +13,7 @@ from typing import Any
 from stree_jax import models
 from stree_jax.common.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, with_hints
 from stree_jax.convert.saved.store import weights_named
-from stree_jax.generation.arguments import MOST_TOKENS, check_model
-from stree_jax.models import Format, ModelConfig
+from stree_jax.models import Format, ModelConfig, check_model
 from stree_jax.models.stack.config import blocks
 from stree_jax.models.weights.kept import with_layout
 from stree_jax.sizing.candidates import Candidate, by_speed, described
@@ -31,7 +30,7 @@ from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.drafters.table import AUTO, abstract_source
 from stree_jax.speculation.gain import Acceptance
-from stree_jax.speculation.loop import cache_capacity
+from stree_jax.speculation.loop import MOST_TOKENS, cache_capacity
 from stree_jax.speculation.tree import Auto
 
 KEPT = 5  # the maximum number of choices to return

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from stree_jax.checkpoints.load import Model
+from stree_jax.models import Model
 from stree_jax.speculation.accept import Rule, resolve_rule
 from stree_jax.speculation.adaptive.policy import StepTimes
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of

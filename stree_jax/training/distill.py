@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from stree_jax import models
-from stree_jax.checkpoints.load import Model, load
-from stree_jax.models import base_model
+from stree_jax.checkpoints.load import load
+from stree_jax.models import Model
 from stree_jax.training.kept import GENERATED, PROMPT, keep_own_text, spread_windows
 from stree_jax.training.losses import distillation_loss
 from stree_jax.training.recipe import (
@@ -73,7 +73,7 @@ def distill_drafter(
     check_own_text(job.train, own_tokens)
     loaded = target if isinstance(target, Model) else load(target, dtype="bfloat16")
     config = config_of(loaded.config, size)
-    data, teacher = prepare_for(job, loaded, str(target)), base_model(loaded)
+    data, teacher = prepare_for(job, loaded, str(target)), loaded
     examples = text_examples(config, job.train, data.train, data.heldout)
     if own_tokens:
         examples = with_own_text(examples, job, data, teacher, own_tokens)

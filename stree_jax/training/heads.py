@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.load import load
+from stree_jax.models import Model, logits_of
 from stree_jax.models import Model as BareModel
-from stree_jax.models import base_model, logits_of
 from stree_jax.models.drafters.heads import (
     Heads,
     HeadsConfig,
@@ -249,19 +249,19 @@ def train_heads(
     check_sizes(job.train.length, heads, tokens, own_tokens, window)
     loaded = target if isinstance(target, Model) else load(target, dtype=dtype)
     data = prepare_for(job, loaded, str(target))
-    bare, c = base_model(loaded), loaded.config
+    c = loaded.config
     config = HeadsConfig(c.d_model, c.vocab_size, heads, blocks, own_output)
 
     def sources(name: str, stream: np.ndarray, read: int, own: int) -> list[Any]:
         """Returns the hidden states in the text, those in the generated text (if
         any), and the generated text or None."""
         texts = spread_windows(stream, window, read)
-        kept = [keep_hidden(bare, texts, job.work / f"{name}.text")]
+        kept = [keep_hidden(loaded, texts, job.work / f"{name}.text")]
         if own == 0:
             return [*kept, None]
         prompts = spread_windows(stream, window, own)
-        generated = keep_own_text(bare, prompts, job.work / f"{name}.own")
-        states = keep_hidden(bare, generated, job.work / f"{name}.own_states")
+        generated = keep_own_text(loaded, prompts, job.work / f"{name}.own")
+        states = keep_hidden(loaded, generated, job.work / f"{name}.own_states")
         return [*kept, states, generated]
 
     count = max(math.ceil(tokens / window), 1), math.ceil(own_tokens / GENERATED)
@@ -275,13 +275,13 @@ def train_heads(
         job.train,
         replace(examples, settings=settings),
         job.work / "saves",
-        teacher=head_of(bare),
+        teacher=head_of(loaded),
         minutes=job.minutes,
         save_minutes=job.save_minutes,
     )
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     trained = Heads(rounded, config)
-    trained = calibrated(trained, bare, np.asarray(generated))
+    trained = calibrated(trained, loaded, np.asarray(generated))
     for k, row in enumerate(trained.config.accuracy):
         shares = f"first guess {row[0]:.1%}, one of {len(row)} {sum(row):.1%}"
         print(f"stree-jax: head {k + 1}: {shares}", file=sys.stderr)

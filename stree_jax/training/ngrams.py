@@ -112,8 +112,6 @@ class Recipe:
 
 def ngrams_of(drafter: Model, recipe: Recipe) -> NGrams:
     """Samples text from a draft model and returns its n-grams. Shows a progress bar."""
-    # A plain `Model`, without the fields that only the API's model has.
-    drafter = Model(drafter.params, drafter.config)
     V, r = drafter.config.num_tokens, recipe
     more = r.tokens + r.batch * ROW  # one more round, which is used to measure rates
     texts = list(sample_text(drafter, more, r.temperature, r.batch, r.seed))

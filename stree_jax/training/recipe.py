@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.convert.export import export_hf
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, read_tokenizer_file
 from stree_jax.models import (
@@ -21,6 +20,7 @@ from stree_jax.models import (
     DeltaConfig,
     MambaConfig,
     MLPConfig,
+    Model,
     ModelConfig,
     Rope,
     cast_params,

@@ -21,14 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.load import load
 from stree_jax.convert.hub import hub_name
 from stree_jax.models import (
     AttentionConfig,
+    Model,
     ModelConfig,
     Rope,
     Taps,
-    base_model,
     logits_of,
 )
 from stree_jax.models import Model as BareModel
@@ -367,7 +367,7 @@ def train_drafter(
     data = prepare_for(job, loaded, str(target))
     name = published_name(target)
     subject = size.subject(loaded.config, np.asarray(data.train), name)
-    params = _train(job, base_model(loaded), data, subject, amounts)
+    params = _train(job, loaded, data, subject, amounts)
     return subject.drafter(params), boundary_count(loaded.config)
 
 

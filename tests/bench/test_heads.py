@@ -15,7 +15,7 @@ from stree_jax.bench.method import Run
 from stree_jax.bench.registry import parse_bench
 from stree_jax.bench.widen import widened, widened_heads
 from stree_jax.generation.generate import encode_prompts
-from stree_jax.models import AttentionConfig, MambaConfig, Rope, base_model, init_params
+from stree_jax.models import AttentionConfig, MambaConfig, Rope, init_params
 from stree_jax.models.drafters.heads import head_logits
 from stree_jax.models.stack.memory import weights_read
 from stree_jax.training.kept import hidden_states
@@ -100,7 +100,7 @@ def test_accuracies_match_greedy_text(report, pair, heads):
         ranks = []
         for prompt, own in zip(encode_prompts(target, prompts), said, strict=True):
             whole = np.array(prompt + own, np.int32)
-            bare = base_model(target)
+            bare = target
             hidden = np.asarray(hidden_states(bare, whole[None]))[0]
             guesses = reference_logits(heads, target, hidden)
             for t in range(len(prompt) - 1, len(whole) - K - 1):
@@ -232,7 +232,7 @@ def test_widened_heads_have_the_same_logits(options):
     tokens = np.random.default_rng(0).integers(REAL, size=(2, 9)).astype(np.int32)
     count = options["heads"]
     said = [
-        head_logits(h, m, hidden_states(base_model(m), tokens), count)
+        head_logits(h, m, hidden_states(m, tokens), count)
         for h, m in ((heads, target), (wider, wide))
     ]
     assert float(np.std(said[0])) > 0.1

@@ -22,12 +22,12 @@ from stree_jax.bench.llama_process import llama_process, llama_version
 from stree_jax.bench.method import Run
 from stree_jax.bench.others import TRANSFORMERS
 from stree_jax.bench.registry import parse_bench
-from stree_jax.checkpoints.load import Model
 from stree_jax.generation.scoring import score
 from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
     MLPConfig,
+    Model,
     MoEConfig,
     Rope,
 )

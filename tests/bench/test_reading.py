@@ -11,12 +11,12 @@ import pytest
 from stree_jax.bench import capacity, command, passes, reading, shapes
 from stree_jax.bench.method import Run
 from stree_jax.bench.registry import parse_bench
-from stree_jax.checkpoints.load import Model
 from stree_jax.generation.scoring import score
 from stree_jax.models import (
     AttentionConfig,
     MambaConfig,
     MLPConfig,
+    Model,
     init_params,
 )
 from tests.bench.pairs import cells, drawn

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.checkpoints.load import Model
+from stree_jax.models import Model
 from stree_jax.models.drafters.heads import (
     HeadsConfig,
     head_logits,

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
@@ -14,6 +13,7 @@ from stree_jax.models import (
     MambaConfig,
     MLAConfig,
     MLPConfig,
+    Model,
     ModelConfig,
     MoEConfig,
     ResidualScales,

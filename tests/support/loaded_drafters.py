@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from stree_jax.checkpoints.drafters import load_drafter
-from stree_jax.checkpoints.load import Model
-from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, Rope, init_params
+from stree_jax.models import (
+    AttentionConfig,
+    MLPConfig,
+    Model,
+    ModelConfig,
+    Rope,
+    init_params,
+)
 from stree_jax.models.drafters.dflash import (
     add_context,
     draft_logits,

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
@@ -13,6 +12,7 @@ from stree_jax.models import (
     MambaConfig,
     MLAConfig,
     MLPConfig,
+    Model,
     ModelConfig,
     MoEConfig,
     ResidualScales,

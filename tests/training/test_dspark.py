@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models import base_model, logits_of
+from stree_jax.models import logits_of
 from stree_jax.models.drafters.dflash import (
     DFlashLayer,
     add_context,
@@ -25,7 +25,7 @@ M = 3
 
 @pytest.fixture(scope="module")
 def model():
-    return base_model(tiny(1, layers=("attention", "mlp")))
+    return tiny(1, layers=("attention", "mlp"))
 
 
 def batch_of(drafter, rng, T=12, places=((1, 4, 5), (2, 7, 9))):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.models import base_model
 from stree_jax.models.drafters.heads import Heads, head_of
 from stree_jax.training import heads as training
 from stree_jax.training import kept
@@ -123,10 +122,10 @@ def test_ranks_in_texts(model):
     """From a given place on, for any number of texts."""
     heads = random_heads(model, heads=2, scale=0.5)
     texts = np.random.default_rng(0).integers(0, REAL, (6, 14), np.int32)
-    found = training.ranks_in(heads, base_model(model), texts, 5)
+    found = training.ranks_in(heads, model, texts, 5)
     want = []
     for row in texts:
-        hidden = kept.hidden_states(base_model(model), jnp.asarray(row[None]))
+        hidden = kept.hidden_states(model, jnp.asarray(row[None]))
         guesses = reference_logits(heads, model, np.asarray(hidden[0]))[..., :REAL]
         for t in range(5, 14 - 1 - 2):
             want.append(
@@ -172,7 +171,7 @@ def windows(seed=0, count=40):
 def test_own_text_matches_plain_decoding(model, tmp_path):
     """After the beginning of every window, for any number of rows. Stop tokens do not
     end it."""
-    bare, texts = base_model(model), windows(count=6)
+    bare, texts = model, windows(count=6)
     said = kept.keep_own_text(bare, texts, tmp_path / "own")
     prompts = texts[:, :PROMPT].tolist()
     options = dict(max_new_tokens=GENERATED, stop_tokens=())
@@ -183,7 +182,7 @@ def test_own_text_matches_plain_decoding(model, tmp_path):
 
 
 def test_states_are_those_of_the_target_in_bfloat16(model, tmp_path):
-    bare, texts = base_model(model), windows(count=6)
+    bare, texts = model, windows(count=6)
     found = kept.keep_hidden(bare, texts, tmp_path / "states")
     assert found.shape == (6, WINDOW, 32) and found.dtype.name == "bfloat16"
     want = kept.hidden_states(bare, jnp.asarray(texts[:, :WINDOW]))
@@ -214,7 +213,7 @@ class Calls:
 @pytest.mark.parametrize("name", KEPT)
 def test_a_killed_reading_resumes(model, tmp_path, monkeypatch, name):
     """It resumes after the last recorded rows: 32 of them, at 4 a pass."""
-    bare, texts = base_model(model), windows()
+    bare, texts = model, windows()
     keep = KEPT[name]
     whole = np.array(keep(bare, texts, tmp_path / "whole"))
     function = getattr(kept, name)
@@ -235,7 +234,7 @@ def test_a_killed_reading_resumes(model, tmp_path, monkeypatch, name):
 
 def others(model):
     """Returns targets and texts that differ from those of a file."""
-    bare, text = base_model(model), windows(count=6)
+    bare, text = model, windows(count=6)
     layer = dict(model.params["layers_0"])
     mamba = {**layer["mamba"], "out_proj": -layer["mamba"]["out_proj"]}
     deeper = {**model.params, "layers_0": {**layer, "mamba": mamba}}
@@ -260,7 +259,7 @@ def others(model):
 @pytest.mark.parametrize("keep", KEPT.values())
 def test_files_of_another_target_or_text_are_refused(model, tmp_path, keep):
     file = tmp_path / "file"
-    keep(base_model(model), windows(count=6), file)
+    keep(model, windows(count=6), file)
     told = tmp_path / "file.json"
     before = file.read_bytes(), told.read_text()
     for name, (target, texts) in others(model).items():
@@ -312,7 +311,7 @@ def test_heads_learn_to_predict_the_target(whole, target, text):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(heads.params)} == {"bfloat16"}
     said = np.fromfile(folder / "work" / "heldout.own", np.int32)
     said = said.reshape(-1, PROMPT + GENERATED)
-    bare = base_model(target)
+    bare = target
     fresh = training.init_heads(heads.config, jax.random.key(0), jnp.float32)
     before = training.calibrated(Heads(fresh, heads.config), bare, said).config.accuracy
     after = heads.config.accuracy

@@ -15,7 +15,6 @@ import pytest
 import stree_jax
 from stree_jax.models import (
     Model,
-    base_model,
     extend,
     init_params,
     init_state,
@@ -172,7 +171,7 @@ def test_distillation_brings_the_draft_model_closer_to_the_target(tokens, tmp_pa
         tokens,
         tokens[:600],
         tmp_path,
-        teacher=base_model(target),
+        teacher=target,
         progress=False,
     )
     assert history[-1]["heldout_loss"] < history[0]["heldout_loss"]
@@ -191,7 +190,7 @@ def test_teachers_share_the_compiled_step(tokens, tmp_path):
 
     drafter, count, found = tiny(2, layers=("mamba",)), [], []
     for seed in (1, 3):
-        teacher = base_model(tiny(seed, layers=("mamba",)))
+        teacher = tiny(seed, layers=("mamba",))
         _, history = train.fit(
             drafter.config,
             CONFIG,

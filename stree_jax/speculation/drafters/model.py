@@ -99,8 +99,8 @@ class ModelSource(Source):
         return cls(Model(abstract_params(config, dtype), config))
 
     def vocabularies(self, name: str) -> Iterator[Vocabulary]:
-        tokenizer = getattr(self.value, "tokenizer", None)
-        yield Vocabulary(name, self.value.config.num_tokens, tokenizer)
+        model = self.value
+        yield Vocabulary(name, model.config.num_tokens, model.tokenizer)
 
     @property
     def models(self) -> tuple[Model, ...]:

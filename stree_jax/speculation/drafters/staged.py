@@ -31,7 +31,6 @@ from stree_jax.models import (
     Nodes,
     Records,
     State,
-    base_model,
     commit,
     forward_hidden,
     init_records,
@@ -548,7 +547,7 @@ class StagedSource(Source):
     def check_past(self, target: Model, past: DraftState, batch: int) -> None:
         reading = getattr(past, "reading", past)
         ModelSource(self.value.model).check_past(target, reading, batch)
-        inner, guesser = getattr(past, "inner", None), bare(self.value.guesser)
+        inner, guesser = getattr(past, "inner", None), as_stages(self.value.guesser)
         if isinstance(guesser, Staged):
             StagedSource(guesser).check_past(target, inner, batch)
 
@@ -570,7 +569,7 @@ class StagedSource(Source):
     def bind(self, target: Model, tree: Topology) -> DrafterBase:
         staged = self.value
         if not isinstance(tree, Auto):
-            return bare(staged)
+            return as_stages(staged)
         model = without_mtp(staged.model)
         if not isinstance(staged.guesser, NGrams):
             return ModelLevels(model)
@@ -579,14 +578,13 @@ class StagedSource(Source):
         return GuessedLevels(model, stage)
 
 
-def bare(stage: Any) -> Any:
-    """Returns a stage with plain models, without the fields that only the API's models
-    have. A model becomes a `Staged`; other stages are returned unchanged."""
+def as_stages(stage: Any) -> Any:
+    """Returns a stage with each model in it as a `Staged`. Other stages are returned
+    unchanged."""
     match stage:
         case Staged():
-            model, guesser = base_model(stage.model), bare(stage.guesser)
-            return replace(stage, model=model, guesser=guesser)
+            return replace(stage, guesser=as_stages(stage.guesser))
         case Model():
-            return Staged(base_model(stage))
+            return Staged(stage)
         case _:
             return stage

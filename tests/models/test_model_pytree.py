@@ -1,0 +1,71 @@
+"""Test that a model with its tokenizer is one pytree for jit, grad and export."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from stree_jax.models import Model, init_params
+from tests.models.configs import CONFIGS
+
+CONFIG = CONFIGS["two mixers a layer"]
+
+
+def words(*texts):
+    return Tokenizer(
+        WordLevel({text: i for i, text in enumerate(texts)}, unk_token="a")
+    )
+
+
+def model(tokenizer):
+    params = init_params(CONFIG, jax.random.key(0), jnp.float32)
+    return Model(params, CONFIG, tokenizer)
+
+
+def test_copies_of_a_tokenizer_share_one_program():
+    traced = []
+
+    @jax.jit
+    def halved(model):
+        traced.append(1)
+        return model.replace(params=jax.tree.map(lambda x: x / 2, model.params))
+
+    one, other = model(words("a", "b")), model(words("a", "b"))
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    halved(one)
+    assert halved(other).tokenizer.to_str() == other.tokenizer.to_str()
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("tokenizer", [None, words("a", "c")], ids=["none", "other"])
+def test_a_result_has_the_tokenizer_of_its_argument(tokenizer):
+    """A program that was compiled for one tokenizer is not used for another."""
+    copied = jax.jit(lambda model: model)
+    assert copied(model(words("a", "b"))).tokenizer.token_to_id("b") == 1
+    found = copied(model(tokenizer)).tokenizer
+    assert (found is None) == (tokenizer is None)
+    assert tokenizer is None or found.token_to_id("c") == 1
+
+
+def test_a_gradient_is_a_model():
+    found = jax.grad(lambda m: jnp.sum(m.params["embedding"] ** 2))(model(words("a")))
+    assert isinstance(found, Model) and found.config == CONFIG
+    (path, _), *_ = jax.tree_util.tree_leaves_with_path(found)
+    assert jax.tree_util.keystr(path).startswith(".params[")
+
+
+def test_an_exported_function_takes_a_model_with_its_tokenizer():
+    pytest.importorskip("flatbuffers", reason="jax.export writes with flatbuffers")
+
+    def scaled(model):
+        return model.replace(params=jax.tree.map(lambda x: 2 * x, model.params))
+
+    made = model(words("a", "b"))
+    written = export.export(jax.jit(scaled))(made).serialize()
+    found = export.deserialize(written).call(model(words("a", "b")))
+    assert found.tokenizer.token_to_id("b") == 1
+    assert (found.params["embedding"] == 2 * made.params["embedding"]).all()
+    with pytest.raises(ValueError, match="tree"):
+        export.deserialize(written).call(model(words("a", "c")))
