@@ -15,7 +15,7 @@ from flax import struct
 
 import stree_jax
 from stree_jax import Sampling, models
-from stree_jax.generation.generate import generate as generation
+from stree_jax.generation import generate as generation
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.layout import tree_layout
 from stree_jax.speculation.start import Start
