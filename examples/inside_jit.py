@@ -26,10 +26,10 @@ def best_of(target, prompt, sampling):
     lengths = jnp.full((samples,), S, jnp.int32)
     done = stree_jax.generate_tokens(
         target,
-        "lookup",
-        "chain:4",
         prompts,
         lengths,
+        drafter="lookup",
+        tree="chain:4",
         max_new_tokens=NEW_TOKENS,
         sampling=sampling,
     )
@@ -51,7 +51,9 @@ def main():
     target = stree_jax.load(args.model)
     prompt = jnp.asarray(target.tokenizer.encode(args.prompt).ids, jnp.int32)
     settings = [Sampling(temperature=0.8, seed=seed) for seed in range(4)]
-    done, means, best = best_of(target, prompt, stree_jax.sampling_rows(settings))
+    done, means, best = best_of(
+        target, prompt, stree_jax.sampling.sampling_rows(settings)
+    )
 
     for b, mean in enumerate(means):
         mark = "  <- best" if b == best else ""

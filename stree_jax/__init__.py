@@ -28,34 +28,14 @@ if TYPE_CHECKING:
     from stree_jax.generation.generate import tune as tune
     from stree_jax.generation.result import Generation as Generation
     from stree_jax.generation.result import Past as Past
-    from stree_jax.generation.scoring import first_difference as first_difference
     from stree_jax.generation.scoring import score as score
     from stree_jax.generation.scoring import score_tree as score_tree
-    from stree_jax.models.drafters.heads import Heads as Heads
+    from stree_jax.generation.tokens import generate_tokens as generate_tokens
     from stree_jax.models.sharding.devices import make_mesh as make_mesh
     from stree_jax.models.sharding.placement import shard as shard
     from stree_jax.models.stack.model import Model as Model
     from stree_jax.sampling.settings import Sampling as Sampling
-    from stree_jax.sampling.settings import sampling_rows as sampling_rows
     from stree_jax.sizing.plan import plan as plan
-    from stree_jax.sizing.traffic import Traffic as Traffic
-    from stree_jax.speculation.accept import Rule as Rule
-    from stree_jax.speculation.accept import resolve_rule as resolve_rule
-    from stree_jax.speculation.adaptive.policy import StepTimes as StepTimes
-    from stree_jax.speculation.drafters.fitted import WithNGrams as WithNGrams
-    from stree_jax.speculation.drafters.ngrams import NGrams as NGrams
-    from stree_jax.speculation.drafters.staged import Staged as Staged
-    from stree_jax.speculation.loop import generate_tokens as generate_tokens
-    from stree_jax.speculation.tree import NAMED_TREES as NAMED_TREES
-    from stree_jax.speculation.tree import Auto as Auto
-    from stree_jax.speculation.tree import Beam as Beam
-    from stree_jax.speculation.tree import Tree as Tree
-    from stree_jax.speculation.tree import cartesian as cartesian
-    from stree_jax.speculation.tree import chain as chain
-    from stree_jax.speculation.tree import full_tree as full_tree
-    from stree_jax.speculation.tree import layered as layered
-    from stree_jax.speculation.tree import make_tree as make_tree
-    from stree_jax.speculation.tree import pruned as pruned
 
 _NAMES = {
     "convert.base.errors": "CheckpointError",
@@ -67,22 +47,13 @@ _NAMES = {
     "checkpoints.drafters": "load_drafter",
     "checkpoints.draft_tokens": "draft_vocabulary with_draft_vocabulary",
     "checkpoints.heads": "load_heads save_heads",
-    "models.drafters.heads": "Heads",
     "models.sharding.placement": "shard",
     "checkpoints.ngrams": "load_ngrams save_ngrams",
     "sizing.plan": "plan",
     "generation.result": "Generation Past",
-    "sampling.settings": "Sampling sampling_rows",
-    "generation.scoring": "first_difference score score_tree",
-    "speculation.accept": "Rule resolve_rule",
-    "speculation.adaptive.policy": "StepTimes",
-    "speculation.loop": "generate_tokens",
-    "speculation.drafters.fitted": "WithNGrams",
-    "speculation.drafters.ngrams": "NGrams",
-    "speculation.drafters.staged": "Staged",
-    "speculation.tree": "NAMED_TREES Auto Beam Tree cartesian chain full_tree layered "
-    "make_tree pruned",
-    "sizing.traffic": "Traffic",
+    "sampling.settings": "Sampling",
+    "generation.scoring": "score score_tree",
+    "generation.tokens": "generate_tokens",
 }
 _MODULE_OF = {name: m for m, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_MODULE_OF]

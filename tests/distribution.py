@@ -18,15 +18,18 @@ import numpy as np
 from scipy import stats
 
 import stree_jax
-from stree_jax import Sampling, sampling_rows
+from stree_jax import Sampling
 from stree_jax.models import MambaConfig, ModelConfig, init_params
 from stree_jax.models.stack.config import named
 from stree_jax.sampling.distribution import ACCEPT, DRAFT, Distribution
-from stree_jax.sampling.settings import SamplingRows
+from stree_jax.sampling.requests import Requests
+from stree_jax.sampling.settings import SamplingRows, sampling_rows
 from stree_jax.speculation import accept
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.drafters import model as model_drafter
 from stree_jax.speculation.drafters.model import ModelDrafter
+from stree_jax.speculation.loop import FOREVER, advance, init_decoding
+from stree_jax.speculation.specs import make_spec
 from stree_jax.speculation.tree import Tree, make_tree
 from tests.support.tiny import perturbed
 
@@ -121,16 +124,19 @@ def drawn(target: stree_jax.Model, drafter: Any, tree: Tree, rule: Rule) -> np.n
 
     @partial(jax.jit, compiler_options=OPTIONS)
     def run(target, drafter, tree, rows):
-        return stree_jax.generate_tokens(
-            target,
-            drafter,
-            tree,
-            prompts,
-            jnp.ones_like(prompts[:, 0]),
-            max_new_tokens=PLACES,
+        """Returns tokens as `generate_tokens` does, with rules that it refuses, too."""
+        count = len(prompts)
+        requests = Requests(
+            max_new_tokens=jnp.full((count,), PLACES, jnp.int32),
+            min_new_tokens=None,
+            stop_tokens=jnp.full((count, 1), -1, jnp.int32),
+            stop_strings=None,
             sampling=rows,
-            rule=rule,
-        ).tokens
+        )
+        spec = make_spec(target, drafter, tree, rule)
+        lengths = jnp.ones_like(prompts[:, 0])
+        begun = init_decoding(spec, prompts, lengths, requests, max_new_tokens=PLACES)
+        return advance(spec, begun, jnp.int32(FOREVER)).tokens
 
     tokens = np.asarray(run(target, drafter, tree, rows))
     counts = np.zeros((len(SETTINGS), *[VOCAB] * PLACES))

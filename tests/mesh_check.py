@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax
+from stree_jax.drafters import Staged
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from tests.support.families import FAMILIES, mesh_of, prompts, random_model
 from tests.support.tiny import perturbed
@@ -66,7 +67,10 @@ def drafters(model, mesh):
     yield "model, whole", *({"drafter": drafter, "tree": "E"},) * 2
     yield "beam", *({"drafter": d, "tree": "beam:2x3"} for d in (drafter, cut))
     yield "heads", *({"drafter": heads, "tree": "chain:2"},) * 2
-    yield "staged", *({"drafter": stree_jax.Staged(d, m), "tree": "A"} for d, m in both)
+    yield (
+        "staged",
+        *({"drafter": Staged(d, m), "tree": "A"} for d, m in both),
+    )
     yield "auto, lookup", *({"drafter": "lookup"},) * 2
     yield "auto, model", *({"drafter": d} for d in (drafter, cut))
     yield "sampled", *({"drafter": d, "tree": "E", **sampled} for d in (drafter, cut))

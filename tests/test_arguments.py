@@ -11,9 +11,10 @@ import pytest
 from tokenizers import Tokenizer, models
 
 import stree_jax
-from stree_jax import Past, Sampling, resolve_rule
+from stree_jax import Past, Sampling
 from stree_jax.generation.generate import Options, begin
 from stree_jax.speculation import loop
+from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.tree import NAMED_TREES, chain, make_tree
 from stree_jax.training.corpus import train_tokenizer
 from tests.support.tiny import tiny
@@ -198,14 +199,20 @@ def test_a_past_of_another_model_is_refused(target):
 def test_generate_tokens_checks_known_values(target, prompts, lengths, message):
     arrays = jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32)
     with pytest.raises(ValueError, match=message):
-        stree_jax.generate_tokens(target, None, "chain:0", *arrays, max_new_tokens=2)
+        stree_jax.generate_tokens(target, *arrays, drafter=None, max_new_tokens=2)
 
 
 def test_generate_tokens_takes_names(target, drafter):
     """A tree and a rule by name, as `generate` does."""
     prompts, lengths = jnp.asarray([[8, 9]], jnp.int32), jnp.asarray([2], jnp.int32)
     done = stree_jax.generate_tokens(
-        target, drafter, "A", prompts, lengths, max_new_tokens=6, rule="naive"
+        target,
+        prompts,
+        lengths,
+        drafter=drafter,
+        tree="A",
+        max_new_tokens=6,
+        rule="naive",
     )
     plain = stree_jax.generate(target, [[8, 9]], max_new_tokens=6, drafter=None)
     assert done.tokens[0, : int(done.length[0])].tolist() == plain.tokens[0]
@@ -249,7 +256,7 @@ def test_a_stream_wants_steps(target):
         ("leviathan/coupled", chain(3), "independent of the target's noise"),
         ("leviathan", TREE, "chains only, .* up to 3 children per node; use"),
         ("leviathan", make_tree([-1, 0, 0]), "this tree has up to 2 children"),
-        (stree_jax.Rule("mss", "top_k"), TREE, "mss/top_k would bias"),
+        (stree_jax.trees.Rule("mss", "top_k"), TREE, "mss/top_k would bias"),
     ],
 )
 def test_rules_that_would_bias_the_output(target, drafter, rule, tree, message):

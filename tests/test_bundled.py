@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stree_jax
 from stree_jax.checkpoints.resolve import resolve
+from stree_jax.generation.scoring import first_difference
 
 pytestmark = pytest.mark.usefixtures("optimised")  # compiled as for users
 PROMPTS = [
@@ -48,7 +49,7 @@ def test_tree_text_is_identical_to_plain_decoding(pair, tree):
     )
     for prompt, ours, theirs in zip(PROMPTS, plain.tokens, fast.tokens, strict=True):
         ids = target.tokenizer.encode(prompt).ids
-        parted = stree_jax.first_difference(target, ids, ours, theirs)
+        parted = first_difference(target, ids, ours, theirs)
         # Two logits of a trained model may tie within rounding. Texts may differ only
         # there.
         assert parted is None or parted[1] < 1e-5

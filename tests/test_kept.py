@@ -221,7 +221,12 @@ def test_exported_programs(file):
     @jax.jit
     def continued(target, prompts, lengths):
         done = stree_jax.generate_tokens(
-            target, "lookup", "chain:2", prompts, lengths, **ASKED
+            target,
+            prompts,
+            lengths,
+            drafter="lookup",
+            tree="chain:2",
+            **ASKED,
         )
         return done.tokens
 

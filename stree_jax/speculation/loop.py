@@ -7,21 +7,16 @@ Letters: B rows, Bp prompts, S width of the prompts, M depth of the deepest tree
 of the output buffer, V tokens of the vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from operator import or_
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from stree_jax.common.checks import integer, shown, with_hints
 from stree_jax.models import (
-    Model,
     Observer,
     Pending,
     Records,
@@ -38,11 +33,6 @@ from stree_jax.models import (
 from stree_jax.models.base.shards import any_row
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
-from stree_jax.sampling.settings import SamplingRows
-from stree_jax.speculation.accept import NAIVE, Rule, resolve_rule
-from stree_jax.speculation.adaptive.policy import (
-    StepTimes,
-)
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
 from stree_jax.speculation.drafter import (
     DrafterBase,
@@ -50,7 +40,6 @@ from stree_jax.speculation.drafter import (
     Prompts,
     Update,
 )
-from stree_jax.speculation.drafters.table import AnyDrafter
 from stree_jax.speculation.on_mesh import (
     advanced_on,
     begun_on,
@@ -58,9 +47,8 @@ from stree_jax.speculation.on_mesh import (
     on_one_device,
 )
 from stree_jax.speculation.policy import Policy
-from stree_jax.speculation.specs import make_spec
 from stree_jax.speculation.step import Spec, Verify, in_buffers, packed, step
-from stree_jax.speculation.tree import Topology, compiled_steps, resolve_tree
+from stree_jax.speculation.tree import Topology, compiled_steps
 
 FOREVER = 2**31 - 1  # number of steps that stands for no limit
 # Maximum tokens of a text. No model supports longer ones, and indices into the buffers
@@ -322,137 +310,6 @@ def with_short_path(d: Decoding) -> Decoding:
     state, length = lax.while_loop(is_long, replayed, (d.state, last.length))
     records = tuple(map(shortened, last.records))
     return replace(d, state=state, pending=Pending(records, last.path[:, :1], length))
-
-
-@with_hints
-def generate_tokens(
-    target: Model,
-    drafter: AnyDrafter,
-    tree: Topology | str | Sequence[int],
-    prompts: jax.Array,
-    lengths: jax.Array,
-    *,
-    max_new_tokens: int,
-    stop_tokens: Any = None,
-    sampling: SamplingRows | None = None,
-    rule: Rule | str = NAIVE,
-    times: StepTimes | None = None,
-) -> Decoding:
-    """Generates tokens, as one pure function that can be used inside `jax.jit`.
-
-    Args:
-      target: the target model, which verifies the draft tokens.
-      drafter: proposes draft tokens: a draft model, heads of the target, "lookup",
-        "mtp", or "auto", as in `generate`. None for plain decoding, with the tree
-        `chain(0)`.
-      tree: the draft tree, its name, or a list of parents. "auto" chooses a tree at
-        every step.
-      prompts: [B, S] ints, padded on the right.
-      lengths: [B] ints in 1 .. S.
-      max_new_tokens: maximum number of tokens per row, static.
-      stop_tokens: [n] ints. If None, the target's stop tokens.
-      sampling: `sampling_rows(...)`, or None for greedy decoding.
-      rule: how draft tokens are accepted and drawn, see `accept.resolve_rule`.
-      times: for tree "auto", step times measured on this machine, see `stree_jax.tune`.
-        If None, assumed times.
-
-    Returns:
-      The finished `Decoding`: `.tokens` [B, max_new_tokens] int32, `.length` [B] int32,
-      `.calls` [B] int32.
-
-    Raises:
-      ValueError: an argument has a wrong type or shape. Outside `jit`, also if a token
-        id is outside the vocabulary or a length is outside 1 .. S. Inside `jit` values
-        are unknown, and ids and lengths are clipped to the valid range instead.
-    """
-    if not isinstance(target, Model):
-        kind = shown(type(target))
-        raise ValueError(f"target: want a model of stree_jax.load, got {kind}")
-    _check_prompts(target, prompts, lengths)
-    what = f"1..{MOST_TOKENS} tokens, static under jit"
-    max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, MOST_TOKENS, what)
-    batch, S = prompts.shape
-    stops = _stop_table(target, stop_tokens)
-    _check_sampling(sampling, batch)
-    lengths = jnp.clip(jnp.asarray(lengths, jnp.int32), 1, S)
-    prompts = jnp.clip(jnp.asarray(prompts, jnp.int32), 0, target.config.vocab_size - 1)
-    requests = Requests(
-        max_new_tokens=jnp.full((batch,), max_new_tokens, jnp.int32),
-        min_new_tokens=None,
-        stop_tokens=jnp.broadcast_to(stops, (batch, stops.shape[1])),
-        stop_strings=None,
-        sampling=sampling,
-    )
-    tree = resolve_tree(tree)
-    if not isinstance(rule, Rule):  # tests plant rules that would bias the output
-        rule = resolve_rule(rule, tree)
-    spec = make_spec(target, drafter, tree, rule, times)
-    decoding = init_decoding(
-        spec, prompts, lengths, requests, max_new_tokens=max_new_tokens
-    )
-    return advance(spec, decoding, jnp.int32(FOREVER))
-
-
-def _check_prompts(target: Model, prompts: Any, lengths: Any) -> None:
-    """Raises ValueError for wrong types and shapes and, outside `jit`, wrong values."""
-    for name, value in (("prompts", prompts), ("lengths", lengths)):
-        if not isinstance(value, jax.Array | np.ndarray):
-            raise ValueError(f"{name}: want an array of integers, got {shown(value)}")
-        if not jnp.issubdtype(value.dtype, jnp.integer):
-            raise ValueError(f"{name}: want integers, got {value.dtype}")
-    if prompts.ndim != 2 or lengths.shape != prompts.shape[:1]:
-        raise ValueError(
-            "prompts: want [B, S] and lengths [B], "
-            f"got {prompts.shape} and {lengths.shape}"
-        )
-    S, V = prompts.shape[1], target.config.vocab_size
-    if 0 in prompts.shape:
-        raise ValueError(f"prompts: want at least one token, got shape {prompts.shape}")
-    bounds = ("prompts", prompts, 0, V - 1), ("lengths", lengths, 1, S)
-    for name, value, low, high in bounds:
-        if isinstance(value, jax.core.Tracer):
-            continue
-        table = np.asarray(value)
-        if not low <= table.min() <= table.max() <= high:
-            raise ValueError(
-                f"{name}: {table.min()}..{table.max()} are not all in {low}..{high}"
-            )
-
-
-def _stop_table(target: Model, stop_tokens: Any) -> jax.Array:
-    """Returns stop tokens [1, n] int32; those of the target if `stop_tokens` is
-    None."""
-    if stop_tokens is None:
-        stop_tokens = target.config.stop_tokens
-    known = not isinstance(stop_tokens, jax.core.Tracer)
-    try:
-        stops = np.asarray(stop_tokens) if known else stop_tokens
-    except (TypeError, ValueError):  # rows of different lengths, or values inside jit
-        stops = np.asarray(None)
-    V = target.config.num_tokens
-    if known and stops.size == 0:
-        stops = stops.astype(np.int32)
-    if stops.ndim > 1 or not jnp.issubdtype(stops.dtype, jnp.integer):
-        raise ValueError(
-            f"stop_tokens: want a token id or a list of them, got {shown(stop_tokens)}"
-        )
-    if known and stops.size and not 0 <= stops.min() <= stops.max() < V:
-        raise ValueError(f"stop_tokens: {stops.tolist()} are not all in 0..{V - 1}")
-    return jnp.asarray(stops, jnp.int32).reshape(1, -1)
-
-
-def _check_sampling(sampling: Any, batch: int) -> None:
-    """Raises ValueError unless `sampling` has the settings of `batch` rows."""
-    if sampling is None:
-        return
-    if not isinstance(sampling, SamplingRows):
-        raise ValueError(
-            "sampling: want stree_jax.sampling_rows([Sampling(...), ...]), got "
-            f"{shown(sampling)}"
-        )
-    rows = sampling.temperature.shape[0]
-    if rows != batch:
-        raise ValueError(f"sampling: {rows} rows, but {batch} prompts")
 
 
 _STATIC = ("max_new_tokens", "capacity", "samples", "top_logprobs")

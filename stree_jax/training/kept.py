@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from stree_jax.convert.base.files import read_text
+from stree_jax.generation.tokens import generate_tokens
 from stree_jax.models import (
     Model,
     Taps,
@@ -28,8 +29,6 @@ from stree_jax.models import (
     init_state,
     param_dtype,
 )
-from stree_jax.speculation.loop import generate_tokens
-from stree_jax.speculation.tree import chain
 
 READ_AT_ONCE, SPEAK_AT_ONCE = 8, 128  # windows per forward pass; texts per generation
 SAMPLED = 1024  # values per parameter in the hash that identifies a target
@@ -124,10 +123,9 @@ def _generate(target: Model, prompts: jax.Array, lengths: jax.Array, new: int) -
     """Generates `new` tokens per prompt greedily, without stop tokens."""
     decoding = generate_tokens(
         target,
-        None,
-        chain(0),
         prompts,
         lengths,
+        drafter=None,
         max_new_tokens=new,
         stop_tokens=(),  # because finished rows would be padded
     )

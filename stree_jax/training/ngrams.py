@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from tqdm import tqdm
 
+from stree_jax.generation.tokens import generate_tokens
 from stree_jax.models import (
     PREFILL_CHUNK,
     Model,
@@ -45,8 +46,6 @@ from stree_jax.speculation.drafters.ngrams import (
     likeliest,
     log_prob,
 )
-from stree_jax.speculation.loop import generate_tokens
-from stree_jax.speculation.tree import chain
 
 DISCOUNTED = 5  # k; larger counts are not discounted
 ROW = 256  # tokens per sampled text
@@ -186,10 +185,9 @@ def sample_text(
         one = jnp.ones((batch,), jnp.int32)
         decoding = generate_tokens(
             model,
-            None,
-            chain(0),
             first,
             one,
+            drafter=None,
             max_new_tokens=ROW,
             stop_tokens=(),  # finished rows would have padding, which would be counted
             sampling=rows,

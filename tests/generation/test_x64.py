@@ -15,7 +15,8 @@ import json, sys
 import jax, numpy as np
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 import stree_jax
-from stree_jax import Sampling, Staged
+from stree_jax import Sampling
+from stree_jax.drafters import Staged
 from stree_jax.speculation.adaptive.policy import assumed_times
 from stree_jax.speculation.tree import resolve_tree
 from stree_jax.training.ngrams import count_grams, katz

@@ -80,7 +80,12 @@ def in_jit():
         lengths = jnp.full((4,), 9, jnp.int32)
         sizes = {"max_new_tokens": 6}
         return stree_jax.generate_tokens(
-            target, drafter, "A", ids, lengths, **sizes
+            target,
+            ids,
+            lengths,
+            drafter=drafter,
+            tree="A",
+            **sizes,
         ).tokens
 
     one = run(model, drafter, ids)

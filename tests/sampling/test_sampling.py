@@ -16,12 +16,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from stree_jax import Sampling, sampling_rows
+from stree_jax import Sampling
 from stree_jax.sampling.distribution import (
     Distribution,
     choice_margin,
 )
 from stree_jax.sampling.requests import Requests
+from stree_jax.sampling.settings import sampling_rows
 from tests import distribution
 
 

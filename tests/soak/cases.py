@@ -6,9 +6,10 @@ from functools import cache
 import numpy as np
 
 import stree_jax
-from stree_jax import Sampling, Tree, chain, make_tree
+from stree_jax import Sampling
 from stree_jax.models import PREFILL_CHUNK
 from stree_jax.speculation.accept import ACCEPTANCES
+from stree_jax.trees import Tree, chain, make_tree
 from tests.support.tiny import REAL, STOP, perturbed, tiny, tiny_delta
 
 PLAIN, GREEDY = "plain", "greedy"  # without a drafter; without sampling

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import stree_jax
-from stree_jax import Sampling, StepTimes
+from stree_jax import Sampling
 from stree_jax.generation.generate import begin
 from stree_jax.models import logits_of
 from stree_jax.speculation.adaptive.best_first import (
@@ -14,6 +14,7 @@ from stree_jax.speculation.adaptive.best_first import (
     nothing_grown,
 )
 from stree_jax.speculation.adaptive.calibration import PRIOR
+from stree_jax.speculation.adaptive.policy import StepTimes
 from stree_jax.speculation.drafters.lookup import begin_history
 from tests.speculation.steps import prompts_of
 from tests.support.tiny import REAL

@@ -134,7 +134,12 @@ def test_inside_jit(target, drafter, prompts):
     @jax.jit
     def pipeline(target, drafter, text, lengths):
         return stree_jax.generate_tokens(
-            target, drafter, BEAM, text, lengths, max_new_tokens=8
+            target,
+            text,
+            lengths,
+            drafter=drafter,
+            tree=BEAM,
+            max_new_tokens=8,
         ).tokens
 
     plain = stree_jax.generate(

@@ -48,10 +48,10 @@ def tau(target, heads):
         def run(model, heads, texts, lengths):
             return stree_jax.generate_tokens(
                 model,
-                heads,
-                sparse_tree(heads, 16),
                 texts,
                 lengths,
+                drafter=heads,
+                tree=sparse_tree(heads, 16),
                 max_new_tokens=NEW,
                 stop_tokens=(),
             )

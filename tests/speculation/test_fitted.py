@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling, WithNGrams
+from stree_jax import Sampling
+from stree_jax.drafters import WithNGrams
 from stree_jax.speculation.drafters.block_candidates import Candidates
 from stree_jax.speculation.drafters.fitted import LOWEST, fitted_pairs, ngram_pairs
 from stree_jax.training.ngrams import count_grams, katz

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Staged
+from stree_jax.drafters import Staged
 from stree_jax.generation.generate import begin
 from stree_jax.models import logits_of
 from stree_jax.sizing import step_times

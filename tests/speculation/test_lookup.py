@@ -328,7 +328,12 @@ def test_inside_jit(target, prompts):
     @jax.jit
     def run(target, prompts, lengths):
         done = stree_jax.generate_tokens(
-            target, "lookup", "auto:1,6", prompts, lengths, max_new_tokens=12
+            target,
+            prompts,
+            lengths,
+            drafter="lookup",
+            tree="auto:1,6",
+            max_new_tokens=12,
         )
         return done.tokens, done.length
 

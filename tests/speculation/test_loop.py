@@ -11,6 +11,7 @@ import pytest
 
 import stree_jax
 from stree_jax.generation.generate import begin
+from stree_jax.generation.scoring import first_difference
 from stree_jax.models import commit
 from stree_jax.models.layers.mixer import leaves_of
 from stree_jax.speculation import loop
@@ -208,7 +209,12 @@ def test_inside_jit(target, drafters, prompts, plain):
     @jax.jit
     def pipeline(target, drafter, tokens, lengths):
         done = stree_jax.generate_tokens(
-            target, drafter, NAMED_TREES["A"], tokens, lengths, max_new_tokens=NEW
+            target,
+            tokens,
+            lengths,
+            drafter=drafter,
+            tree=NAMED_TREES["A"],
+            max_new_tokens=NEW,
         )
         return done.tokens.sum(axis=1), done.length
 
@@ -311,14 +317,14 @@ def test_a_chain_of_length_zero_is_plain_decoding(target, prompts, plain):
 
 def test_first_difference_returns_place_and_gap(target, prompts, plain):
     prompt, tokens = prompts[1], plain.tokens[1]
-    assert stree_jax.first_difference(target, prompt, tokens, tokens) is None
+    assert first_difference(target, prompt, tokens, tokens) is None
     other = (tokens[3] + 1) % REAL
     changed = [*tokens[:3], other, *tokens[4:]]
-    place, gap = stree_jax.first_difference(target, prompt, tokens, changed)
+    place, gap = first_difference(target, prompt, tokens, changed)
     logits = stree_jax.score(target, [prompt + tokens[:3]])[0, -1]
     assert place == 3
     assert gap == pytest.approx(float(logits[tokens[3]] - logits[other]), abs=1e-5)
-    longer = stree_jax.first_difference(target, prompt, tokens, tokens[:5])
+    longer = first_difference(target, prompt, tokens, tokens[:5])
     assert longer == (5, float("inf"))
 
 
@@ -349,8 +355,13 @@ def test_vmap_gives_the_same_texts(target, drafters, prompts, plain, tree):
 
     def one(row, length):
         half = drafters["half"]
-        return loop.generate_tokens(
-            target, half, tree, row[None], length[None], max_new_tokens=NEW
+        return stree_jax.generate_tokens(
+            target,
+            row[None],
+            length[None],
+            drafter=half,
+            tree=tree,
+            max_new_tokens=NEW,
         )
 
     done = jax.jit(jax.vmap(one))(np.stack(rows), np.asarray(LENGTHS, np.int32))
@@ -366,7 +377,8 @@ def test_vmap_gives_the_same_texts(target, drafters, prompts, plain, tree):
     ],
 )
 def test_invalid_arguments_of_generate_tokens(target, drafters, tree, times, match):
-    args = target, drafters["half"], tree, jnp.ones((1, 3), jnp.int32), jnp.array([3])
+    args = target, jnp.ones((1, 3), jnp.int32), jnp.array([3])
+    pair = {"drafter": drafters["half"], "tree": tree}
     with pytest.raises(ValueError, match=match) as caught:
-        loop.generate_tokens(*args, max_new_tokens=4, times=times)
+        stree_jax.generate_tokens(*args, **pair, max_new_tokens=4, times=times)
     assert "\n" not in str(caught.value)

@@ -10,6 +10,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
+from stree_jax.drafters import Staged
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import resolve_rule
@@ -190,7 +191,12 @@ def test_inside_jit(target, heads, prompts):
     @jax.jit
     def run(bare, heads, prompts):
         done = stree_jax.generate_tokens(
-            bare, heads, "cartesian:2x2", prompts, lengths, max_new_tokens=8
+            bare,
+            prompts,
+            lengths,
+            drafter=heads,
+            tree="cartesian:2x2",
+            max_new_tokens=8,
         )
         return done.tokens, done.length, done.calls
 
@@ -374,7 +380,12 @@ def test_a_sparse_tree_too_large_for_the_accuracies(target):
 def test_sparse_trees_need_heads(target):
     text = np.random.default_rng(0).integers(0, REAL, (4, 90), np.int32)
     table = katz(count_grams(text, 2, REAL), REAL, slots=64, keep=4)
-    for drafter in (target, "lookup", table, stree_jax.Staged(target, table, 1)):
+    for drafter in (
+        target,
+        "lookup",
+        table,
+        Staged(target, table, 1),
+    ):
         refused(
             target, drafter, "needs the accuracies of Medusa heads", tree="sparse:8"
         )

@@ -469,12 +469,12 @@ def test_inside_jit(target, generate, prompts):
     ids = jnp.asarray([prompts[0]], jnp.int32)
     program = jax.jit(
         lambda target: (
-            loop.generate_tokens(
+            stree_jax.generate_tokens(
                 target,
-                "mtp",
-                TREE,
                 ids,
                 jnp.asarray([3], jnp.int32),
+                drafter="mtp",
+                tree=TREE,
                 max_new_tokens=NEW,
                 stop_tokens=(),
             ).tokens

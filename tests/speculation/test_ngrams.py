@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import NGrams, Sampling
+from stree_jax import Sampling
+from stree_jax.drafters import NGrams
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import sampling_rows

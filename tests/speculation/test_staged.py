@@ -12,7 +12,8 @@ from flax import struct
 from jax import lax
 
 import stree_jax
-from stree_jax import Sampling, Staged
+from stree_jax import Sampling
+from stree_jax.drafters import Staged
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import sampling_rows

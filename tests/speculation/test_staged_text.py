@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling, Staged
+from stree_jax import Sampling
+from stree_jax.drafters import Staged
 from stree_jax.models import Model
 from stree_jax.models.stack.memory import state_bytes, weights_read
 from stree_jax.speculation.adaptive.policy import assumed_times
@@ -320,5 +321,11 @@ def test_ngrams_refuse_rules_that_need_probabilities(target, ngrams, prompts):
     ids, lengths = jnp.asarray([prompts[0]]), jnp.asarray([len(prompts[0])])
     with pytest.raises(ValueError, match="n-grams choose draft tokens by value"):
         stree_jax.generate_tokens(
-            target, ngrams, "A", ids, lengths, max_new_tokens=4, rule="mss"
+            target,
+            ids,
+            lengths,
+            drafter=ngrams,
+            tree="A",
+            max_new_tokens=4,
+            rule="mss",
         )

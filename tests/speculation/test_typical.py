@@ -354,7 +354,7 @@ def test_guarantees_of_rules(target, heads, prompts):
 def test_it_is_never_the_default(target, heads):
     text = np.random.default_rng(0).integers(0, REAL, (4, 90), np.int32)
     table = katz(count_grams(text, 2, REAL), REAL, slots=64, keep=4)
-    staged = stree_jax.Staged(target, table, 1)
+    staged = stree_jax.drafters.Staged(target, table, 1)
     for drafter in (None, target, heads, table, staged, "lookup"):
         trees = [None] if drafter is None else [None, "chain:2"]
         if drafter is target:

@@ -198,8 +198,9 @@ def test_wrong_lengths_inside_jit_are_clipped(length):
 
     @jax.jit
     def inside(prompts, lengths):
-        args = "chain:0", prompts, lengths
-        return stree_jax.generate_tokens(target, None, *args, max_new_tokens=2).tokens
+        return stree_jax.generate_tokens(
+            target, prompts, lengths, drafter=None, max_new_tokens=2
+        ).tokens
 
     prompts, right = jnp.array([[8, 9]]), 2 if length > 0 else 1
     found = inside(prompts, jnp.array([length], jnp.int32))
@@ -219,8 +220,9 @@ def test_wrong_types_and_shapes_raise_inside_jit(prompts, lengths, message):
     target = tiny(1, layers=("mamba",))
 
     def inside(prompts, lengths):
-        args = "chain:0", prompts, lengths
-        return stree_jax.generate_tokens(target, None, *args, max_new_tokens=2).tokens
+        return stree_jax.generate_tokens(
+            target, prompts, lengths, drafter=None, max_new_tokens=2
+        ).tokens
 
     with pytest.raises(ValueError, match=message):
         jax.jit(inside)(prompts, lengths)

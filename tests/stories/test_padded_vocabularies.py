@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import NGrams, Sampling, Staged
+from stree_jax import Sampling
 from stree_jax.cli.main import main
+from stree_jax.drafters import NGrams, Staged
 from stree_jax.generation.arguments import warn_of_drafter
 from stree_jax.speculation.accept import Rule
 from tests import distribution

@@ -186,13 +186,12 @@ def test_decodings_print_in_a_line():
     def inside(prompts, lengths):
         done = stree_jax.generate_tokens(
             tiny(1, layers=("mamba",)),
-            None,
-            "chain:0",
             prompts,
             lengths,
+            drafter=None,
             max_new_tokens=2,
         )
-        seen.append(repr(done) + repr(done.state) + repr(chain(1)))
+        seen.append(repr(done) + repr(chain(1)))
         return done
 
     seen.append(repr(inside(prompts, lengths)))

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling, sampling_rows
+from stree_jax import Sampling
 from stree_jax.models import init_params
 from stree_jax.models.base.keys import key_of
+from stree_jax.sampling.settings import sampling_rows
 from stree_jax.sampling.threefry import as_threefry, uniform
 from stree_jax.server.batch import Batch, Sizes, TextRequest, requests_of
 from stree_jax.speculation.default_tree import spec_for

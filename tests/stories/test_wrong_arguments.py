@@ -12,12 +12,18 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling
+from stree_jax import Sampling, sampling, trees
 from stree_jax.common import checks
-from stree_jax.generation import scoring
-from stree_jax.speculation import loop
+from stree_jax.generation import scoring, tokens
+from stree_jax.speculation import accept
 from stree_jax.speculation.start import Start
 from tests.support.tiny import tiny
+
+
+def public(name):
+    """Returns a public function or class by its name."""
+    places = stree_jax, trees, sampling, scoring, accept
+    return next(getattr(place, name) for place in places if hasattr(place, name))
 
 
 class Ran(Exception):
@@ -85,7 +91,7 @@ def calls():
     model = tiny(1, layers=("mamba", "mlp"))
     ids = dict(prompts=[[8, 9]], max_new_tokens=4)
     arrays = dict(prompts=jnp.array([[1, 2]]), lengths=jnp.array([2]), max_new_tokens=3)
-    plain = dict(target=model, drafter=None, tree="chain:0")
+    plain = dict(model=model, drafter=None)
     tree = dict(prefix=[1, 2], tokens=[1, 2], parents=[-1, 0])
     drafted = dict(drafter=model, tree="A", sampling=Sampling())
     return {
@@ -125,7 +131,7 @@ def nothing_runs(monkeypatch):
     monkeypatch.setattr(Start, "begun", ran)
     monkeypatch.setattr(scoring, "_score", ran)
     monkeypatch.setattr(scoring, "_score_tree", ran)
-    monkeypatch.setattr(loop, "init_decoding", ran)
+    monkeypatch.setattr(tokens, "init_decoding", ran)
 
 
 def names(function, argument, message):
@@ -146,7 +152,7 @@ def test_wrong_values_are_refused_in_one_line(
     function, nothing_runs, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    right, call = calls()[function], getattr(stree_jax, function)
+    right, call = calls()[function], public(function)
     faults = []
     for argument in inspect.signature(call).parameters:
         if argument == "key":  # random keys have stories of their own
@@ -206,7 +212,7 @@ def test_keywords_of_other_libraries_name_the_right_one(
 ):
     model = calls()["stream"]["model"]
     with pytest.raises(TypeError) as caught:
-        getattr(stree_jax, function)(model, "a", **{name: value})
+        public(function)(model, "a", **{name: value})
     message = str(caught.value)
     assert message.startswith(f"{function}() has no argument '{name}': {hint}")
     assert "\n" not in message
@@ -217,8 +223,7 @@ def test_every_hint_is_about_an_unknown_keyword_of_a_public_function(name):
     """A hint that no function can give, or that no function needs, is a mistake."""
     options = {hint.option for hint in checks.HINTS[name]}
     lists = [
-        set(inspect.signature(getattr(stree_jax, function)).parameters)
-        for function in calls()
+        set(inspect.signature(public(function)).parameters) for function in calls()
     ]
     assert any(name not in known and options & known for known in lists)
 
@@ -226,7 +231,7 @@ def test_every_hint_is_about_an_unknown_keyword_of_a_public_function(name):
 def test_signatures_stay_visible():
     """Of a decorated function, for editors, `help` and type checkers."""
     for function in calls():
-        parameters = inspect.signature(getattr(stree_jax, function)).parameters
+        parameters = inspect.signature(public(function)).parameters
         kinds = {p.kind for p in parameters.values()}
         assert not kinds & {inspect.Parameter.VAR_KEYWORD}, function
     assert "max_new_tokens" in inspect.signature(stree_jax.generate).parameters
@@ -263,7 +268,7 @@ def test_signatures_stay_visible():
 )
 def test_unknown_keywords_of_other_functions(function, name, hint):
     with pytest.raises(TypeError) as caught:
-        getattr(stree_jax, function)(**{name: 1})
+        public(function)(**{name: 1})
     begin = f"{function}() has no argument '{name}': {hint}"
     assert str(caught.value).startswith(begin)
 
@@ -320,7 +325,7 @@ def test_names_of_drafters_are_the_same_everywhere(nothing_runs):
     """ "auto", the default of `generate`, is accepted wherever a drafter is named. For
     "none", the command's name for plain decoding, the message suggests None."""
     for function in ("generate", "stream", "tune", "generate_tokens"):
-        call, right = getattr(stree_jax, function), calls()[function]
+        call, right = public(function), calls()[function]
         right.pop("sampling", None)
         for name in ("none", "None"):
             with pytest.raises(ValueError, match="^drafter: .*give None for plain"):
@@ -346,9 +351,9 @@ def test_numbers_out_of_range_name_the_range(name):
             case "steps":
                 stree_jax.stream(model, [[8]], steps=big)
             case "samples":
-                stree_jax.sampling_rows([Sampling()], samples=big)
+                stree_jax.sampling.settings.sampling_rows([Sampling()], samples=big)
             case "ahead" | "width":
-                drafter = stree_jax.Staged(model, None, **{name: big})
+                drafter = stree_jax.drafters.Staged(model, None, **{name: big})
                 stree_jax.generate(model, [[8]], drafter=drafter, tree="A")
             case _:
                 stree_jax.generate(model, [[8]], **{name: big})

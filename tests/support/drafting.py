@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from stree_jax import Staged
+from stree_jax.drafters import Staged
 from stree_jax.training.ngrams import count_grams, katz
 from tests.support.heads import random_heads
 from tests.support.tiny import REAL, perturbed
