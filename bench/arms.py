@@ -26,7 +26,7 @@ from stree_jax.bench.method import (
 )
 from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.generation.generate import begin, encode_prompts
-from stree_jax.generation.result import Generation, Plan, summarise
+from stree_jax.generation.result import Generation, HostArguments, summarise
 from stree_jax.generation.scoring import first_difference
 from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads, first_heads
@@ -186,7 +186,7 @@ def workload(
 
 def begin_arm(
     work: Workload, arm: Arm, texts: Sequence[Prompt], temperature: float
-) -> tuple[Decoding, Plan]:
+) -> tuple[Decoding, HostArguments]:
     """Prefills a batch of prompts for an arm. Row i is sampled with seed i in every
     arm."""
     sampling = [

@@ -3,7 +3,14 @@
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read or written. The message is one line that says what is
-    wrong and where."""
+    wrong and where.
+
+    Example:
+      >>> stree_jax.load("/no/such/folder")
+      Traceback (most recent call last):
+      ...
+      stree_jax.convert.base.errors.CheckpointError: /no/such/folder: no such file or directory
+    """
 
     def __init__(self, message: str) -> None:
         line = " ".join(message.splitlines())  # names and reasons may have line breaks

@@ -47,6 +47,10 @@ def make_mesh(text: str) -> Mesh:
 
     Raises:
       ValueError: unknown axes, or more devices than there are.
+
+    Example:
+      >>> stree_jax.make_mesh("data=1,model=1").axis_names
+      ('data', 'model')
     """
     axes, devices = axes_named(text), jax.devices()
     wanted = int(np.prod(list(axes.values())))

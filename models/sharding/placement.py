@@ -213,6 +213,12 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
     Raises:
       ValueError: the mesh has other axes; no part of the model divides; the weight
         format does not allow the division; or the model is on a mesh already.
+
+    Example:
+      >>> mesh = stree_jax.make_mesh("model=1")
+      >>> model = stree_jax.shard(stree_jax.load("demo"), mesh)
+      >>> model.mesh.shape["model"]
+      1
     """
     if not isinstance(model, Model):
         raise ValueError(

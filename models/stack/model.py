@@ -98,6 +98,12 @@ class Model:
         the model is on one device.
       cut: how many devices share each part of the model. Inside `jax.shard_map` the
         model is one device's share, and `config` has the sizes of that share.
+
+    Example:
+      >>> model = stree_jax.load("demo")
+      >>> zeros = jax.tree.map(jnp.zeros_like, model)  # a Model
+      >>> zeros.tokenizer is model.tokenizer
+      True
     """
 
     params: Params

@@ -64,6 +64,11 @@ def load(
       CheckpointError: one line that says what is wrong and where.
       ValueError: as `shard`, or if STREE_JAX_CPU_KERNELS has an unknown value. It is
         raised before weights are read.
+
+    Example:
+      >>> model = stree_jax.load("demo", dtype="float32")
+      >>> model.params["embedding"].shape
+      (2048, 384)
     """
     # Check STREE_JAX_CPU_KERNELS now: later, a bad value would be reported as the fault
     # of a file.

@@ -28,6 +28,15 @@ def save(model: Model, dst: str | PathLike[str]) -> None:
 
     Raises:
       CheckpointError: one line that says what is wrong; dst is not created.
+
+    Example:
+      >>> import tempfile
+      >>> model = stree_jax.load("demo")
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     stree_jax.save(model, folder + "/mine")
+      ...     same = stree_jax.load(folder + "/mine").config == model.config
+      >>> same
+      True
     """
     if not isinstance(model, Model):
         raise CheckpointError(

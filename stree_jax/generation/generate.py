@@ -33,7 +33,7 @@ from stree_jax.generation.arguments import (
     stop_token_table,
     warn_of_drafter,
 )
-from stree_jax.generation.result import Generation, Past, Plan, summarise
+from stree_jax.generation.result import Generation, Past, HostArguments, summarise
 from stree_jax.models import PREFILL_CHUNK, Model
 from stree_jax.models.sharding.devices import check_agreed
 from stree_jax.sampling.continuation import Continuation, continuation
@@ -104,7 +104,7 @@ def checked(
     capacity: int = 0,
     take_past: bool = False,
     memory: str | int | None = None,
-) -> tuple[Start, Spec, Plan]:
+) -> tuple[Start, Spec, HostArguments]:
     """Validates the arguments of `generate`, before any prompt is processed.
 
     Returns:
@@ -190,7 +190,7 @@ def checked(
     return (
         start,
         at_first,
-        Plan(
+        HostArguments(
             model=model,
             spec=spec,
             text=[row for row in text for _ in range(n)],
@@ -215,7 +215,7 @@ def _trace_step(spec: Spec, start: Start) -> None:
 
 def begin(
     model: Model, prompts: Prompts, **options: Unpack[Options]
-) -> tuple[Decoding, Plan]:
+) -> tuple[Decoding, HostArguments]:
     """Validates the arguments of `generate` and processes the prompts (prefill)."""
     start, spec, plan = checked(model, prompts, **options)
     return start.begun(spec), plan
@@ -325,6 +325,12 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
     Raises:
       ValueError: an argument is wrong; raised before anything runs.
       TypeError: an option does not exist. The message says what to write instead.
+
+    Example:
+      >>> model = stree_jax.load("demo")
+      >>> result = stree_jax.generate(model, "def f(x):", max_new_tokens=8)
+      >>> len(result.tokens[0]), result.finish_reasons
+      (8, ['length'])
     """
     (result,) = stream(model, prompts, steps=FOREVER, **options)
     return result
@@ -349,6 +355,14 @@ def stream(
 
     Raises:
       ValueError, TypeError: for the same reasons as `generate`.
+
+    Example:
+      >>> model = stree_jax.load("demo")
+      >>> pieces = []
+      >>> for part in stree_jax.stream(model, "import os", max_new_tokens=8):
+      ...     pieces += part.new_texts
+      >>> "".join(pieces) == part.texts[0]
+      True
     """
     steps = integer("steps", steps, 1, FOREVER, f"1..{FOREVER} passes")
     began = time.perf_counter()
@@ -360,7 +374,7 @@ def stream(
 def _growing(
     start: Start,
     at_first: Spec,
-    plan: Plan,
+    plan: HostArguments,
     steps: int,
     options: Options,
     checked_s: float,
@@ -433,6 +447,11 @@ def tune(
 
     Raises:
       ValueError: for the same reasons as `generate`, or if `tree` is not "auto".
+
+    Example:
+      >>> times = stree_jax.tune(stree_jax.load("demo"), "lookup", context=256)
+      >>> type(times.on_device()).__name__
+      'StepTimes'
     """
     batch = integer("batch", batch, 1, 2**16, f"1..{2**16} rows")
     sampled = flag("sampled", sampled)

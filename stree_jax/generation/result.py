@@ -62,6 +62,13 @@ class Past:
       target: state of the target model, on the device.
       drafter: state of the drafter. It is None after plain decoding.
       tokens: for each row, all of its tokens so far, with the prompt.
+
+    Example:
+      >>> model = stree_jax.load("demo")
+      >>> first = stree_jax.generate(model, "x = ", max_new_tokens=4, keep_past=True)
+      >>> more = stree_jax.generate(model, " + 1", max_new_tokens=4, past=first.past)
+      >>> more.lengths.tolist()
+      [4]
     """
 
     target: State
@@ -128,6 +135,12 @@ class Generation:
       decoders: one decoder per row, which decodes its tokens after the prompt for the
         notebook's view. They are not pickled or copied. None if the model has no
         tokenizer.
+
+    Example:
+      >>> model = stree_jax.load("demo")
+      >>> result = stree_jax.generate(model, ["a = ", "b = "], max_new_tokens=4)
+      >>> result.lengths.tolist()
+      [4, 4]
     """
 
     tokens: list[list[int]]
@@ -248,7 +261,7 @@ def _shortened(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class HostArguments:
     """The validated arguments of a call of `generate` that are needed on the host after
     prefill. Lists have one entry per row.
 
@@ -319,7 +332,7 @@ def promise_of(rule: Rule, sampled: bool) -> Promise:
 
 
 def summarise(
-    plan: Plan,
+    plan: HostArguments,
     decoding: Decoding,
     shown: list[int],
     seconds: tuple[float, float],

@@ -63,6 +63,11 @@ def score(model: Model, tokens: Any) -> jax.Array:
 
     Raises:
       ValueError: the shape of the tokens is wrong, or ids are outside the vocabulary.
+
+    Example:
+      >>> model = stree_jax.load("demo")
+      >>> stree_jax.score(model, [[60, 61, 62]]).shape
+      (1, 3, 2048)
     """
     check_not_forked()
     check_model("model", model)
@@ -159,6 +164,12 @@ def score_tree(
     Raises:
       ValueError: the tree is invalid, shapes disagree, or ids are outside the
         vocabulary.
+
+    Example:
+      >>> model = stree_jax.load("demo")
+      >>> # Two tokens that may follow the root, 62:
+      >>> stree_jax.score_tree(model, [60, 61], [62, 63, 64], [-1, 0, 0]).shape
+      (3, 2048)
     """
     check_not_forked()
     check_model("model", model)

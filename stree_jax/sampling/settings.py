@@ -43,6 +43,10 @@ class Sampling:
         occur in the text, including the prompt; 1 is off.
       seed: seed of the random numbers. If None, the index of the prompt is used. The
         same seed gives the same text, whatever else is in the batch.
+
+    Example:
+      >>> stree_jax.Sampling(temperature=0.7, top_p=0.9, seed=1).top_k
+      0
     """
 
     temperature: float = 1.0

@@ -183,6 +183,11 @@ def plan(
 
     Raises:
       ValueError: wrong arguments, or nothing fits; see `fit.refusal`.
+
+    Example:
+      >>> planned = stree_jax.plan(stree_jax.load("demo"), "100MB", context=512)
+      >>> planned.limit
+      100000000
     """
     limit = bytes_named(memory)
     request = Request(batch, context, queries, max_new_tokens)

@@ -101,7 +101,12 @@ WHY_BIASED = {
 @dataclass(frozen=True)
 class Typical:
     """Thresholds of typical acceptance: accept if p > min(epsilon, delta
-    exp(-entropy)). The defaults are those of the Medusa paper."""
+    exp(-entropy)). The defaults are those of the Medusa paper.
+
+    Example:
+      >>> stree_jax.trees.Rule("typical", "top_k", stree_jax.trees.Typical(0.2)).drafting
+      'top_k'
+    """
 
     epsilon: float = 0.09
     delta: float = 0.3
@@ -126,6 +131,11 @@ class Rule:
         independent draws ("iid"), draws "without_replacement", or the top tokens under
         the target's sampling noise ("coupled").
       typical: thresholds of the acceptance "typical"; unused by others.
+
+    Example:
+      >>> rule = stree_jax.trees.Rule("mss", "iid")  # the same as rule="mss"
+      >>> rule.acceptance
+      'mss'
     """
 
     acceptance: str

@@ -45,6 +45,10 @@ class Tree:
       width: maximum number of nodes at one depth.
       inner: maximum number of nodes with children at one depth, including the root.
       children: maximum number of children of one node.
+
+    Example:
+      >>> stree_jax.trees.NAMED_TREES["E"].size
+      16
     """
 
     parents: jax.Array | np.ndarray
@@ -83,6 +87,10 @@ class Beam:
     nodes.
 
     Which nodes of a layer have children, and how many, is decided while drafting.
+
+    Example:
+      >>> stree_jax.trees.Beam(width=4, depth=3).size
+      13
     """
 
     width: int = struct.field(pytree_node=False)
@@ -140,6 +148,10 @@ class Auto:
 
     Attributes:
       sizes: numbers of nodes that a tree may have, growing from 1 (plain decoding).
+
+    Example:
+      >>> stree_jax.trees.Auto(sizes=(1, 4, 8)).sizes
+      (1, 4, 8)
     """
 
     sizes: tuple[int, ...] = struct.field(pytree_node=False, default=(1, 4, 8, 16))
@@ -262,6 +274,11 @@ def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
 
     Raises:
       ValueError: the parents are invalid; the message names the first wrong node.
+
+    Example:
+      >>> tree = stree_jax.trees.make_tree([-1, 0, 0, 1])  # parents; -1 is the root's
+      >>> tree.size, tree.depth
+      (4, 2)
     """
     try:
         table = np.asarray(parents)
@@ -301,7 +318,12 @@ def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
 
 @with_hints
 def chain(n: int) -> Tree:
-    """Makes a chain of n draft tokens: n + 1 nodes (standard speculative decoding)."""
+    """Makes a chain of n draft tokens: n + 1 nodes (standard speculative decoding).
+
+    Example:
+      >>> stree_jax.trees.chain(4).size  # four draft tokens below the root
+      5
+    """
     (n,) = _integers("chain", n=n)
     if n < 0:
         raise ValueError(f"chain: want n >= 0 drafted tokens, got {n}")
@@ -311,7 +333,12 @@ def chain(n: int) -> Tree:
 
 @with_hints
 def full_tree(branching: int, depth: int) -> Tree:
-    """Makes a full tree: every node above `depth` has `branching` children."""
+    """Makes a full tree: every node above `depth` has `branching` children.
+
+    Example:
+      >>> stree_jax.trees.full_tree(branching=2, depth=3).size
+      15
+    """
     branching, depth = _integers("full_tree", branching=branching, depth=depth)
     if branching < 1 or depth < 0:
         raise ValueError(
@@ -323,7 +350,12 @@ def full_tree(branching: int, depth: int) -> Tree:
 
 def cartesian(*branching: int) -> Tree:
     """Makes a tree in which every node at depth d has `branching[d]` children: all
-    combinations of `branching[d]` guesses per position (Medusa, section 2.1)."""
+    combinations of `branching[d]` guesses per position (Medusa, section 2.1).
+
+    Example:
+      >>> stree_jax.trees.cartesian(4, 2).size  # 1 + 4 + 4 * 2
+      13
+    """
     for i, count in enumerate(branching):
         _integers("cartesian", **{f"branching[{i}]": count})
     if not branching or min(branching) < 1:
@@ -369,6 +401,10 @@ def layered(width: int, depth: int) -> Tree:
     The root has `width` children. In each layer the first node (the drafter's best
     guess) is the parent of all but one of the next layer's nodes, and the second node
     is the parent of the last one.
+
+    Example:
+      >>> stree_jax.trees.layered(width=3, depth=2).size
+      7
     """
     width, depth = _integers("layered", width=width, depth=depth)
     if width < 1 or depth < 1:
@@ -402,6 +438,10 @@ def pruned(
     Raises:
       ValueError: `children` or `levels` is less than 1, or no such tree has that number
         of nodes or leaves.
+
+    Example:
+      >>> stree_jax.trees.pruned(children=4, levels=4, nodes=32).size
+      32
     """
     children, levels = _integers("pruned", children=children, levels=levels)
     if nodes is not None:
@@ -524,6 +564,10 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
 
     Raises:
       ValueError: the name is unknown or the tree is invalid.
+
+    Example:
+      >>> stree_jax.trees.resolve_tree("chain:4").parents
+      array([-1,  0,  1,  2,  3], dtype=int32)
     """
     if isinstance(tree, Topology):
         return tree
