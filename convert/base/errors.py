@@ -9,7 +9,7 @@ class CheckpointError(ValueError):
       >>> stree_jax.load("/no/such/folder")
       Traceback (most recent call last):
       ...
-      stree_jax.convert.base.errors.CheckpointError: /no/such/folder: no such file or directory
+      CheckpointError: /no/such/folder: no such file or directory
     """
 
     def __init__(self, message: str) -> None:

@@ -33,7 +33,7 @@ from stree_jax.generation.arguments import (
     stop_token_table,
     warn_of_drafter,
 )
-from stree_jax.generation.result import Generation, Past, HostArguments, summarise
+from stree_jax.generation.result import Generation, HostArguments, Past, summarise
 from stree_jax.models import PREFILL_CHUNK, Model
 from stree_jax.models.sharding.devices import check_agreed
 from stree_jax.sampling.continuation import Continuation, continuation

@@ -104,8 +104,9 @@ class Typical:
     exp(-entropy)). The defaults are those of the Medusa paper.
 
     Example:
-      >>> stree_jax.trees.Rule("typical", "top_k", stree_jax.trees.Typical(0.2)).drafting
-      'top_k'
+      >>> thresholds = stree_jax.trees.Typical(epsilon=0.2)
+      >>> stree_jax.trees.Rule("typical", "top_k", thresholds).typical.delta
+      0.3
     """
 
     epsilon: float = 0.09
