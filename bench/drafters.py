@@ -29,8 +29,8 @@ from stree_jax.models import Model
 from stree_jax.models.drafters.dflash import DFlash
 from stree_jax.models.stack.memory import weights_read
 from stree_jax.sampling.settings import Sampling
-from stree_jax.speculation.drafters.fitted import WithNGrams
 from stree_jax.speculation.drafters.lookup import LOOKUP
+from stree_jax.speculation.drafters.ngram_pairs import WithNGrams
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.source import Source

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from stree_jax.convert.families.rows import Row, split
 from stree_jax.convert.families.table import Field
+from stree_jax.convert.families.tensor_map import Row, split
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.gguf.architectures import ARCHITECTURES
 from stree_jax.convert.gguf.keys import (

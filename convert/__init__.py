@@ -17,7 +17,7 @@ from tqdm import tqdm
 from stree_jax.convert.base.errors import CheckpointError as CheckpointError
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.families.configs import Warn, check_mtp, read_config
-from stree_jax.convert.families.rows import Names, Row
+from stree_jax.convert.families.tensor_map import Names, Row
 from stree_jax.convert.families.tensors import (
     check_tensors,
     dtype_in_file,

@@ -11,7 +11,7 @@ from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.families.configs import GENERATION, export_format, hf_config
 from stree_jax.convert.families.qwen3_5 import TEXT
-from stree_jax.convert.families.rows import split
+from stree_jax.convert.families.tensor_map import split
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.gguf.checkpoint import source_config
 from stree_jax.convert.saved.atomic import atomic_directory

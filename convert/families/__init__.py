@@ -35,7 +35,7 @@ from stree_jax.convert.families import (
     qwen3_next,
     zamba2,
 )
-from stree_jax.convert.families.rows import Names
+from stree_jax.convert.families.tensor_map import Names
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 

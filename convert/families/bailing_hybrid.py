@@ -12,8 +12,8 @@ from typing import Any
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import kimi_linear as kimi
 from stree_jax.convert.families import read
-from stree_jax.convert.families.rows import Names, Part, mlp_rows
 from stree_jax.convert.families.table import Field, read_fields, require
+from stree_jax.convert.families.tensor_map import Names, Part, mlp_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import KDAConfig, MLAConfig, ModelConfig
 

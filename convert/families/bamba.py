@@ -6,8 +6,8 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama
-from stree_jax.convert.families.rows import Part, mamba_rows, mlp_rows
 from stree_jax.convert.families.table import read_fields, require, write_fields
+from stree_jax.convert.families.tensor_map import Part, mamba_rows, mlp_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.layers.rope import Rope

@@ -14,7 +14,8 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
-from stree_jax.convert.families.rows import (
+from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.families.tensor_map import (
     Names,
     Part,
     Path,
@@ -22,7 +23,6 @@ from stree_jax.convert.families.rows import (
     attention_rows,
     mlp_rows,
 )
-from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.windows import (
     NEAR,
     SLIDES,

@@ -6,8 +6,14 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, read
-from stree_jax.convert.families.rows import Part, Path, Row, mamba_rows, module_rows
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.families.tensor_map import (
+    Part,
+    Path,
+    Row,
+    mamba_rows,
+    module_rows,
+)
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from stree_jax.models.stack.config import blocks, named

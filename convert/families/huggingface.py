@@ -9,8 +9,8 @@ from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import read
-from stree_jax.convert.families.rows import Names, bare
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.families.tensor_map import Names, bare
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.source import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig

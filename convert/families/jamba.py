@@ -8,8 +8,8 @@ from typing import Any
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, mamba, read
-from stree_jax.convert.families.rows import Part, Path, Row, mlp_rows
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.families.tensor_map import Part, Path, Row, mlp_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import (
     AttentionConfig,

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
-from stree_jax.convert.families.rows import (
+from stree_jax.convert.families.table import (
+    Field,
+    Read,
+    read_fields,
+    require,
+    write_fields,
+)
+from stree_jax.convert.families.tensor_map import (
     Groups,
     Names,
     Part,
@@ -20,13 +27,6 @@ from stree_jax.convert.families.rows import (
     Row,
     mlp_rows,
     module_rows,
-)
-from stree_jax.convert.families.table import (
-    Field,
-    Read,
-    read_fields,
-    require,
-    write_fields,
 )
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import KDAConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from stree_jax.convert.families import lfm2, read
-from stree_jax.convert.families.rows import Names, Part, Path, Row
 from stree_jax.convert.families.table import Field, read_fields, write_fields
+from stree_jax.convert.families.tensor_map import Names, Part, Path, Row
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
 

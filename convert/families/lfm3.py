@@ -12,8 +12,8 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import lfm2, read
-from stree_jax.convert.families.rows import Names, Part, Path, Row, attention_rows
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.families.tensor_map import Names, Part, Path, Row, attention_rows
 from stree_jax.convert.families.windows import (
     NEAR,
     SLIDES,

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families.rows import Names, Part, attention_rows, mlp_rows
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.families.tensor_map import Names, Part, attention_rows, mlp_rows
 from stree_jax.convert.families.windows import NEAR, check_llama_windows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig

@@ -9,7 +9,8 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
-from stree_jax.convert.families.rows import (
+from stree_jax.convert.families.table import Field, read_fields, write_fields
+from stree_jax.convert.families.tensor_map import (
     Names,
     Part,
     Path,
@@ -17,7 +18,6 @@ from stree_jax.convert.families.rows import (
     conv_rows,
     module_rows,
 )
-from stree_jax.convert.families.table import Field, read_fields, write_fields
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import Mamba1Config, ModelConfig
 from stree_jax.models.stack.config import blocks, named

@@ -5,8 +5,8 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
-from stree_jax.convert.families.rows import Names, Part, mamba_rows
 from stree_jax.convert.families.table import Field
+from stree_jax.convert.families.tensor_map import Names, Part, mamba_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 from stree_jax.models.stack.config import blocks, named

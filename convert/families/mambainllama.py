@@ -10,8 +10,8 @@ from dataclasses import replace
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, native, read
-from stree_jax.convert.families.rows import Part, mamba_rows
 from stree_jax.convert.families.table import Field, read_fields
+from stree_jax.convert.families.tensor_map import Part, mamba_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import MambaConfig, ModelConfig
 from stree_jax.models.stack.config import blocks

@@ -17,7 +17,8 @@ from typing import Any
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
 from stree_jax.convert.families.kimi_linear import moe_rows
-from stree_jax.convert.families.rows import (
+from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.families.tensor_map import (
     Groups,
     Names,
     Part,
@@ -26,7 +27,6 @@ from stree_jax.convert.families.rows import (
     attention_rows,
     plain,
 )
-from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.windows import WINDOW, effective, window_of
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import (

@@ -8,8 +8,14 @@ from typing import Literal
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import mamba2, read
-from stree_jax.convert.families.rows import Part, Path, Row, conv_rows, module_rows
 from stree_jax.convert.families.table import Field, read_fields
+from stree_jax.convert.families.tensor_map import (
+    Part,
+    Path,
+    Row,
+    conv_rows,
+    module_rows,
+)
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig, Rope
 from stree_jax.models.stack.config import blocks, named

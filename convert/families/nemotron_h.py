@@ -11,7 +11,14 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import mamba2, read
-from stree_jax.convert.families.rows import (
+from stree_jax.convert.families.table import (
+    Field,
+    Read,
+    read_fields,
+    require,
+    write_fields,
+)
+from stree_jax.convert.families.tensor_map import (
     Names,
     Part,
     Path,
@@ -20,13 +27,6 @@ from stree_jax.convert.families.rows import (
     layer_rows,
     module_rows,
     norm_rows,
-)
-from stree_jax.convert.families.table import (
-    Field,
-    Read,
-    read_fields,
-    require,
-    write_fields,
 )
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig

@@ -11,8 +11,8 @@ from typing import Any
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import qwen3_next, read
 from stree_jax.convert.families.qwen3_next import Tables
-from stree_jax.convert.families.rows import Part, Path, Row
 from stree_jax.convert.families.table import Field
+from stree_jax.convert.families.tensor_map import Part, Path, Row
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 from stree_jax.models.mixers.delta import DeltaConfig

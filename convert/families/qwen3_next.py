@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
-from stree_jax.convert.families.rows import (
+from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.families.tensor_map import (
     ENDINGS,
     Groups,
     Names,
@@ -28,7 +29,6 @@ from stree_jax.convert.families.rows import (
     norm_rows,
     plain,
 )
-from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, Rope
 from stree_jax.models.mixers.delta import DeltaConfig

@@ -10,7 +10,7 @@ import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families.configs import Warn
-from stree_jax.convert.families.rows import (
+from stree_jax.convert.families.tensor_map import (
     Index,
     Names,
     Piece,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stree_jax.convert.families.huggingface import Layers, with_mlps
-from stree_jax.convert.families.rows import Names
 from stree_jax.convert.families.table import read_fields
+from stree_jax.convert.families.tensor_map import Names
 from stree_jax.convert.gguf import gemma, kimi, lfm2, mamba, qwen
 from stree_jax.convert.gguf.keys import (
     FEED_FORWARD,

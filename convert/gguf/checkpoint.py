@@ -9,7 +9,7 @@ from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families.configs import Warn
-from stree_jax.convert.families.rows import Names
+from stree_jax.convert.families.tensor_map import Names
 from stree_jax.convert.gguf.architectures import ARCHITECTURES, Architecture
 from stree_jax.convert.gguf.keys import (
     check_neutral,

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from stree_jax.convert.families.huggingface import with_mlps
-from stree_jax.convert.families.rows import Part
+from stree_jax.convert.families.tensor_map import Part
 from stree_jax.convert.families.windows import NEAR
 from stree_jax.convert.gguf.keys import (
     WINDOW,

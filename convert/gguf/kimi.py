@@ -8,8 +8,8 @@ and in the code of the model's authors.
 from collections.abc import Collection, Iterator
 
 from stree_jax.convert.families import read
-from stree_jax.convert.families.rows import Groups, Names, Part, Path, Row
 from stree_jax.convert.families.table import Field, read_fields
+from stree_jax.convert.families.tensor_map import Groups, Names, Part, Path, Row
 from stree_jax.convert.gguf.keys import (
     GATING,
     HEADS,

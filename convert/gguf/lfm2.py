@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from stree_jax.convert.families import read
 from stree_jax.convert.families.lfm2_moe import NORMALIZE_EPS
-from stree_jax.convert.families.rows import Part, Path, Row
 from stree_jax.convert.families.table import Field, read_fields
+from stree_jax.convert.families.tensor_map import Part, Path, Row
 from stree_jax.convert.gguf.keys import (
     GATING,
     HEADS,

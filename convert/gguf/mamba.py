@@ -8,8 +8,8 @@ and `jamba.cpp`, and the `gguf` package's constants.
 from collections.abc import Iterator
 
 from stree_jax.convert.families import read
-from stree_jax.convert.families.rows import Part, Path, Row
 from stree_jax.convert.families.table import Field, read_fields
+from stree_jax.convert.families.tensor_map import Part, Path, Row
 from stree_jax.convert.gguf.keys import (
     HEADS,
     INNER,

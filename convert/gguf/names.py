@@ -16,7 +16,7 @@ Sources: llama.cpp's `conversion/` (granite, llama, mamba, nemotron, falcon_h1),
 from collections.abc import Iterator
 from dataclasses import replace
 
-from stree_jax.convert.families.rows import ENDINGS, Names, Part, Path, Row
+from stree_jax.convert.families.tensor_map import ENDINGS, Names, Part, Path, Row
 from stree_jax.convert.tensors.gguf_blocks import without_ones
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, MoEConfig
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from stree_jax.convert.families import read
 from stree_jax.convert.families.huggingface import with_mlps
-from stree_jax.convert.families.rows import (
+from stree_jax.convert.families.table import Field, read_fields
+from stree_jax.convert.families.tensor_map import (
     Groups,
     Names,
     Part,
@@ -32,7 +33,6 @@ from stree_jax.convert.families.rows import (
     norm_rows,
     plain,
 )
-from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.gguf.keys import (
     INNER,
     MOE,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from stree_jax.convert.families.rows import Names, Row, source_shapes
+from stree_jax.convert.families.tensor_map import Names, Row, source_shapes
 from stree_jax.convert.families.tensors import (
     dtype_in_file,
     expert_sources,

@@ -20,13 +20,13 @@ from stree_jax.models.drafters.trimming import (
     trimmed_eagle,
     trimmed_eagle_config,
 )
-from stree_jax.speculation.drafters.fitted import WithNGrams
 from stree_jax.speculation.drafters.mtp import (
     MTP,
     TrimmedMTP,
     TrimmedMTPConfig,
     trimmed_mtp,
 )
+from stree_jax.speculation.drafters.ngram_pairs import WithNGrams
 from stree_jax.speculation.drafters.table import AUTO, DrafterConfig, default_drafter
 
 MIN_COVERAGE = 0.97  # share of a text's tokens; below it, a warning is given

@@ -38,9 +38,9 @@ from stree_jax.models import Format, Model, ModelConfig
 from stree_jax.models.drafters.dflash import DFlash
 from stree_jax.models.drafters.eagle import Eagle
 from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
-from stree_jax.speculation.drafters.fitted import WithNGrams, without_pairs
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.mtp import MTP
+from stree_jax.speculation.drafters.ngram_pairs import WithNGrams, without_pairs
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.staged import AHEAD, WIDTH, Staged
 from stree_jax.speculation.drafters.table import (

@@ -316,7 +316,7 @@ def train_reader(
 ) -> None:
     """Trains a drafter of one of the kinds `READERS` and writes it."""
     from stree_jax.convert.drafters.write import save_drafter
-    from stree_jax.training.stretches import Amounts, StretchSize, train_drafter
+    from stree_jax.training.tapped_drafters import Amounts, StretchSize, train_drafter
 
     if args.width is not None or args.target_embedding:
         raise ValueError(

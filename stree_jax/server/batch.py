@@ -23,6 +23,13 @@ from stree_jax.sampling.settings import Sampling, row_key, sampling_rows
 from stree_jax.server.prefixes import Prefixes
 from stree_jax.sizing import step_times
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
+from stree_jax.speculation.batch_rows import (
+    admit_jit,
+    cancel_jit,
+    past_jit,
+    refilled,
+    vacant_jit,
+)
 from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import kept as drafter_kept
@@ -31,13 +38,6 @@ from stree_jax.speculation.loop import (
     cache_capacity,
     deepest,
     init_decoding_jit,
-)
-from stree_jax.speculation.rows import (
-    admit_jit,
-    cancel_jit,
-    past_jit,
-    refilled,
-    vacant_jit,
 )
 from stree_jax.speculation.step import Spec
 

@@ -18,7 +18,7 @@ from stree_jax.sizing.budget import LoadedTask, Setup
 from stree_jax.sizing.fit import Count
 from stree_jax.sizing.memory import UNFORESEEN, BufferSizes, analysed, parts_of
 from stree_jax.sizing.temporaries import reading_at_most
-from stree_jax.speculation.rows import refilled
+from stree_jax.speculation.batch_rows import refilled
 from stree_jax.speculation.step import Spec
 
 MIN_CONTEXT = 128  # tokens

@@ -31,9 +31,9 @@ from stree_jax.server.batch import (
     for_program,
     requests_of,
 )
+from stree_jax.speculation.batch_rows import admit_jit, past_jit, past_of, vacant
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.loop import advance_jit, init_decoding, init_decoding_jit
-from stree_jax.speculation.rows import admit_jit, past_jit, past_of, vacant
 from stree_jax.speculation.step import Spec
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.int32)

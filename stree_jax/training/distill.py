@@ -13,7 +13,12 @@ import numpy as np
 from stree_jax import models
 from stree_jax.checkpoints.load import load
 from stree_jax.models import Model
-from stree_jax.training.kept import GENERATED, PROMPT, keep_own_text, spread_windows
+from stree_jax.training.hidden_state_files import (
+    GENERATED,
+    PROMPT,
+    keep_own_text,
+    spread_windows,
+)
 from stree_jax.training.losses import distillation_loss
 from stree_jax.training.recipe import (
     Job,

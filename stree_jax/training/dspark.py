@@ -38,7 +38,7 @@ from stree_jax.models.drafters.dflash import (
     run_block,
 )
 from stree_jax.models.drafters.dflash_pairs import confidence, no_memory, pair_bias
-from stree_jax.training.stretches import (
+from stree_jax.training.tapped_drafters import (
     attention_of,
     check_least,
     divergences,

@@ -43,7 +43,7 @@ from stree_jax.models.drafters.eagle import (
     init_eagle,
     project,
 )
-from stree_jax.training.stretches import (
+from stree_jax.training.tapped_drafters import (
     attention_of,
     check_least,
     divergences,

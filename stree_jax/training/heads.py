@@ -34,7 +34,7 @@ from stree_jax.models.drafters.heads import (
     init_heads,
 )
 from stree_jax.sampling.ranks import rank_of
-from stree_jax.training.kept import (
+from stree_jax.training.hidden_state_files import (
     GENERATED,
     PROMPT,
     READ_AT_ONCE,

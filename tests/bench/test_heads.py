@@ -18,7 +18,7 @@ from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import AttentionConfig, MambaConfig, Rope, init_params
 from stree_jax.models.drafters.heads import head_logits
 from stree_jax.models.stack.memory import weights_read
-from stree_jax.training.kept import hidden_states
+from stree_jax.training.hidden_state_files import hidden_states
 from tests.bench.pairs import cells, drawn, measured, pair_with_words
 from tests.distribution import processed
 from tests.support.heads import random_heads, reference_logits

@@ -11,7 +11,7 @@ import pytest
 import stree_jax
 from stree_jax.cli import main as cli
 from stree_jax.training import heads as training
-from stree_jax.training import kept
+from stree_jax.training import hidden_state_files as kept
 from stree_jax.training.corpus import train_tokenizer
 from stree_jax.training.ngrams import count_grams, katz
 from tests.support.tiny import tiny

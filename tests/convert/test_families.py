@@ -52,8 +52,8 @@ from stree_jax.convert.families import (
     zamba2,
 )
 from stree_jax.convert.families.configs import export_format, hf_config, read_config
-from stree_jax.convert.families.rows import source_shapes
 from stree_jax.convert.families.table import Field, read_fields, write_fields
+from stree_jax.convert.families.tensor_map import source_shapes
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import REQUIRED, ConfigFields

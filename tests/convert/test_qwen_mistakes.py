@@ -11,7 +11,7 @@ import pytest
 
 import stree_jax
 from stree_jax import convert
-from stree_jax.convert.families.rows import Groups
+from stree_jax.convert.families.tensor_map import Groups
 from tests.support import qwen
 from tests.support.qwen import TOKENS, mtp_score, score
 

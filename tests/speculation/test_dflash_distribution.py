@@ -11,7 +11,7 @@ import pytest
 from stree_jax.models.drafters.trimming import trimmed
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.drafters import dflash
-from stree_jax.speculation.drafters.fitted import WithNGrams
+from stree_jax.speculation.drafters.ngram_pairs import WithNGrams
 from stree_jax.training.ngrams import count_grams, katz
 from tests import distribution
 from tests.distribution import MSS, RECURSIVE

@@ -12,7 +12,7 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.drafters import WithNGrams
 from stree_jax.speculation.drafters.block_candidates import Candidates
-from stree_jax.speculation.drafters.fitted import LOWEST, fitted_pairs, ngram_pairs
+from stree_jax.speculation.drafters.ngram_pairs import LOWEST, fitted_pairs, ngram_pairs
 from stree_jax.training.ngrams import count_grams, katz
 from tests.speculation.auto import times
 from tests.support.dflash import KINDS, random_dflash

@@ -23,7 +23,7 @@ from stree_jax.speculation.drafter import DrafterBase
 from stree_jax.speculation.drafters import medusa
 from stree_jax.speculation.drafters.medusa import MedusaDrafter
 from stree_jax.speculation.tree import resolve_tree
-from stree_jax.training.kept import hidden_states
+from stree_jax.training.hidden_state_files import hidden_states
 from tests.distribution import processed
 from tests.support.heads import random_heads, reference_logits, repeating
 from tests.support.reference import depth_of, path_to

@@ -12,7 +12,8 @@ import pytest
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.generation.generate import begin
-from stree_jax.speculation import loop, rows
+from stree_jax.speculation import batch_rows as rows
+from stree_jax.speculation import loop
 from stree_jax.speculation.adaptive.policy import FINISH_SCALE, PACE_PRIOR_STEPS
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
 from tests.support.tiny import REAL

@@ -17,7 +17,7 @@ from stree_jax.speculation.decoding import OPEN
 from stree_jax.speculation.draft import only_root
 from stree_jax.speculation.drafter import DrafterBase, Update
 from stree_jax.speculation.drafters.model import ModelDrafter, fill_tree
-from stree_jax.speculation.drafters.reading import Reading
+from stree_jax.speculation.drafters.progress import Reading
 from stree_jax.speculation.policy import FixedTree
 from stree_jax.speculation.tree import chain, resolve_tree
 from tests.speculation.steps import decode, row_of

@@ -16,7 +16,7 @@ from stree_jax.models.drafters.dflash import (
 from stree_jax.models.drafters.dflash_pairs import no_memory, pair_scores
 from stree_jax.models.drafters.heads import head_of
 from stree_jax.training import dspark as training
-from stree_jax.training.stretches import DECAY
+from stree_jax.training.tapped_drafters import DECAY
 from tests.support.dflash import KINDS, random_dflash
 from tests.support.tiny import REAL, tiny
 

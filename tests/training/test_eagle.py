@@ -17,7 +17,7 @@ from stree_jax.models import (
 from stree_jax.models.drafters.eagle import eagle_model, project
 from stree_jax.models.drafters.heads import head_of
 from stree_jax.training import eagle as training
-from stree_jax.training.stretches import DECAY
+from stree_jax.training.tapped_drafters import DECAY
 from tests.support import eagle
 
 M, T = 3, 12

@@ -15,7 +15,7 @@ import pytest
 import stree_jax
 from stree_jax.models.drafters.heads import Heads, head_of
 from stree_jax.training import heads as training
-from stree_jax.training import kept
+from stree_jax.training import hidden_state_files as kept
 from stree_jax.training.recipe import Job
 from stree_jax.training.train import TrainConfig
 from tests.support.cycle import cycling_target, write_text

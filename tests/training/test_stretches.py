@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.training import dspark, eagle, kept, stretches
+from stree_jax.training import dspark, eagle
+from stree_jax.training import hidden_state_files as kept
+from stree_jax.training import tapped_drafters as stretches
 from stree_jax.training.recipe import Job
 from stree_jax.training.train import TrainConfig
 from tests.support.cycle import cycling_target, write_text

@@ -29,7 +29,7 @@ from stree_jax.speculation.drafter import (
     Update,
     model_key,
 )
-from stree_jax.speculation.drafters.reading import model_state
+from stree_jax.speculation.drafters.progress import model_state
 
 READ_CHUNK = 8  # tokens of text per forward pass of the draft model
 

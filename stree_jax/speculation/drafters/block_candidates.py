@@ -13,7 +13,7 @@ from jax import lax
 from stree_jax.models.drafters.dflash import DFlash
 from stree_jax.models.drafters.dflash_pairs import pair_scores
 from stree_jax.sampling.distribution import Distribution
-from stree_jax.speculation.drafters.fitted import after
+from stree_jax.speculation.drafters.ngram_pairs import after
 
 
 @struct.dataclass

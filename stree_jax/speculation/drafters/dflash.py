@@ -63,8 +63,8 @@ from stree_jax.speculation.drafters.block_candidates import (
     at_depth,
     pair_temperature,
 )
-from stree_jax.speculation.drafters.fitted import WithNGrams, ngram_pairs
 from stree_jax.speculation.drafters.model import draw_level, empty_draft
+from stree_jax.speculation.drafters.ngram_pairs import WithNGrams, ngram_pairs
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.shortlist import chained, log_rest, reached
 from stree_jax.speculation.gain import Acceptance

@@ -45,7 +45,7 @@ from stree_jax.speculation.drafter import (
     Update,
 )
 from stree_jax.speculation.drafters.beam import search
-from stree_jax.speculation.drafters.reading import (
+from stree_jax.speculation.drafters.progress import (
     Reading,
     add_update,
     begin_reading,

@@ -55,7 +55,7 @@ from stree_jax.speculation.drafter import (
 )
 from stree_jax.speculation.drafters.model import ModelSource, by_slot
 from stree_jax.speculation.drafters.ngrams import NGrams, check_fixed
-from stree_jax.speculation.drafters.reading import (
+from stree_jax.speculation.drafters.progress import (
     Reading,
     add_update,
     all_read,

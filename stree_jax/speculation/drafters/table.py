@@ -14,7 +14,6 @@ from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.drafters.custom import METHODS, Custom
 from stree_jax.speculation.drafters.dflash import DFlashSource
 from stree_jax.speculation.drafters.eagle import EagleSource
-from stree_jax.speculation.drafters.fitted import WithNGrams
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.medusa import HeadsSource
 from stree_jax.speculation.drafters.model import ModelSource
@@ -25,6 +24,7 @@ from stree_jax.speculation.drafters.mtp import (
     TrimmedMTPConfig,
     TrimmedMTPSource,
 )
+from stree_jax.speculation.drafters.ngram_pairs import WithNGrams
 from stree_jax.speculation.drafters.ngrams import NGrams, NGramsSource
 from stree_jax.speculation.drafters.staged import Staged, StagedSource
 from stree_jax.speculation.drafters.text import LookupSource, PlainSource

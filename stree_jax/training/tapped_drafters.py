@@ -34,7 +34,7 @@ from stree_jax.models import (
 from stree_jax.models import Model as BareModel
 from stree_jax.models.drafters.heads import head_of
 from stree_jax.models.stack.boundaries import boundary_count, tap_of
-from stree_jax.training.kept import (
+from stree_jax.training.hidden_state_files import (
     GENERATED,
     PROMPT,
     keep_own_text,
