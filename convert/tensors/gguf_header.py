@@ -23,6 +23,7 @@ from stree_jax.convert.tensors.source import file_names, weights_among
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER = 2**26  # bytes; the largest vocabularies take 2**24
+PIECE = 2**20  # bytes that are read at once
 MAX_COUNT = 2**17  # keys, and tensors
 MAX_DIMS = 4
 MAX_ALIGNMENT = 2**20
@@ -33,6 +34,7 @@ SCALARS = {
     **dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4"))),
     **{BOOL: "?", 10: "<u8", 11: "<i8", 12: "<f8"},
 }
+_length = struct.Struct("<Q").unpack_from
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -69,24 +71,53 @@ class Header:
 
 
 class _Cursor:
-    """Reads a file sequentially, but not past its end or the largest allowed header."""
+    """Reads a file sequentially, but not past its end or the largest allowed header.
+
+    Attributes:
+      end: where reading stops, in bytes from the beginning of the file.
+      data: the part of the file that is in memory. It is replaced as reading goes on.
+      at: offset of the next byte in `data`.
+    """
 
     def __init__(self, file: Path, opened: BinaryIO, size: int) -> None:
         self.file, self.opened, self.size = file, opened, size
         self.end = min(size, MAX_HEADER)
-        self.at = 0
+        self.data, self.at = b"", 0
+        self._before = 0  # bytes of the file before `data`
+
+    @property
+    def position(self) -> int:
+        """Offset of the next byte in the file."""
+        return self._before + self.at
 
     def error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {problem}")
 
     def take(self, count: int, what: str) -> bytes:
-        self.check(count, what)
+        if self.at + count > len(self.data):
+            self.fill(count, what)
         self.at += count
-        return self.opened.read(count)
+        return self.data[self.at - count : self.at]
+
+    def fill(self, count: int, what: str) -> None:
+        """Reads until `data` has `count` bytes from `at` on, and `PIECE` if it can."""
+        self.check(count, what)
+        rest = self.data[self.at :]
+        self._before += self.at
+        wanted = min(max(count, PIECE), self.end - self._before) - len(rest)
+        self.data, self.at = rest + self.opened.read(wanted), 0
+        if len(self.data) < count:
+            raise self.error(f"{what}: the file became shorter while it was read")
+
+    def _more(self, at: int, count: int, what: str) -> tuple[bytes, int]:
+        """Returns `data` and `at` after `fill` from offset `at`."""
+        self.at = at
+        self.fill(count, what)
+        return self.data, self.at
 
     def check(self, count: int, what: str) -> None:
         """Raises CheckpointError if fewer than `count` bytes are left."""
-        if count <= self.end - self.at:
+        if count <= self.end - self.position:
             return
         if self.end < self.size:
             raise self.error(f"{what}: the header has more than {MAX_HEADER} bytes")
@@ -107,9 +138,24 @@ class _Cursor:
         return count
 
     def text(self, what: str) -> str:
-        (length,) = struct.unpack("<Q", self.take(8, what))
+        return self.texts(1, what)[0]
+
+    def texts(self, count: int, what: str) -> list[str]:
+        """Reads texts with their lengths in front. A vocabulary has 262,144 of them, so
+        this loop does as little as it can."""
+        self.check(8 * count, what)
+        found, data, at = [], self.data, self.at
+        for _ in range(count):
+            if at + 8 > len(data):
+                data, at = self._more(at, 8, what)
+            (length,) = _length(data, at)
+            if at + 8 + length > len(data):
+                data, at = self._more(at, 8 + length, what)
+            found.append(data[at + 8 : at + 8 + length])
+            at += 8 + length
+        self.at = at
         try:
-            return self.take(length, what).decode()
+            return [text.decode() for text in found]
         except UnicodeDecodeError as error:
             raise self.error(f"{what}: not UTF-8 ({error.reason})") from error
 
@@ -122,8 +168,7 @@ class _Cursor:
             return self.number(key, self._scalar(kind, key))
         kind, count = self.number(key, "<u4"), self.number(key)
         if kind == STRING:
-            self.check(8 * count, key)
-            return [self.text(key) for _ in range(count)]
+            return self.texts(count, key)
         if kind == ARRAY:
             raise self.error(f"{key}: arrays of arrays are not supported")
         dtype = np.dtype(self._scalar(kind, key))
@@ -239,7 +284,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
         names.add(name)
         shape, kind = _shape(cursor, name)
         read.append((cursor.number(name), name, shape, kind))
-    begin = -(-cursor.at // alignment) * alignment
+    begin = -(-cursor.position // alignment) * alignment
     found, free, last = {}, begin, ""
     for offset, name, shape, kind in sorted(read):
         start = begin + offset

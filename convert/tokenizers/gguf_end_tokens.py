@@ -41,6 +41,7 @@ FILL_IN_TEXTS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
+KNOWN = {*END_TEXTS, *(text for texts in FILL_IN_TEXTS.values() for text in texts)}
 FILL_IN_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 
 
@@ -108,5 +109,10 @@ def _not_ends(texts: set[str]) -> set[str]:
 
 
 def _first_ids(tokens: Sequence[str]) -> dict[str, int]:
-    """Returns the id of each text; the first id of repeated texts."""
-    return {token: number for number, token in reversed(list(enumerate(tokens)))}
+    """Returns the id of each token in the lists above; the first id of repeated
+    ones."""
+    found: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        if token in KNOWN:
+            found.setdefault(token, number)
+    return found

@@ -9,6 +9,7 @@ the names stand for (expressions), sentencepiece's `bpe_model.cc`.
 """
 
 from collections.abc import Callable
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from stree_jax.convert.tokenizers.gguf_end_tokens import (
     end_ids,
     fill_in_ids,
 )
+from stree_jax.convert.tokenizers.merges import pairs
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models.stack.config_json import MAX_SIZE
 
@@ -321,12 +323,8 @@ def _words(expressions: tuple[str, ...]) -> "PreTokenizer":
 def _vocabulary(fields: ConfigFields) -> dict[str, int]:
     """Returns the ids of all used tokens; the first id of repeated tokens."""
     tokens = _tokens(fields)
-    kinds = _kinds(fields, len(tokens))
-    found: dict[str, int] = {}
-    for number, (token, kind) in enumerate(zip(tokens, kinds.tolist(), strict=True)):
-        if kind != UNUSED:
-            found.setdefault(token, number)
-    return found
+    used = np.flatnonzero(_kinds(fields, len(tokens)) != UNUSED).tolist()
+    return {tokens[number]: number for number in reversed(used)}
 
 
 def _sentencepiece(fields: ConfigFields) -> "Tokenizer":
@@ -357,20 +355,18 @@ def _merges(fields: ConfigFields, vocabulary: dict[str, int]) -> list[tuple[str,
     first."""
     tokens = _tokens(fields)
     scores = _numbers(fields, "scores", len(tokens), "f")
-    kinds = _kinds(fields, len(tokens))
-    whole = {CONTROL, UNKNOWN, UNUSED, BYTE}  # never formed by merges
-    found: list[tuple[float, int, int, str, str]] = []
-    for token, number in vocabulary.items():
-        if kinds[number] in whole:
-            continue
-        if len(token) > MAX_PIECE:
-            raise fields.error("tokens", f"{number} has {len(token)} characters")
-        for i in range(1, len(token)):
-            left, right = token[:i], token[i:]
-            if left in vocabulary and right in vocabulary:
-                score = -float(scores[number])
-                found.append((score, vocabulary[left], vocabulary[right], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+    texts, numbers = list(vocabulary), np.fromiter(vocabulary.values(), np.int64)
+    whole = (CONTROL, UNKNOWN, UNUSED, BYTE)  # never formed by merges
+    may_form = ~np.isin(_kinds(fields, len(tokens))[numbers], whole)
+    for text in compress(texts, may_form):
+        if len(text) > MAX_PIECE:
+            number = vocabulary[text]
+            raise fields.error("tokens", f"{number} has {len(text)} characters")
+    left, right, formed = pairs(texts, may_form)
+    by_score = -scores[numbers[formed]].astype(np.float64)
+    order = np.lexsort((numbers[right], numbers[left], by_score))
+    found = zip(left[order].tolist(), right[order].tolist(), strict=True)
+    return [(texts[a], texts[b]) for a, b in found]
 
 
 def _finished(
@@ -384,13 +380,10 @@ def _finished(
       begins: default for whether a text begins with the BOS token.
     """
     tokens = _tokens(fields)
-    kinds = _kinds(fields, len(tokens)).tolist()
-    special = [
-        _added(t, True) for t, k in zip(tokens, kinds, strict=True) if k == CONTROL
-    ]
-    plain = [t for t, k in zip(tokens, kinds, strict=True) if k == USER_DEFINED]
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens([_added(token, False) for token in plain])
+    kinds = _kinds(fields, len(tokens))
+    special, plain = (np.flatnonzero(kinds == k) for k in (CONTROL, USER_DEFINED))
+    tokenizer.add_special_tokens([_added(tokens[number], True) for number in special])
+    tokenizer.add_tokens([_added(tokens[number], False) for number in plain])
     around = {}
     for name, default in (("bos", begins), ("eos", False)):
         number = _special(fields, name)
