@@ -24,7 +24,6 @@ from stree_jax.cpu_kernels import scan as cpu_scan
 from stree_jax.pallas_kernels import (
     attention,
     delta,
-    mosaic_scan,
     scan,
     triton_attention,
     triton_delta,
@@ -78,11 +77,14 @@ def replay_tree_scan(
     `scan.replay_tree_scan` with the fastest implementation."""
     _check_heads("replay_tree_scan", inputs.x.shape[2], inputs.B.shape[2])
     shapes = (inputs.x, inputs.B, mask, past.path)
-    triton, mosaic = triton_scan.unsupported(*shapes), mosaic_scan.unsupported(*shapes)
-    kernels = {  # the one that is faster on an H200 first
-        "triton": Kernel(triton_scan.replay_tree_scan, triton),
-        "mosaic_gpu": Kernel(mosaic_scan.replay_tree_scan, mosaic),
-    }
+    triton = triton_scan.unsupported(*shapes)
+    kernels = {"triton": Kernel(triton_scan.replay_tree_scan, triton)}
+    if triton is not None or implementation not in (None, "xla", "triton", "native"):
+        # It is slower than Triton's on an H200. Its import takes 0.1 s on a CPU.
+        from stree_jax.pallas_kernels import mosaic_scan
+
+        mosaic = mosaic_scan.unsupported(*shapes)
+        kernels["mosaic_gpu"] = Kernel(mosaic_scan.replay_tree_scan, mosaic)
     native = native_replay_tree_scan.unsupported(h0, past, inputs, mask)
     kernels["native"] = Kernel(native_replay_tree_scan, native, "cpu")
     if implementation is None and mask.shape[-1] == past.path.shape[-1] == 1:
