@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from stree_jax.bench import charts, tables
-from stree_jax.bench.device_memory import cache_row_bytes
-from stree_jax.bench.shapes import config_of
+from bench import charts, tables
+from bench.device_memory import cache_row_bytes
+from bench.shapes import config_of
 from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, first_heads
 from stree_jax.sizing.memory import Memory, abstract_model, memory_of

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.bench.method import machine_line
-from stree_jax.bench.tables import Row, Value, value_of
-from stree_jax.bench.tables import by as by_value
+from bench.method import machine_line
+from bench.tables import Row, Value, value_of
+from bench.tables import by as by_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

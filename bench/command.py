@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stree_jax.bench.charts import check_matplotlib, save
-from stree_jax.bench.method import Run, check_report, machine_line, write_report
-from stree_jax.bench.registry import load
+from bench.charts import check_matplotlib, save
+from bench.method import Run, check_report, machine_line, write_report
+from bench.registry import load
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs a benchmark.
 
     Args:
-      args: as `stree_jax.bench.registry.parse_bench` returns them.
+      args: as `bench.registry.parse_bench` returns them.
 
     Returns:
       the exit code.

@@ -11,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from stree_jax.bench.options import add_run_options
+from bench.options import add_run_options
 from stree_jax.cli.options import Parser
 
 BENCHMARKS = {
@@ -40,7 +40,7 @@ MODULES = {"prompts": "reading", "all": "everything"}  # modules with another na
 
 def load(name: str) -> Any:
     """Returns the module of a benchmark."""
-    return import_module(f"stree_jax.bench.{MODULES.get(name, name)}")
+    return import_module(f"bench.{MODULES.get(name, name)}")
 
 
 def add_options(name: str, parser: argparse.ArgumentParser) -> None:

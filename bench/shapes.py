@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.bench.prompts import Prompt
+from bench.prompts import Prompt
 from stree_jax.checkpoints.load import Model
 from stree_jax.common.words import suggestion
 from stree_jax.cpu_kernels.pages import to_large_pages

@@ -31,7 +31,7 @@ def write(folder: Path, copies: int, vocab: int) -> None:
     import jax.numpy as jnp
 
     import stree_jax
-    from stree_jax.bench.shapes import hybrid_130m, random_model
+    from bench.shapes import hybrid_130m, random_model
     from stree_jax.convert.export import export_hf
 
     config = hybrid_130m()

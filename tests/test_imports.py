@@ -14,7 +14,7 @@ FOLDERS = {
     "stree_jax.cpu_kernels": ROOT / "cpu_kernels",
     "stree_jax.pallas_kernels": ROOT / "pallas_kernels",
     "stree_jax.convert": ROOT / "convert",
-    "stree_jax.bench": ROOT / "bench",
+    "bench": ROOT / "bench",
 }
 # The floors of the package and of its larger folders, from the ground up. A module may
 # import from its own room and from rooms on lower floors. Rooms on one floor do not

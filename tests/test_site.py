@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import stree_jax
-from stree_jax.bench.registry import BENCHMARKS
+from bench.registry import BENCHMARKS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

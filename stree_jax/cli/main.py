@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stree_jax.bench.registry import add_bench_parsers
+from bench.registry import add_bench_parsers
 from stree_jax.cli.check import add_check_options, run_check
 from stree_jax.cli.common import notes, print_status, vocabulary_of
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
@@ -454,7 +454,7 @@ def run_command(args: argparse.Namespace) -> int:
         case "export":
             run_export(args)
         case "info":
-            from stree_jax.bench.charts import write_bytes
+            from bench.charts import write_bytes
 
             run_info(args, write_bytes)
         case "train" | "distill" | "heads" | "ngrams":
@@ -462,12 +462,12 @@ def run_command(args: argparse.Namespace) -> int:
         case "tune":
             run_tune(args)
         case "plan":
-            from stree_jax.bench.charts import write_bytes
+            from bench.charts import write_bytes
             from stree_jax.cli.plan import run_plan
 
             run_plan(args, write_bytes)
         case "bench":
-            from stree_jax.bench import command
+            from bench import command
 
             return command.run(args)
     return 0

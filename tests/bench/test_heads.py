@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import stree_jax
+from bench import arms, charts, command, inputs
+from bench import heads as bench
+from bench.method import Run
+from bench.registry import parse_bench
+from bench.widen import widened, widened_heads
 from stree_jax import Sampling
-from stree_jax.bench import arms, charts, command, inputs
-from stree_jax.bench import heads as bench
-from stree_jax.bench.method import Run
-from stree_jax.bench.registry import parse_bench
-from stree_jax.bench.widen import widened, widened_heads
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import AttentionConfig, MambaConfig, Rope, base_model, init_params
 from stree_jax.models.drafters.heads import head_logits

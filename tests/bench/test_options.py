@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from stree_jax.bench import registry
-from stree_jax.bench.everything import TITLES, arguments
-from stree_jax.bench.registry import BENCHMARKS, parse_bench
+from bench import registry
+from bench.everything import TITLES, arguments
+from bench.registry import BENCHMARKS, parse_bench
 from stree_jax.cli.main import build_parser
 
 PROMPTS = ["--prompts", "p.jsonl"]

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.bench import capacity, command, passes, reading, shapes
-from stree_jax.bench.method import Run
-from stree_jax.bench.registry import parse_bench
+from bench import capacity, command, passes, reading, shapes
+from bench.method import Run
+from bench.registry import parse_bench
 from stree_jax.checkpoints.load import Model
 from stree_jax.generation.scoring import score
 from stree_jax.models import (

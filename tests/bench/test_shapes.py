@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stree_jax.bench import budgets, shapes
+from bench import budgets, shapes
 from stree_jax.convert.families.configs import read_config
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.source import TensorInfo

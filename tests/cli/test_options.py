@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from stree_jax.bench.registry import BENCHMARKS
+from bench.registry import BENCHMARKS
 from stree_jax.cli import main as cli
 from stree_jax.cli.completion import commands_of
 from stree_jax.cli.options import HelpFormatter, Parser, add
