@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.registry import add_bench_parsers
-from stree_jax.cli.check import add_check_options, run_check
+from stree_jax.cli.commands.check_drafter import add_check_options, run_check
+from stree_jax.cli.commands.completion import add_completion_options, run_completion
+from stree_jax.cli.commands.info import add_info_options, run_info
+from stree_jax.cli.commands.plan import add_plan_options
+from stree_jax.cli.commands.serve import add_serve_options, run_serve
 from stree_jax.cli.common import notes, print_status, vocabulary_of
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
-from stree_jax.cli.completion import add_completion_options, run_completion
 from stree_jax.cli.devices import add_mesh_option, add_process_options, mesh_of
-from stree_jax.cli.info import add_info_options, run_info
 from stree_jax.cli.options import (
     CONTEXT_HELP,
     DEVICES,
@@ -35,8 +37,6 @@ from stree_jax.cli.options import (
     add_rule,
     group,
 )
-from stree_jax.cli.plan import add_plan_options
-from stree_jax.cli.serve import add_serve_options, run_serve
 from stree_jax.cli.streams import drop_output, open_closed_streams, printable
 from stree_jax.cli.training import add_training_parsers, run_training
 from stree_jax.common.checks import DEFAULT_NEW_TOKENS
@@ -463,7 +463,7 @@ def run_command(args: argparse.Namespace) -> int:
             run_tune(args)
         case "plan":
             from bench.charts import write_bytes
-            from stree_jax.cli.plan import run_plan
+            from stree_jax.cli.commands.plan import run_plan
 
             run_plan(args, write_bytes)
         case "bench":

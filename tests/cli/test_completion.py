@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from stree_jax.cli import main as cli
-from stree_jax.cli.completion import SHELLS, script
+from stree_jax.cli.commands.completion import SHELLS, script
 from stree_jax.cli.options import WEIGHTS
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from bench.registry import BENCHMARKS
 from stree_jax.cli import main as cli
-from stree_jax.cli.completion import commands_of
+from stree_jax.cli.commands.completion import commands_of
 from stree_jax.cli.options import HelpFormatter, Parser, add
 
 COMMANDS = (

@@ -7,6 +7,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from stree_jax.cli.commands.plan import Draw, add_report_options, aligned
 from stree_jax.cli.common import notes
 from stree_jax.cli.options import (
     CONTEXT_HELP,
@@ -15,7 +16,6 @@ from stree_jax.cli.options import (
     add_draft_vocabulary,
     group,
 )
-from stree_jax.cli.plan import Draw, add_report_options, aligned
 
 if TYPE_CHECKING:
     from stree_jax.models import Format, ModelConfig

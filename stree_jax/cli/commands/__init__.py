@@ -1,0 +1,1 @@
+"""The commands of `stree-jax`, a module each."""
