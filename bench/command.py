@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.charts import check_matplotlib, save
 from bench.method import Run, check_report, machine_line, write_report
 from bench.registry import load
+from stree_jax.cli.figures import check_matplotlib, save
 
 
 def run(args: argparse.Namespace) -> int:

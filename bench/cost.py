@@ -25,7 +25,7 @@ from bench.arms import (
     parse_arm,
     workload,
 )
-from bench.charts import GUIDE, POINTS, lines, panels
+from bench.charts import POINTS, lines, panels
 from bench.inputs import load_models, load_prompts, settings_of
 from bench.method import Run
 from bench.options import add_arms, add_prompts
@@ -33,6 +33,7 @@ from bench.passes import Case, compile_case, time_cases
 from bench.prompts import Prompt, rounds
 from stree_jax import cost
 from stree_jax.checkpoints.load import Model
+from stree_jax.cli.figures import GUIDE
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.speculation.tree import Topology, Tree, resolve_tree
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from bench.charts import check_matplotlib
 from bench.command import measure, save_figures, table_of
 from bench.method import Clock, machine, write_report
 from bench.options import PAIR, SHAPE, add_minutes, add_prompts
 from bench.registry import parse_bench
+from stree_jax.cli.figures import check_matplotlib
 from stree_jax.cli.options import add
 
 NAME = "all"

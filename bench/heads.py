@@ -27,7 +27,7 @@ from bench.arms import (
     records_of,
     workload,
 )
-from bench.charts import GUIDE, POINTS, lines, panels
+from bench.charts import POINTS, lines, panels
 from bench.inputs import load_models, load_prompts
 from bench.method import Run
 from bench.options import add_batch, add_prompts, add_temperatures
@@ -36,6 +36,7 @@ from bench.widen import widened_heads
 from stree_jax.checkpoints.heads import load_heads
 from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.ngrams import load_ngrams
+from stree_jax.cli.figures import GUIDE
 from stree_jax.cli.options import add
 from stree_jax.generation.generate import encode_prompts, generate
 from stree_jax.generation.result import Generation

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from bench import tables
 from bench.arms import PLAIN, rates, speedups, summarise_cells
-from bench.charts import GUIDE, LEGEND, bars, panels
+from bench.charts import LEGEND, bars, panels
 from bench.method import quartiles_of, spread
 from bench.others import TRANSFORMERS
 from bench.peer_files import file_table
 from bench.peer_passes import pass_table, prefill_table
+from stree_jax.cli.figures import GUIDE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

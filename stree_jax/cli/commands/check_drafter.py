@@ -33,7 +33,7 @@ LEVELS, NODES = 7, 16
 BETTER = 0.1
 
 
-def add_check_options(p: argparse.ArgumentParser) -> None:
+def add_options(p: argparse.ArgumentParser) -> None:
     p.epilog = NOTES
     add_model_options(p, dtype=None)
     text = "UTF-8 text to read, best an answer of the target"
@@ -44,7 +44,7 @@ def add_check_options(p: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def run_check(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     from stree_jax.checkpoints.pair import load_pair
     from stree_jax.convert.base.files import read_text
     from stree_jax.generation.generate import encode_prompts

@@ -75,14 +75,16 @@ class Command:
         return [option for option in self.options if option.names]
 
 
-def add_completion_options(p: argparse.ArgumentParser) -> None:
+def add_options(p: argparse.ArgumentParser) -> None:
     p.epilog = NOTES
     text = "bash, zsh or fish"
     p.add_argument("shell", choices=SHELLS, metavar="SHELL", help=text)
 
 
-def run_completion(args: argparse.Namespace, parser: Parser) -> None:
-    print(script(args.shell, parser), end="")
+def run(args: argparse.Namespace) -> None:
+    from stree_jax.cli.main import build_parser
+
+    print(script(args.shell, build_parser()), end="")
 
 
 def script(shell: str, parser: Parser) -> str:

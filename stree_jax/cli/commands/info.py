@@ -7,7 +7,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.cli.commands.plan import Draw, add_report_options, aligned
+from stree_jax.cli.commands.plan import add_report_options, aligned
 from stree_jax.cli.common import notes
 from stree_jax.cli.options import (
     CONTEXT_HELP,
@@ -28,7 +28,7 @@ NOTES = notes(
 )
 
 
-def add_info_options(p: argparse.ArgumentParser) -> None:
+def add_options(p: argparse.ArgumentParser) -> None:
     p.epilog = NOTES
     text = "directory of a model or drafter, GGUF file, hub id, demo or demo-drafter"
     p.add_argument("path", metavar="PATH", help=text)
@@ -39,9 +39,10 @@ def add_info_options(p: argparse.ArgumentParser) -> None:
     add_report_options(p)
 
 
-def run_info(args: argparse.Namespace, draw: Draw) -> None:
+def run(args: argparse.Namespace) -> None:
     from stree_jax.checkpoints.info import info_and_config
     from stree_jax.checkpoints.pair import is_published
+    from stree_jax.cli.figures import write_bytes
     from stree_jax.sizing.units import shown_bytes
 
     if is_published(args.path):
@@ -53,7 +54,7 @@ def run_info(args: argparse.Namespace, draw: Draw) -> None:
     decoding = plain_decoding(config, format, args.batch, args.context)
     if args.figure:
         title = f"Plain decoding, {args.batch} x {args.context} tokens"
-        draw(args.figure, title, {args.path: decoding["parts"]}, None)
+        write_bytes(args.figure, title, {args.path: decoding["parts"]}, None)
     if args.json:
         print(json.dumps(contents | {"plain_decoding": decoding}))
         return

@@ -5,7 +5,7 @@ Imports nothing heavy before it runs: --help is fast.
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,11 +40,8 @@ they assume a memory bandwidth, and only their order is meaningful.""",
 )
 MAX_TREE_NAME = 40  # characters of a tree's name in the table
 
-# Writes a figure from its path, its title, bytes by part of each bar, and the limit.
-Draw = Callable[[Path, str, Mapping[str, Mapping[str, int]], int | None], None]
 
-
-def add_plan_options(p: argparse.ArgumentParser) -> None:
+def add_options(p: argparse.ArgumentParser) -> None:
     p.epilog = NOTES
     limit = "memory limit: 8GB (8 x 10^9 bytes), 8GiB (8 x 2^30), 512MB or a number"
     group(p, DEVICES).add_argument(
@@ -69,15 +66,16 @@ def add_plan_options(p: argparse.ArgumentParser) -> None:
 
 
 def add_report_options(p: argparse.ArgumentParser) -> None:
-    """Adds --json and --figure, which `Draw` writes."""
+    """Adds --json and --figure, which writes stacked bars of bytes."""
     output = group(p, OUTPUT)
     output.add_argument("--json", action="store_true", help="print one JSON object")
     text = "write PATH.png and PATH.svg: memory by part, as stacked bars"
     add(output, "--figure", Path, None, text)
 
 
-def run_plan(args: argparse.Namespace, draw: Draw) -> None:
+def run(args: argparse.Namespace) -> None:
     from stree_jax.checkpoints.pair import pair_configs
+    from stree_jax.cli.figures import write_bytes
     from stree_jax.sizing.plan import plan
     from stree_jax.sizing.units import bytes_named
 
@@ -100,7 +98,7 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
     if args.figure:
         bars = {str(choice): choice.memory.parts for choice in found.choices}
         title = f"Setups that fit in {args.memory}, fastest first"
-        draw(args.figure, title, bars, found.limit)
+        write_bytes(args.figure, title, bars, found.limit)
     print(json.dumps(found.as_json()) if args.json else report(found))
 
 

@@ -47,7 +47,7 @@ and Ctrl-C let running requests finish, at most --grace seconds.""",
 PACKAGES = "starlette uvicorn h11 prometheus-client"  # of the extra "serve"
 
 
-def add_serve_options(p: argparse.ArgumentParser) -> None:
+def add_options(p: argparse.ArgumentParser) -> None:
     p.epilog = NOTES
     add_pair_options(p)
     add_rule(p, "naive/coupled, with which a seed gives the same text in every batch")
@@ -104,7 +104,7 @@ def add_serve_options(p: argparse.ArgumentParser) -> None:
     add(group(p, DEVICES), "--memory", str, None, text, metavar="SIZE")
 
 
-def run_serve(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     try:
         from stree_jax.server import run
     except ImportError as error:
