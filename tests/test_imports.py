@@ -15,6 +15,7 @@ FOLDERS = {
     "stree_jax.pallas_kernels": ROOT / "pallas_kernels",
     "stree_jax.convert": ROOT / "convert",
     "bench": ROOT / "bench",
+    "tools": ROOT / "tools",
 }
 # The floors of the package and of its larger folders, from the ground up. A module may
 # import from its own room and from rooms on lower floors. Rooms on one floor do not

@@ -99,14 +99,14 @@ def test_help_and_bad_options_do_not_wait_for_jax(arguments):
 def imported_modules():
     """The top-level modules outside the standard library that code imports."""
     found = set()
-    for folder in (*CODE, "bench"):
+    for folder in (*CODE, "bench", "tools"):
         for file in (ROOT / folder).rglob("*.py"):  # which follows no links
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Import):
                     found |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom):
                     found.add(node.module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"stree_jax", "bench"}
+    return found - set(sys.stdlib_module_names) - {"stree_jax", "bench", "tools"}
 
 
 def test_every_import_is_declared_and_every_dependency_is_imported():
@@ -187,7 +187,9 @@ def test_the_commands_that_test_a_published_wheel_work():
 
 def test_no_message_or_page_names_the_package_on_an_index():
     """There may be no release: clones and packages' own names always work."""
-    folders = [ROOT / folder for folder in (*CODE, "bench", "docs", "examples")]
+    folders = [
+        ROOT / folder for folder in (*CODE, "bench", "tools", "docs", "examples")
+    ]
     pages = [file for folder in folders for file in folder.rglob("*.*")]
     for page in [*pages, ROOT / "README.md", ROOT / "Dockerfile"]:
         if page.suffix in (".py", ".md", ".ipynb", ""):

@@ -1,6 +1,6 @@
 """Builds the edit prompts, which ask for a copy of a text, some with a small change.
 
-    python -m bench.build_edits --corpus DIR --out edits.jsonl.gz
+    python -m tools.build_edits --corpus DIR --out edits.jsonl.gz
 
 `--corpus` holds mbpp/mbpp.jsonl and standard-ebooks/NAME.txt.gz. The same corpus gives
 the same prompts in every version of Python, because hashes of the texts select them.

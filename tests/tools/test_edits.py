@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import build_edits
 from bench.prompts import read_prompts
+from tools import build_edits
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "bench/prompts/edits.jsonl.gz"
@@ -127,7 +127,7 @@ def test_a_missing_corpus_is_named_in_one_line(corpus, missing, monkeypatch, cap
 
 def test_the_command_compresses_by_file_name(corpus):
     for name, opener in (("e.jsonl", open), ("e.jsonl.gz", gzip.open)):
-        words = ["-m", "bench.build_edits", "--corpus", str(corpus), "--out"]
+        words = ["-m", "tools.build_edits", "--corpus", str(corpus), "--out"]
         out = corpus / name
         subprocess.run([sys.executable, *words, str(out)], check=True, cwd=ROOT)
         with opener(out, "rb") as file:

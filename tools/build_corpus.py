@@ -1,6 +1,6 @@
 """Builds the training text of the bundled model pair: files, tokenizer, token ids.
 
-    python -m stree_jax.training.build_corpus --corpus DIR --wheels DIR --out DIR
+    python -m tools.build_corpus --corpus DIR --wheels DIR --out DIR
 
 The folder `--corpus` must contain gsm8k/, mbpp/ and standard-ebooks/, and `--wheels`
 the wheels downloaded by `pip download --no-deps`. The source of the standard library is
