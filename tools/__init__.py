@@ -1,1 +1,1 @@
-"""Programs that made the bundled files. They run from a clone: `python -m tools.NAME`."""
+"""Programs that made the bundled files; `python -m tools.NAME` runs them in a clone."""
