@@ -188,9 +188,7 @@ def test_the_commands_that_test_a_published_wheel_work():
 
 def test_no_message_or_page_names_the_package_on_an_index():
     """There may be no release: clones and packages' own names always work."""
-    folders = [
-        ROOT / folder for folder in (*CODE, *BESIDE, "docs", "examples")
-    ]
+    folders = [ROOT / folder for folder in (*CODE, *BESIDE, "docs", "examples")]
     pages = [file for folder in folders for file in folder.rglob("*.*")]
     for page in [*pages, ROOT / "README.md", ROOT / "Dockerfile"]:
         if page.suffix in (".py", ".md", ".ipynb", ""):

@@ -23,7 +23,7 @@ from tests.bench.pairs import cells, drawn
 from tests.support.tiny import perturbed, tiny
 
 HYBRID = replace(
-    shapes.hybrid_130m().with_mixers(
+    shapes.config_of("hybrid-130m").with_mixers(
         mamba=MambaConfig(8, 8, 16),
         attention=AttentionConfig(4, 2, 8),
         mlp=MLPConfig(48),
