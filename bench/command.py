@@ -24,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
       ValueError: the options contradict each other, or a package is missing.
     """
     module = load(args.benchmark)
-    if args.benchmark == "all":
-        module.write_all(args)
+    if hasattr(module, "run"):
+        module.run(args)
         return 0
     if args.figure is not None:  # checked before anything is measured
         if not hasattr(module, "figures"):

@@ -54,7 +54,7 @@ def arguments(args: argparse.Namespace, benchmark: str) -> argparse.Namespace:
     return parse_bench(words)
 
 
-def write_all(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Runs the benchmarks whose reports are missing, then writes REPORT.md and the
     figures.
 

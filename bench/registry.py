@@ -3,7 +3,8 @@
 Such a module has NAME, REPEATS (the default of `--repeats`) and these functions:
 `add_options(parser)`; `measure(args, run)`, which returns a report; `table(report)`,
 which returns Markdown; and optionally `figures(report)`, which returns figures by the
-end of their file's name. A figure can also be the text of a page.
+end of their file's name. A figure can also be the text of a page. A module that returns
+no report has `add_options(parser)` and `run(args)`, and no REPEATS.
 """
 
 import argparse
@@ -34,6 +35,7 @@ BENCHMARKS = {
     "peers": "decoding throughput compared with llama.cpp and transformers",
     "kl": "next-token distributions by dtype, compared with the exact ones",
     "all": "the benchmarks of STree's tables and figures, and a report",
+    "records": "print a record of earlier measurements",
 }
 MODULES = {"prompts": "reading", "all": "everything"}  # modules with another name
 
@@ -46,7 +48,7 @@ def load(name: str) -> Any:
 def add_options(name: str, parser: argparse.ArgumentParser) -> None:
     """Adds the options of a benchmark."""
     module = load(name)
-    if name != "all":
+    if hasattr(module, "REPEATS"):
         add_run_options(parser, module.REPEATS)
     module.add_options(parser)
 

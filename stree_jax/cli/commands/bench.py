@@ -1,4 +1,4 @@
-"""`stree-jax bench`: the benchmarks of a clone of the repository.
+"""`stree-jax bench`: runs the benchmarks that a clone of the repository has.
 
 The package `bench` is not installed. It is found beside the package `stree_jax`, if
 that runs from a clone, and in the current folder.
