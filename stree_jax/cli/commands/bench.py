@@ -1,6 +1,6 @@
-"""`stree-jax bench`: runs the benchmarks that a clone of the repository has.
+"""`stree-jax bench`: runs the benchmarks of a clone.
 
-The package `bench` is not installed. It is found beside the package `stree_jax`, if
+The package `bench` is not installed. It is found next to the package `stree_jax`, if
 that runs from a clone, and in the current folder.
 """
 
