@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.bench.inputs import settings_of
-from stree_jax.bench.method import (
+from bench.inputs import settings_of
+from bench.method import (
     Run,
     measure,
     quartiles_of,
@@ -24,9 +24,9 @@ from stree_jax.bench.method import (
     spread,
     take_turns,
 )
-from stree_jax.bench.prompts import Prompt, rounds
+from bench.prompts import Prompt, rounds
 from stree_jax.generation.generate import begin, encode_prompts
-from stree_jax.generation.result import Generation, HostArguments, summarise
+from stree_jax.generation.result import Generation, summarise
 from stree_jax.generation.scoring import first_difference
 from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads, first_heads

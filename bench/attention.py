@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from stree_jax.bench import decode
-from stree_jax.bench.method import Run
-from stree_jax.bench.options import PAIR, add_arms, add_prompts, add_temperatures
-from stree_jax.bench.widen import widened
+from bench import decode
+from bench.method import Run
+from bench.options import PAIR, add_arms, add_prompts, add_temperatures
+from bench.widen import widened
 from stree_jax.checkpoints.load import load
 from stree_jax.models import Model
 

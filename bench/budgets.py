@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from stree_jax.bench import charts, tables
-from stree_jax.bench.device_memory import cache_row_bytes
-from stree_jax.bench.shapes import config_of
+from bench import charts, tables
+from bench.device_memory import cache_row_bytes
+from bench.shapes import config_of
+from stree_jax.cli import figures
 from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, first_heads
 from stree_jax.sizing.memory import Memory, abstract_model, memory_of
@@ -156,7 +157,7 @@ def draw_breakdown(found: Mapping[str, Rows], report: dict[str, Any]) -> "Figure
     named = list(dict.fromkeys(part for row in flat(found) for part in row["parts"]))
     for ax, (shape, rows) in zip(axes, found.items(), strict=True):
         parts = {f"{row['axis']} {row['value']}": row["parts"] for row in rows}
-        charts.stacked(ax, parts, named=named)
+        figures.stacked(ax, parts, named=named)
         ax.set_title(shape, fontsize=10)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     return figure

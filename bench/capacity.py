@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from stree_jax.bench import method, tables
-from stree_jax.bench.charts import lines, panels
-from stree_jax.bench.device_memory import cache_row_bytes
-from stree_jax.bench.inputs import in_dtype
-from stree_jax.bench.method import Run, quartiles_of, take_turns
-from stree_jax.bench.passes import (
+from bench import method, tables
+from bench.charts import lines, panels
+from bench.device_memory import cache_row_bytes
+from bench.inputs import in_dtype
+from bench.method import Run, quartiles_of, take_turns
+from bench.passes import (
     Case,
     Program,
     Turns,
     compile_case,
 )
-from stree_jax.bench.shapes import NAMES, config_of, random_model
-from stree_jax.bench.widen import sizes_of
+from bench.shapes import NAMES, config_of, random_model
+from bench.widen import sizes_of
 from stree_jax.checkpoints.load import load
 from stree_jax.cli.options import DTYPES, WEIGHTS, add
 from stree_jax.models import Model, init_state, param_dtype

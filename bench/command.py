@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stree_jax.bench.charts import check_matplotlib, save
-from stree_jax.bench.method import Run, check_report, machine_line, write_report
-from stree_jax.bench.registry import load
+from bench.method import Run, check_report, machine_line, write_report
+from bench.registry import load
+from stree_jax.cli.figures import check_matplotlib, save
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs a benchmark.
 
     Args:
-      args: as `stree_jax.bench.registry.parse_bench` returns them.
+      args: as `bench.registry.parse_bench` returns them.
 
     Returns:
       the exit code.
@@ -24,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
       ValueError: the options contradict each other, or a package is missing.
     """
     module = load(args.benchmark)
-    if args.benchmark == "all":
-        module.write_all(args)
+    if hasattr(module, "run"):
+        module.run(args)
         return 0
     if args.figure is not None:  # checked before anything is measured
         if not hasattr(module, "figures"):

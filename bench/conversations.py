@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.bench import charts, tables
-from stree_jax.bench.arms import PLAIN, check_ties, rates, speedups
-from stree_jax.bench.budgets import choice_of, run_time
-from stree_jax.bench.budgets import name_of as name_of_record
-from stree_jax.bench.device_memory import resident
-from stree_jax.bench.method import Run, quartiles_of, take_turns
+from bench import charts, tables
+from bench.arms import PLAIN, check_ties, rates, speedups
+from bench.budgets import choice_of, run_time
+from bench.budgets import name_of as name_of_record
+from bench.device_memory import resident
+from bench.method import Run, quartiles_of, take_turns
 from stree_jax.generation.generate import encode_prompts, generate, tune
 from stree_jax.generation.result import Generation
 from stree_jax.models import Model

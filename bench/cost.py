@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stree_jax import cost
-from stree_jax.bench import method, tables
-from stree_jax.bench.arms import (
+from bench import method, tables
+from bench.arms import (
     MARGIN,
     PLAIN,
     Arm,
@@ -26,12 +25,14 @@ from stree_jax.bench.arms import (
     parse_arm,
     workload,
 )
-from stree_jax.bench.charts import GUIDE, POINTS, lines, panels
-from stree_jax.bench.inputs import load_models, load_prompts, settings_of
-from stree_jax.bench.method import Run
-from stree_jax.bench.options import add_arms, add_prompts
-from stree_jax.bench.passes import Case, compile_case, time_cases
-from stree_jax.bench.prompts import Prompt, rounds
+from bench.charts import POINTS, lines, panels
+from bench.inputs import load_models, load_prompts, settings_of
+from bench.method import Run
+from bench.options import add_arms, add_prompts
+from bench.passes import Case, compile_case, time_cases
+from bench.prompts import Prompt, rounds
+from stree_jax import cost
+from stree_jax.cli.figures import GUIDE
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import Model
 from stree_jax.speculation.tree import Topology, Tree, resolve_tree

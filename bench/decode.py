@@ -3,24 +3,24 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.bench import tables
-from stree_jax.bench.arms import (
+from bench import tables
+from bench.arms import (
     PLAIN,
     measure_arms,
     parse_arm,
     tree_of,
     workload,
 )
-from stree_jax.bench.charts import LEGEND, bars, panels
-from stree_jax.bench.inputs import load_models, load_prompts
-from stree_jax.bench.method import Run
-from stree_jax.bench.options import (
+from bench.charts import LEGEND, bars, panels
+from bench.inputs import load_models, load_prompts
+from bench.method import Run
+from bench.options import (
     add_arms,
     add_batch,
     add_prompts,
     add_temperatures,
 )
-from stree_jax.bench.others import TRANSFORMERS, with_transformers
+from bench.others import TRANSFORMERS, with_transformers
 from stree_jax.models import Model
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from stree_jax.bench import method, tables
-from stree_jax.bench.method import Run
-from stree_jax.bench.options import add_batch
-from stree_jax.bench.shapes import config_of
+from bench import method, tables
+from bench.method import Run
+from bench.options import add_batch
+from bench.shapes import config_of
 from stree_jax.cli.options import add, add_dtype
 from stree_jax.models import param_shapes
 from stree_jax.models.sharding.devices import make_mesh

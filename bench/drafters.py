@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 
-from stree_jax.bench import tables
-from stree_jax.bench.arms import PLAIN, Arm, Workload, measure_arms, workload
-from stree_jax.bench.inputs import load_prompts
-from stree_jax.bench.marginals import Marginals
-from stree_jax.bench.method import Run
-from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
-from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.widen import widened, widened_drafter
+from bench import tables
+from bench.arms import PLAIN, Arm, Workload, measure_arms, workload
+from bench.inputs import load_prompts
+from bench.marginals import Marginals
+from bench.method import Run
+from bench.options import add_batch, add_prompts, add_temperatures
+from bench.prompts import Prompt
+from bench.widen import widened, widened_drafter
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.cli.options import add

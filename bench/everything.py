@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from stree_jax.bench.charts import check_matplotlib
-from stree_jax.bench.command import measure, save_figures, table_of
-from stree_jax.bench.method import Clock, machine, write_report
-from stree_jax.bench.options import PAIR, SHAPE, add_minutes, add_prompts
-from stree_jax.bench.registry import parse_bench
+from bench.command import measure, save_figures, table_of
+from bench.method import Clock, machine, write_report
+from bench.options import PAIR, SHAPE, add_minutes, add_prompts
+from bench.registry import parse_bench
+from stree_jax.cli.figures import check_matplotlib
 from stree_jax.cli.options import add
 
 NAME = "all"
@@ -54,7 +54,7 @@ def arguments(args: argparse.Namespace, benchmark: str) -> argparse.Namespace:
     return parse_bench(words)
 
 
-def write_all(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Runs the benchmarks whose reports are missing, then writes REPORT.md and the
     figures.
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from stree_jax.bench import method, tables
-from stree_jax.bench.charts import POINTS, lines, panels
-from stree_jax.bench.device_memory import (
+from bench import method, tables
+from bench.charts import POINTS, lines, panels
+from bench.device_memory import (
     allocator_peaks,
     cache_row_bytes,
     peak_in_use,
     read_bandwidth,
 )
-from stree_jax.bench.method import Run, quartiles_of
-from stree_jax.bench.options import SHAPE
-from stree_jax.bench.passes import (
+from bench.method import Run, quartiles_of
+from bench.options import SHAPE
+from bench.passes import (
     CONTEXT,
     SCANS,
     Case,
@@ -33,7 +33,7 @@ from stree_jax.bench.passes import (
     compile_case,
     time_cases,
 )
-from stree_jax.bench.shapes import config_of, random_model
+from bench.shapes import config_of, random_model
 from stree_jax.cli.options import add, add_dtype
 from stree_jax.models import Model, ModelConfig
 from stree_jax.models.stack.memory import size_of, weights_read

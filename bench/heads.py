@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from stree_jax.bench import tables
-from stree_jax.bench.arms import (
+from bench import tables
+from bench.arms import (
     PLAIN,
     Arm,
     Workload,
@@ -27,14 +27,15 @@ from stree_jax.bench.arms import (
     records_of,
     workload,
 )
-from stree_jax.bench.charts import GUIDE, POINTS, lines, panels
-from stree_jax.bench.inputs import load_models, load_prompts
-from stree_jax.bench.method import Run
-from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
-from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.widen import widened_heads
+from bench.charts import POINTS, lines, panels
+from bench.inputs import load_models, load_prompts
+from bench.method import Run
+from bench.options import add_batch, add_prompts, add_temperatures
+from bench.prompts import Prompt
+from bench.widen import widened_heads
 from stree_jax.checkpoints.heads import load_heads
 from stree_jax.checkpoints.ngrams import load_ngrams
+from stree_jax.cli.figures import GUIDE
 from stree_jax.cli.options import add
 from stree_jax.generation.generate import encode_prompts, generate
 from stree_jax.generation.result import Generation

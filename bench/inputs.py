@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stree_jax.bench.prompts import Prompt, read_prompts
-from stree_jax.bench.widen import sizes_of, widened
+from bench.prompts import Prompt, read_prompts
+from bench.widen import sizes_of, widened
 from stree_jax.checkpoints.load import load
 from stree_jax.checkpoints.pair import is_custom, load_pair
 from stree_jax.checkpoints.save import save

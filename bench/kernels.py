@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.bench import method, tables
-from stree_jax.bench.device_memory import read_bandwidth
-from stree_jax.bench.method import Run, quartiles_of, take_turns
+from bench import method, tables
+from bench.device_memory import read_bandwidth
+from bench.method import Run, quartiles_of, take_turns
 from stree_jax.cli.options import DTYPES, add, add_dtype
 from stree_jax.cpu_kernels import level
 from stree_jax.models.weights.int8 import Quantized

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from stree_jax.bench import method, tables
-from stree_jax.bench.llama_process import llama_process, llama_version
-from stree_jax.bench.method import Run
-from stree_jax.bench.others import threads_of_xla
-from stree_jax.bench.peer_files import FILE_DTYPE, model_file
+from bench import method, tables
+from bench.llama_process import llama_process, llama_version
+from bench.method import Run
+from bench.others import threads_of_xla
+from bench.peer_files import FILE_DTYPE, model_file
 from stree_jax.checkpoints.load import load
 from stree_jax.cli.options import MODEL, MODEL_HELP, add, group
 from stree_jax.generation.scoring import score

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from stree_jax.bench import arms, budgets, charts, conversations, method, tables
-from stree_jax.bench.arms import PLAIN, Arm, Workload
-from stree_jax.bench.budgets import Subject, run_time
-from stree_jax.bench.device_memory import cache_row_bytes
-from stree_jax.bench.inputs import load_models, load_prompts, settings_of
-from stree_jax.bench.method import Run
-from stree_jax.bench.options import add_prompts
-from stree_jax.bench.prompts import Prompt, read_turns, rounds
-from stree_jax.bench.widen import widened_heads
+from bench import arms, budgets, charts, conversations, method, tables
+from bench.arms import PLAIN, Arm, Workload
+from bench.budgets import Subject, run_time
+from bench.device_memory import cache_row_bytes
+from bench.inputs import load_models, load_prompts, settings_of
+from bench.method import Run
+from bench.options import add_prompts
+from bench.prompts import Prompt, read_turns, rounds
+from bench.widen import widened_heads
 from stree_jax.checkpoints.heads import load_heads
 from stree_jax.cli.options import add
 from stree_jax.models import Model

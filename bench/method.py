@@ -27,8 +27,8 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from bench.device_memory import out_of_memory
 from stree_jax import cpu_kernels
-from stree_jax.bench.device_memory import out_of_memory
 from stree_jax.common.version import __version__
 
 

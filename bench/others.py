@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from stree_jax.bench.prompts import Prompt
+from bench.prompts import Prompt
 from stree_jax.convert.export import export_hf
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import Model

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.bench.device_memory import compiled_bytes
-from stree_jax.bench.method import take_turns
-from stree_jax.bench.unroll import Unrolled
+from bench.device_memory import compiled_bytes
+from bench.method import take_turns
+from bench.unroll import Unrolled
 from stree_jax.models import (
     Model,
     ModelConfig,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stree_jax.bench import tables
-from stree_jax.bench.llama_process import Ask
+from bench import tables
+from bench.llama_process import Ask
 from stree_jax.checkpoints.load import load
 from stree_jax.checkpoints.pair import NO_DRAFTER, load_pair
 from stree_jax.checkpoints.resolve import resolve

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from stree_jax.bench import tables
-from stree_jax.bench.llama_process import Ask
-from stree_jax.bench.method import quartiles_of, take_turns
-from stree_jax.bench.passes import CONTEXT, Case, Turns, compile_case
-from stree_jax.bench.reading import our_reader
+from bench import tables
+from bench.llama_process import Ask
+from bench.method import quartiles_of, take_turns
+from bench.passes import CONTEXT, Case, Turns, compile_case
+from bench.reading import our_reader
 from stree_jax.models import Model
 
 OURS, LLAMA = "ours", "llama.cpp"

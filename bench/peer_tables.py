@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.bench import tables
-from stree_jax.bench.arms import PLAIN, rates, speedups, summarise_cells
-from stree_jax.bench.charts import GUIDE, LEGEND, bars, panels
-from stree_jax.bench.method import quartiles_of, spread
-from stree_jax.bench.others import TRANSFORMERS
-from stree_jax.bench.peer_files import file_table
-from stree_jax.bench.peer_passes import pass_table, prefill_table
+from bench import tables
+from bench.arms import PLAIN, rates, speedups, summarise_cells
+from bench.charts import LEGEND, bars, panels
+from bench.method import quartiles_of, spread
+from bench.others import TRANSFORMERS
+from bench.peer_files import file_table
+from bench.peer_passes import pass_table, prefill_table
+from stree_jax.cli.figures import GUIDE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.bench import method
-from stree_jax.bench.arms import (
+from bench import method
+from bench.arms import (
     PLAIN,
     Arm,
     Workload,
@@ -26,19 +26,19 @@ from stree_jax.bench.arms import (
     parse_arm,
     workload,
 )
-from stree_jax.bench.device_memory import read_bandwidth
-from stree_jax.bench.gguf_writer import KINDS, write_gguf
-from stree_jax.bench.inputs import RANDOM_PROMPT, in_dtype, load_prompts
-from stree_jax.bench.llama_process import Ask, llama_process, llama_version
-from stree_jax.bench.method import Run
-from stree_jax.bench.options import MEASURING, SHAPE, add_arms, add_prompts
-from stree_jax.bench.others import (
+from bench.device_memory import read_bandwidth
+from bench.gguf_writer import KINDS, write_gguf
+from bench.inputs import RANDOM_PROMPT, in_dtype, load_prompts
+from bench.llama_process import Ask, llama_process, llama_version
+from bench.method import Run
+from bench.options import MEASURING, SHAPE, add_arms, add_prompts
+from bench.others import (
     LIMITS,
     threads_of_xla,
     transformers_version,
     with_transformers,
 )
-from stree_jax.bench.peer_files import (
+from bench.peer_files import (
     CHECKED,
     FILE_DTYPE,
     READ,
@@ -47,24 +47,24 @@ from stree_jax.bench.peer_files import (
     exact_logits,
     model_file,
 )
-from stree_jax.bench.peer_passes import (
+from bench.peer_passes import (
     context_of,
     pass_rows,
     prefill_rows,
     time_passes,
     time_prefill,
 )
-from stree_jax.bench.peer_tables import (
+from bench.peer_tables import (
     LLAMA,
     LLAMA_DRAFTS,
     figures,
     peer_rows,
     table,
 )
-from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.resident import llama_memory, our_memory
-from stree_jax.bench.shapes import config_of, random_model, random_prompts
-from stree_jax.bench.widen import sizes_of, widened
+from bench.prompts import Prompt
+from bench.resident import llama_memory, our_memory
+from bench.shapes import config_of, random_model, random_prompts
+from bench.widen import sizes_of, widened
 from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.cli.options import add, group

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stree_jax.bench import method, tables
-from stree_jax.bench.arms import PLAIN
-from stree_jax.bench.inputs import load_models, load_prompts, settings_of
-from stree_jax.bench.method import Run
-from stree_jax.bench.options import add_arms, add_prompts
-from stree_jax.bench.prompts import Prompt
+from bench import method, tables
+from bench.arms import PLAIN
+from bench.inputs import load_models, load_prompts, settings_of
+from bench.method import Run
+from bench.options import add_arms, add_prompts
+from bench.prompts import Prompt
 from stree_jax.generation.generate import begin
 from stree_jax.models import Model
 from stree_jax.speculation import loop

@@ -1,6 +1,6 @@
 """Writes GGUF files with random weights in llama.cpp's quantized types.
 
-    python -m stree_jax.bench.quantized_files --llama-python /path/to/python \\
+    python -m bench.quantized_files --llama-python /path/to/python \\
         --shape hybrid-1.2b --types Q4_K_M Q4_0 --out FOLDER
 
 Our writer makes a bfloat16 file of the shape, from which llama.cpp's own quantizer
@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from stree_jax.bench.gguf_writer import write_gguf
-from stree_jax.bench.llama_process import llama_process
-from stree_jax.bench.shapes import config_of, random_model
+from bench.gguf_writer import write_gguf
+from bench.llama_process import llama_process
+from bench.shapes import config_of, random_model
 
 TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M"),

@@ -17,19 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.bench import method, tables
-from stree_jax.bench.charts import lines, panels
-from stree_jax.bench.device_memory import compiled_bytes
-from stree_jax.bench.inputs import in_dtype
-from stree_jax.bench.method import Run, quartiles_of, take_turns
-from stree_jax.bench.others import (
+from bench import method, tables
+from bench.charts import lines, panels
+from bench.device_memory import compiled_bytes
+from bench.inputs import in_dtype
+from bench.method import Run, quartiles_of, take_turns
+from bench.others import (
     LIMITS,
     in_transformers,
     threads_of_xla,
     transformers_version,
 )
-from stree_jax.bench.shapes import config_of, random_model, random_prompts
-from stree_jax.bench.widen import sizes_of
+from bench.shapes import config_of, random_model, random_prompts
+from bench.widen import sizes_of
 from stree_jax.cli.options import DTYPES, WEIGHTS, add
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import (

@@ -3,7 +3,8 @@
 Such a module has NAME, REPEATS (the default of `--repeats`) and these functions:
 `add_options(parser)`; `measure(args, run)`, which returns a report; `table(report)`,
 which returns Markdown; and optionally `figures(report)`, which returns figures by the
-end of their file's name. A figure can also be the text of a page.
+end of their file's name. A figure can also be the text of a page. A module that returns
+no report has `add_options(parser)` and `run(args)`, and no REPEATS.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from stree_jax.bench.options import add_run_options
+from bench.options import add_run_options
 from stree_jax.cli.options import Parser
 
 BENCHMARKS = {
@@ -34,19 +35,20 @@ BENCHMARKS = {
     "peers": "decoding throughput compared with llama.cpp and transformers",
     "kl": "next-token distributions by dtype, compared with the exact ones",
     "all": "the benchmarks of STree's tables and figures, and a report",
+    "records": "print a record of earlier measurements",
 }
 MODULES = {"prompts": "reading", "all": "everything"}  # modules with another name
 
 
 def load(name: str) -> Any:
     """Returns the module of a benchmark."""
-    return import_module(f"stree_jax.bench.{MODULES.get(name, name)}")
+    return import_module(f"bench.{MODULES.get(name, name)}")
 
 
 def add_options(name: str, parser: argparse.ArgumentParser) -> None:
     """Adds the options of a benchmark."""
     module = load(name)
-    if name != "all":
+    if hasattr(module, "REPEATS"):
         add_run_options(parser, module.REPEATS)
     module.add_options(parser)
 

@@ -1,6 +1,6 @@
 """Measures the memory that this library takes to load a GGUF file and to decode.
 
-    python -m stree_jax.bench.resident FILE DTYPE
+    python -m bench.resident FILE DTYPE
 
 Each line is a measurement of this process, in JSON. `bench peers` runs it, because the
 memory of its own process is that of all models which it has loaded.
@@ -15,10 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stree_jax.bench.llama_process import llama_process
+from bench.llama_process import llama_process
 
 NEW, PROMPT, DRAFT = 16, list(range(8)), 8  # tokens that are decoded to find the peak
 CONTEXT = 512
+ROOT = Path(__file__).parent.parent  # where Python finds the package `bench`
 
 
 def resident(pid: int) -> dict[str, int]:
@@ -47,8 +48,10 @@ def our_memory(file: Path, dtype: str) -> dict[str, Any]:
       is; "loaded", after that; "decoding", the peak of decoding with trees; and
       "load_s", the seconds of loading.
     """
-    command = [sys.executable, "-m", "stree_jax.bench.resident", str(file), dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "bench.resident", str(file.absolute()), dtype]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RuntimeError(f"{file}, {dtype}: memory cannot be measured: {last}")

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.bench import tables
-from stree_jax.bench.arms import (
+from bench import tables
+from bench.arms import (
     PLAIN,
     Arm,
     bytes_a_token,
@@ -33,13 +33,13 @@ from stree_jax.bench.arms import (
     speedups,
     workload,
 )
-from stree_jax.bench.charts import POINTS, bars, lines, panels
-from stree_jax.bench.inputs import load_models, load_prompts
-from stree_jax.bench.method import Run, take_turns
-from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
-from stree_jax.bench.passes import Case, compile_case, time_cases
-from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.widen import widened
+from bench.charts import POINTS, bars, lines, panels
+from bench.inputs import load_models, load_prompts
+from bench.method import Run, take_turns
+from bench.options import add_batch, add_prompts, add_temperatures
+from bench.passes import Case, compile_case, time_cases
+from bench.prompts import Prompt
+from bench.widen import widened
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.cli.options import add
 from stree_jax.generation.arguments import encode_prompts

@@ -6,10 +6,10 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.bench import decode, tables
-from stree_jax.bench.arms import PLAIN, tree_of
-from stree_jax.bench.charts import lines, panels
-from stree_jax.bench.options import (
+from bench import decode, tables
+from bench.arms import PLAIN, tree_of
+from bench.charts import lines, panels
+from bench.options import (
     add_arms,
     add_batch,
     add_prompts,

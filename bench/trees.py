@@ -2,8 +2,8 @@
 
 import argparse
 
-from stree_jax.bench import decode
-from stree_jax.bench.options import add_arms, add_prompts, add_temperatures
+from bench import decode
+from bench.options import add_arms, add_prompts, add_temperatures
 
 NAME, REPEATS = "trees", 2
 ARMS = ["leviathan@chain:4", *(f"mss@{tree}" for tree in "ABCDE")]

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.bench import method, tables
-from stree_jax.bench.arms import (
+from bench import method, tables
+from bench.arms import (
     PLAIN,
     Arm,
     Workload,
@@ -28,14 +28,14 @@ from stree_jax.bench.arms import (
     summarise_cells,
     workload,
 )
-from stree_jax.bench.charts import lines, panels
-from stree_jax.bench.device_memory import compiled_bytes
-from stree_jax.bench.inputs import RANDOM_PROMPT, load_models, load_prompts, settings_of
-from stree_jax.bench.method import Run, sign_test, take_turns
-from stree_jax.bench.options import SHAPE, add_prompts
-from stree_jax.bench.prompts import Prompt, rounds
-from stree_jax.bench.shapes import random_pair, random_prompts
-from stree_jax.bench.unroll import Unrolled, is_leaf
+from bench.charts import lines, panels
+from bench.device_memory import compiled_bytes
+from bench.inputs import RANDOM_PROMPT, load_models, load_prompts, settings_of
+from bench.method import Run, sign_test, take_turns
+from bench.options import SHAPE, add_prompts
+from bench.prompts import Prompt, rounds
+from bench.shapes import random_pair, random_prompts
+from bench.unroll import Unrolled, is_leaf
 from stree_jax.cli.options import add
 from stree_jax.generation.result import Generation
 from stree_jax.models import Model

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.bench.shapes import as_loaded
+from bench.shapes import as_loaded
 from stree_jax.models import (
     Model,
     ModelConfig,

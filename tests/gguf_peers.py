@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax
-from stree_jax.bench.llama_process import llama_process
+from bench.llama_process import llama_process
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.gguf_header import read_header
 from stree_jax.convert.tokenizers.gguf_vocabulary import COMPOSED, PRETOKENIZERS

@@ -65,7 +65,7 @@ def program_case(nodes: int) -> tuple:
     import jax
     import jax.numpy as jnp
 
-    from stree_jax.bench.shapes import config_of
+    from bench.shapes import config_of
     from stree_jax.models import Model, init_params
     from stree_jax.sampling.requests import Requests
     from stree_jax.speculation import loop, specs
@@ -223,7 +223,7 @@ def panels_cases() -> dict[str, Callable[[], tuple]]:
 
 def cases() -> dict[str, Callable[[], tuple]]:
     """Returns functions, argument shapes and donated arguments, by name."""
-    from stree_jax.bench.kernels import SHAPES, Attend, Scan, op_case
+    from bench.kernels import SHAPES, Attend, Scan, op_case
 
     table = delta_cases() | window_cases() | panels_cases()
     for name, shape in SHAPES.items():

@@ -14,7 +14,7 @@ import sys
 from itertools import permutations
 from pathlib import Path
 
-FOLDERS = ("models", "convert", "cpu_kernels", "pallas_kernels", "bench")
+FOLDERS = ("models", "convert", "cpu_kernels", "pallas_kernels")
 
 
 def modules(root):

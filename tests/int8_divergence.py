@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 import stree_jax
-from stree_jax.bench.prompts import read_prompts
+from bench.prompts import read_prompts
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import cast_params
 from stree_jax.models.weights.int8 import Int8Format

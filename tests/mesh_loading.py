@@ -31,10 +31,10 @@ def write(folder: Path, copies: int, vocab: int) -> None:
     import jax.numpy as jnp
 
     import stree_jax
-    from stree_jax.bench.shapes import hybrid_130m, random_model
+    from bench.shapes import config_of, random_model
     from stree_jax.convert.export import export_hf
 
-    config = hybrid_130m()
+    config = config_of("hybrid-130m")
     layers = config.layers[:6] * copies
     config = replace(config, layers=layers, vocab_size=vocab, num_tokens=vocab)
     model = random_model(config, jnp.float32)

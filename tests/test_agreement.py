@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.cli.check import check
+from stree_jax.cli.commands.check_drafter import check
 from stree_jax.cli.main import main
 from stree_jax.models.drafters.dflash import cast_dflash, with_other_pairing
 from stree_jax.models.weights.formats import as_weight

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.cli.check import check
+from stree_jax.cli.commands.check_drafter import check
 from stree_jax.cli.main import main
 from stree_jax.convert.drafters.eagle import read_eagle
 from stree_jax.verify import reported
@@ -125,7 +125,7 @@ def test_the_command_names_the_mistake(tmp_path, capsys, monkeypatch):
         "readings": {"one layer later": [0.8, 0.5]},
         "better": "one layer later",
     }
-    monkeypatch.setattr("stree_jax.cli.check.check", lambda *_: found)
+    monkeypatch.setattr("stree_jax.cli.commands.check_drafter.check", lambda *_: found)
     file = tmp_path / "text.txt"
     file.write_text("def add(a, b):")
     assert main(["check-drafter", "--text", str(file)]) == 0

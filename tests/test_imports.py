@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# As in package-dir of pyproject.toml; `stree_jax/` holds the other packages
+# The package, as in package-dir of pyproject.toml, and the programs beside it
 FOLDERS = {
     "stree_jax": ROOT / "stree_jax",
     "stree_jax.models": ROOT / "models",
     "stree_jax.cpu_kernels": ROOT / "cpu_kernels",
     "stree_jax.pallas_kernels": ROOT / "pallas_kernels",
     "stree_jax.convert": ROOT / "convert",
-    "stree_jax.bench": ROOT / "bench",
+    "bench": ROOT / "bench",
+    "tools": ROOT / "tools",
 }
 # The floors of the package and of its larger folders, from the ground up. A module may
 # import from its own room and from rooms on lower floors. Rooms on one floor do not
@@ -32,7 +33,6 @@ FLOORS = {
         "training verify",
         "cost drafters trees",
         "server",
-        "bench",
         "cli",
         "__main__",
     ),
@@ -128,7 +128,7 @@ def test_only_the_table_of_formats_imports_a_weight_format():
     """Other modules use the interface of weights. Benchmarks may time one format."""
     table, one = "stree_jax.models.weights.formats", "stree_jax.models.weights.int8"
     modules = {m for m, file in FILES.items() if one in dict(imports_of(file)).values()}
-    assert {m for m in modules if room(m, "stree_jax") != "bench"} == {table}
+    assert {m for m in modules if room(m, "stree_jax")} == {table}
 
 
 def test_imports_have_no_cycles():
@@ -166,9 +166,13 @@ def test_no_module_is_hidden_by_another_object():
         assert not hidden, hidden
 
 
-def test_the_library_imports_no_tests():
-    for file in FILES.values():
-        assert not {m for _, m in imports_of(file) if m.split(".")[0] == "tests"}, file
+def test_the_library_imports_no_programs_beside_it():
+    """Only the command `stree-jax bench` imports benchmarks, when it is used."""
+    command = "stree_jax.cli.commands.bench"
+    for module, file in FILES.items():
+        tops = {m.split(".")[0] for _, m in imports_of(file, deep=module != command)}
+        assert "tests" not in tops, file
+        assert not room(module, "stree_jax") or not tops & {"bench", "tools"}, file
 
 
 def test_test_modules_are_not_imported():
@@ -194,7 +198,7 @@ def test_imports_of_test_programs_exist():
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue
-            if node.module.split(".")[0] != "stree_jax":
+            if node.module.split(".")[0] not in ("stree_jax", "bench"):
                 continue
             names = {alias.name for alias in node.names}
             submodules = {name for name in names if f"{node.module}.{name}" in FILES}

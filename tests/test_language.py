@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("stree_jax", "models", "convert", "cpu_kernels", "pallas_kernels", "bench")
+FOLDERS = (
+    *("stree_jax", "models", "convert", "cpu_kernels", "pallas_kernels"),
+    *("bench", "tools"),
+)
 # Clauses in place of the name of a thing: "what is no node" is padding.
 CLAUSES = re.compile(r"\b[Ww]hat is no\b|\bthat is none\b|\bwhere there is none\b")
 # First words that say what a function does: a verb in the third person, or "True if".

@@ -22,7 +22,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, CIBUILDWHEEL = PYPROJECT["project"], PYPROJECT["tool"]["cibuildwheel"]
 EXTRAS = PROJECT["optional-dependencies"]
 FOR_USERS = ("train", "torch", "gguf", "bench", "serve")  # each is a part of "all"
-CODE = ("stree_jax", "models", "convert", "bench", "cpu_kernels", "pallas_kernels")
+CODE = ("stree_jax", "models", "convert", "cpu_kernels", "pallas_kernels")  # installed
+BESIDE = ("bench", "tools")  # run from a clone
 # `--verify` and `bench --transformers` say how to install transformers; llama_cpp is
 # imported by another Python, `bench --llama-python`.
 UNDECLARED = {"transformers", "llama_cpp"}
@@ -40,10 +41,9 @@ def test_every_folder_of_code_is_in_the_wheel():
     settings = PYPROJECT["tool"]["setuptools"]
     packages, folders = settings["packages"], settings["package-dir"]
     assert set(packages) == set(folders)
-    rooms = {"stree_jax", "models", "pallas_kernels", "cpu_kernels", "convert", "bench"}
     found = {
         str(file.parent.relative_to(ROOT))
-        for room in rooms
+        for room in CODE
         for file in (ROOT / room).rglob("__init__.py")  # which follows no links
     }
     assert set(folders.values()) == found
@@ -98,16 +98,16 @@ def test_help_and_bad_options_do_not_wait_for_jax(arguments):
 
 
 def imported_modules():
-    """The top-level modules outside the standard library that the package imports."""
+    """The top-level modules outside the standard library that code imports."""
     found = set()
-    for folder in CODE:
+    for folder in (*CODE, *BESIDE):
         for file in (ROOT / folder).rglob("*.py"):  # which follows no links
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Import):
                     found |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom):
                     found.add(node.module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"stree_jax"}
+    return found - set(sys.stdlib_module_names) - {"stree_jax", *BESIDE}
 
 
 def test_every_import_is_declared_and_every_dependency_is_imported():
@@ -188,7 +188,7 @@ def test_the_commands_that_test_a_published_wheel_work():
 
 def test_no_message_or_page_names_the_package_on_an_index():
     """There may be no release: clones and packages' own names always work."""
-    folders = [ROOT / folder for folder in (*CODE, "docs", "examples")]
+    folders = [ROOT / folder for folder in (*CODE, *BESIDE, "docs", "examples")]
     pages = [file for folder in folders for file in folder.rglob("*.*")]
     for page in [*pages, ROOT / "README.md", ROOT / "Dockerfile"]:
         if page.suffix in (".py", ".md", ".ipynb", ""):

@@ -41,13 +41,15 @@ kernels=$("$work/venv/bin/python" -m stree_jax.cpu_kernels)
 echo "$kernels"
 if command -v g++ > /dev/null && [[ $kernels == *none* ]]; then exit 1; fi
 "$work/venv/bin/stree-jax" generate "def add(a, b):" --max-new-tokens 16 --compare
+# Benchmarks are not installed; one line says where they are.
+[[ $("$work/venv/bin/stree-jax" bench decode 2>&1 || true) == *"git clone https://"* ]]
 "$work/venv/bin/python" - <<'PY'
 import re, sys
 from importlib.metadata import metadata
 import stree_jax, stree_jax.convert
 shown = metadata("stree-jax")["Description"]  # by package indexes, which host no files
 assert "Apache-2.0" in shown and not re.findall(r"\]\((?!https?:|#)[^)]*\)", shown)
-assert not {"models", "convert", "pallas_kernels", "cpu_kernels"} & set(sys.modules), "generic names leaked"
+assert not {"models", "convert", "pallas_kernels", "cpu_kernels", "bench"} & set(sys.modules), "generic names leaked"
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 print("wheel", stree_jax.__version__, "ok")
 PY

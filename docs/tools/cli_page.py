@@ -1,22 +1,15 @@
 """Writes the page of the command line from the parsers of the command.
 
-    python docs/tools/cli_page.py > docs/reference/cli.md
-
-The page is in the repository, so that it can be read on GitHub, and so that the site is
-built without importing the package; `tests/test_site.py` fails if it is out of date.
+`docs/tools/hooks.py` adds it to the site as reference/cli.md. The parsers need nothing
+but the standard library, except for the options of benchmarks, which are left out.
 """
 
 import argparse
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
-NOTE = (
-    "<!-- Written by docs/tools/cli_page.py from the parsers of the command. "
-    "Do not edit this page. -->"
-)
 INTRO = """\
 Continue a prompt with the bundled models, and compare time and tokens with plain
 decoding:
@@ -48,7 +41,7 @@ def page() -> str:
     without = {k: v for k, v in os.environ.items() if k not in VARIABLES}
     with mock.patch.dict(os.environ, without, clear=True):
         parser = build_parser()
-        lines = [NOTE, "", "# Command line", "", INTRO]
+        lines = ["# Command line", "", INTRO]
         lines += ["| command | what it does |", "| --- | --- |"]
         for name, command, summary in commands_of(parser):
             anchor = command.prog.replace(" ", "-")
@@ -73,7 +66,7 @@ def commands_of(
 def section(
     parser: argparse.ArgumentParser, summary: str, heading: str
 ) -> Iterator[str]:
-    """Yields the lines of a command and of the commands below it."""
+    """Yields the lines of a command, with a list of the commands below it."""
     add_options = getattr(parser, "add_options", None)
     if add_options is not None:  # added when the command is first used
         # mypy sees argparse's parser here; our `Parser` has the attribute.
@@ -97,13 +90,11 @@ def section(
     below = list(commands_of(parser))
     if below:
         yield from ["| command | what it does |", "| --- | --- |"]
-        for name, command, text in below:
-            anchor = command.prog.replace(" ", "-")
-            yield f"| [`{name}`](#{anchor}) | {prose(text)} |"
-        yield ""
+        for name, _, text in below:
+            yield f"| `{name}` | {prose(text)} |"
+        example = f"{parser.prog} {below[0][0]} --help"
+        yield from ["", f"`{example}` prints the options of the first, and so on.", ""]
     yield from epilog(parser)
-    for _, command, text in below:
-        yield from section(command, text, heading + "#")
 
 
 def usage(parser: argparse.ArgumentParser) -> str:
@@ -199,10 +190,3 @@ def escaped(text: str) -> str:
     """Returns text with the characters of Markdown's own escaped."""
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*\[\]|])|(?<!\w)(_)|(_)(?!\w)", r"\\\g<0>", text)
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-    sys.stdout.write(page())

@@ -1,4 +1,5 @@
-"""Hooks of MkDocs: links that leave `docs/`, and the URL of the repository.
+"""Hooks of MkDocs: the page of the command line, links that leave `docs/`, and the URL
+of the repository.
 
 Pages are written for GitHub as well as for the site, so that a link to code or to a
 table of `bench/` is a relative path. The site has only `docs/`: such links become URLs
@@ -14,11 +15,14 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-# MkDocs runs this file by its path, so its folder is not on the import path yet.
-sys.path.insert(0, str(Path(__file__).parent))
+ROOT = Path(__file__).parent.parent.parent
+# MkDocs runs this file by its path, so neither its folder nor the package is on the
+# import path yet.
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
+import cli_page  # noqa: E402
 from links import image_uri, outside_links  # noqa: E402
 
-ROOT = Path(__file__).parent.parent.parent
+CLI_PAGE = "reference/cli.md"
 REPOSITORY = "https://github.com/stree-jax/stree-jax"  # if pyproject.toml names none
 BRANCH = "main"
 
@@ -37,10 +41,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the images outside `docs/` that pages show."""
+    """Adds the page of the command line, and images outside `docs/` that pages show."""
+    files.append(File.generated(config, CLI_PAGE, content=cli_page.page()))
     added = set()
     for page in files.documentation_pages():
-        text = Path(page.abs_src_path).read_text("utf-8")
+        text = page.content_string
         for _, path, _ in outside_links(text, page.src_uri):
             source, uri = ROOT / path, image_uri(path)
             if uri and uri not in added and source.is_file():

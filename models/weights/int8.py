@@ -35,7 +35,7 @@ from stree_jax.models.weights.weight import BFLOAT16, Format, Weight
 MAX_Q = 127  # q is from -MAX_Q to MAX_Q
 # A group whose largest magnitude is below this becomes 0; same as in src/int8_body.h.
 MIN_GROUP_MAX = 1e-30
-GROUP = 128  # columns that share a scale; measured in bench/RESULTS.md, "int8 weights"
+GROUP = 128  # columns that share a scale; measured in bench/records/int8-weights.json
 
 
 @dataclass(frozen=True)

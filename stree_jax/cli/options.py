@@ -74,9 +74,11 @@ class Parser(argparse.ArgumentParser):
     Attributes:
       add_options: adds the options when the parser is first used, so that what they
         need is imported only then. If None, the parser has its options already.
+      unavailable: why the command cannot be used here. If None, it can.
     """
 
     add_options: Callable[["Parser"], None] | None = None
+    unavailable: str | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
@@ -94,6 +96,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.complete_options()
+        if self.unavailable is not None:
+            self.exit(2, f"stree-jax: {self.unavailable}\n")
         words = sys.argv[1:] if args is None else list(args)
         self._check_options(words)
         namespace, rest = super().parse_known_args(words, namespace)

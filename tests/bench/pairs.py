@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.bench.registry import load, parse_bench
+from bench.registry import load, parse_bench
 from stree_jax.models import (
     AttentionConfig,
     MambaConfig,

@@ -11,8 +11,7 @@ import jax
 import pytest
 
 import stree_jax
-from stree_jax import cpu_kernels
-from stree_jax.bench import (
+from bench import (
     arms,
     command,
     cost,
@@ -23,10 +22,11 @@ from stree_jax.bench import (
     temperature,
     trees,
 )
-from stree_jax.bench.arms import parse_arm, summarise_arms
-from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
-from stree_jax.bench.prompts import prompt_of, read_prompts, rounds
-from stree_jax.bench.widen import sizes_of
+from bench.arms import parse_arm, summarise_arms
+from bench.method import Run, measure, sign_test, spread, take_turns
+from bench.prompts import prompt_of, read_prompts, rounds
+from bench.widen import sizes_of
+from stree_jax import cpu_kernels
 from stree_jax.cli import main as cli
 from stree_jax.speculation import loop
 from tests.bench.pairs import cells, drawn, measured, pair_with_words

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from stree_jax.bench import budgets, command, conversations, memory
-from stree_jax.bench.budgets import Subject, last_fit, run_time
-from stree_jax.bench.device_memory import cache_row_bytes
-from stree_jax.bench.method import Run
-from stree_jax.bench.prompts import read_turns
-from stree_jax.bench.registry import parse_bench
+from bench import budgets, command, conversations, memory
+from bench.budgets import Subject, last_fit, run_time
+from bench.device_memory import cache_row_bytes
+from bench.method import Run
+from bench.prompts import read_turns
+from bench.registry import parse_bench
 from stree_jax.generation.generate import bucket
 from stree_jax.models.drafters.heads import first_heads
 from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stree_jax.bench import drafters as bench
-from stree_jax.bench.method import Run
-from stree_jax.bench.registry import parse_bench
+from bench import drafters as bench
+from bench.method import Run
+from bench.registry import parse_bench
 from stree_jax.checkpoints.ngrams import save_ngrams
 from stree_jax.training.ngrams import count_grams, katz
 from tests.bench.pairs import pair_with_words

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.bench import (
+from bench import (
     arms,
     device_memory,
     forward,
@@ -18,9 +18,9 @@ from stree_jax.bench import (
     shapes,
     unrolled,
 )
-from stree_jax.bench.method import Run
-from stree_jax.bench.registry import parse_bench
-from stree_jax.bench.unroll import Unrolled
+from bench.method import Run
+from bench.registry import parse_bench
+from bench.unroll import Unrolled
 from stree_jax.cli.main import main
 from stree_jax.models import init_records, init_state
 from stree_jax.models.stack.state import Pending

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import stree_jax
+from bench import arms, command, inputs
+from bench import heads as bench
+from bench.method import Run
+from bench.registry import parse_bench
+from bench.widen import widened, widened_heads
 from stree_jax import Sampling
-from stree_jax.bench import arms, charts, command, inputs
-from stree_jax.bench import heads as bench
-from stree_jax.bench.method import Run
-from stree_jax.bench.registry import parse_bench
-from stree_jax.bench.widen import widened, widened_heads
+from stree_jax.cli import figures
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import AttentionConfig, MambaConfig, Rope, init_params
 from stree_jax.models.drafters.heads import head_logits
@@ -181,7 +182,7 @@ def test_tables_and_figures(report, tmp_path):
         [row["set"], f"{row['temperature']:g}", row["arm"]] for row in report["results"]
     ]
     assert ["1", "typical"] in [row[:2] for row in shown]
-    charts.save(drawn(report), tmp_path / "f")
+    figures.save(drawn(report), tmp_path / "f")
     assert {file.name for file in tmp_path.iterdir()} == {"f.png", "f.svg"}
     greedy = report | {"temperatures": [0.0], "texts": []}
     assert len(cells(command.table_of(greedy))) == len(shown) - 4

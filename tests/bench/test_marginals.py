@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.bench.marginals import Marginals, marginals
+from bench.marginals import Marginals, marginals
 from stree_jax.models.drafters.dflash_pairs import no_memory, pair_scores
 from stree_jax.speculation.accept import NAIVE
 from stree_jax.speculation.drafter import Prompts

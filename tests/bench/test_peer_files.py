@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.bench import kl, peer_files, peers, quantized_files, resident
-from stree_jax.bench.arms import PLAIN
-from stree_jax.bench.command import measure
-from stree_jax.bench.gguf_writer import write_gguf
-from stree_jax.bench.peer_tables import LLAMA, LLAMA_DRAFTS
-from stree_jax.bench.registry import parse_bench
-from stree_jax.bench.shapes import config_of
+from bench import kl, peer_files, peers, quantized_files, resident
+from bench.arms import PLAIN
+from bench.command import measure
+from bench.gguf_writer import write_gguf
+from bench.peer_tables import LLAMA, LLAMA_DRAFTS
+from bench.registry import parse_bench
+from bench.shapes import config_of
 from stree_jax.generation.scoring import score
 from stree_jax.models import init_params
 from tests.bench.pairs import MAMBA2, cells, drawn, params_of

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.bench import gguf_writer, peers
-from stree_jax.bench.arms import PLAIN, parse_arm
-from stree_jax.bench.gguf_writer import gguf_tensors, write_gguf
-from stree_jax.bench.llama_process import llama_process, llama_version
-from stree_jax.bench.method import Run
-from stree_jax.bench.others import TRANSFORMERS
-from stree_jax.bench.registry import parse_bench
+from bench import gguf_writer, peers
+from bench.arms import PLAIN, parse_arm
+from bench.gguf_writer import gguf_tensors, write_gguf
+from bench.llama_process import llama_process, llama_version
+from bench.method import Run
+from bench.others import TRANSFORMERS
+from bench.registry import parse_bench
 from stree_jax.generation.scoring import score
 from stree_jax.models import (
     AttentionConfig,

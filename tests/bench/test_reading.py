@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.bench import capacity, command, passes, reading, shapes
-from stree_jax.bench.method import Run
-from stree_jax.bench.registry import parse_bench
+from bench import capacity, command, passes, reading, shapes
+from bench.method import Run
+from bench.registry import parse_bench
 from stree_jax.generation.scoring import score
 from stree_jax.models import (
     AttentionConfig,
@@ -23,7 +23,7 @@ from tests.bench.pairs import cells, drawn
 from tests.support.tiny import perturbed, tiny
 
 HYBRID = replace(
-    shapes.hybrid_130m().with_mixers(
+    shapes.config_of("hybrid-130m").with_mixers(
         mamba=MambaConfig(8, 8, 16),
         attention=AttentionConfig(4, 2, 8),
         mlp=MLPConfig(48),

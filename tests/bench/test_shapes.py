@@ -1,154 +1,71 @@
-"""Test that shapes of published models match the configs read from their
-checkpoints.
-"""
+"""Test the shapes of published models: their sizes, counted by hand or published."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from stree_jax.bench import budgets, shapes
-from stree_jax.convert.families.configs import read_config
-from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tensors.source import TensorInfo
+from bench import budgets, shapes
 from stree_jax.models import init_records, init_state
 from stree_jax.models.stack.memory import size_of, weight_bytes
 
-
-def configs(directory, config, tensors, mixer=None):
-    (directory / "config.json").write_text(json.dumps(config))
-    if mixer is not None:
-        (directory / "mamba_config.json").write_text(json.dumps(mixer))
-    found = {n: TensorInfo(Path("x"), shape, "BF16") for n, shape in tensors.items()}
-    return replace(read_config(CheckpointFiles(directory), found)[1], stop_tokens=())
-
-
-def test_the_mambainllama_shape_matches_its_checkpoint(tmp_path):
-    # Fields as the authors' training code writes them for Llama-3-8B, with half of the
-    # layers replaced: ssm_layers 0, 2, 4, ...
-    teacher = {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "bos_token_id": 128000,
-        "eos_token_id": 128009,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 8192,
-        "model_type": "llama",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 128256,
-    }
-    mixer = {
-        "d_model": 4096,
-        "ssm_cfg": {"expand": 1, "ngroups": 32, "d_state": 128},
-        "rms_norm_eps": 1e-05,
-        "vocab_size": None,
-        "d_inner": 4096,
-        "d_xb": 1024,
-        "intermediate_size": 14336,
-        "hidden_act": "silu",
-        "n_layer": 32,
-        "attn_layers": list(range(1, 32, 2)),
-    }
-    tensors = {
-        "model.embed_tokens.weight": (128256, 4096),
-        "model.layers.0.mamba.in_proj.weight": (10272, 4096),
-        "model.layers.0.mamba.conv1d.bias": (6144,),
-        "model.layers.1.self_attn.q_proj.weight": (4096, 4096),
-    }
-    read = configs(tmp_path, teacher, tensors, mixer)
-    assert read == shapes.config_of("mambainllama-8b")
-    mamba = read.mixers["mamba"]
-    assert mamba.d_in_proj == 10272 and mamba.d_xBC == 6144
+MILLIONS = {  # of parameters
+    "bamba-9b": 9780,
+    "granite-4.0-h-micro": 3191,
+    "granite-4.0-h-small": 32200,
+    "hybrid-1.2b": 1200,
+    "hybrid-130m": 130.8,
+    "hybrid-2m": 1.94,
+    "lfm2-1.2b": 1170,
+    "lfm2-350m": 354,
+    "llama-135m": 134.5,
+    "llama-70b": 70554,
+    "llama-7b": 6738,
+    "mamba2-1.3b": 1344,
+    "mamba2-130m": 129,
+    "mamba2-2.7b": 2703,
+    "mamba2-370m": 368,
+    "mamba2-780m": 780,
+    "mambainllama-8b": 8301,
+    "qwen3.5-0.8b": 752,
+    "qwen3.5-2b": 1880,
+    "qwen3.5-27b": 26900,
+    "qwen3.5-35b-a3b": 34700,
+    "qwen3.5-4b": 4200,
+    "qwen3.5-9b": 8950,
+}
 
 
-def test_the_llama_135m_shape_matches_its_checkpoint(tmp_path):
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "hidden_act": "silu",
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "model_type": "llama",
-        "num_attention_heads": 9,
-        "num_hidden_layers": 30,
-        "num_key_value_heads": 3,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "vocab_size": 49152,
-    }
-    tensors = {"model.embed_tokens.weight": (49152, 576)}
-    assert configs(tmp_path, config, tensors) == shapes.config_of("llama-135m")
+@pytest.mark.parametrize("name", shapes.NAMES)
+def test_parameters_of_the_shapes(name):
+    count = weight_bytes(shapes.config_of(name), jnp.bfloat16) / 2e6
+    assert count == pytest.approx(MILLIONS[name], rel=5e-3)
 
 
-@pytest.mark.parametrize("name", shapes.MAMBA2_SIZES)
-def test_the_mamba2_shapes_match_their_checkpoints(tmp_path, name):
-    d_model, n_layer = shapes.MAMBA2_SIZES[name]
-    config = {
-        "d_model": d_model,
-        "d_intermediate": 0,
-        "n_layer": n_layer,
-        "vocab_size": 50277,
-        "ssm_cfg": {"layer": "Mamba2"},
-        "attn_layer_idx": [],
-        "attn_cfg": {},
-        "rms_norm": True,
-        "pad_vocab_size_multiple": 16,
-        "tie_embeddings": True,
-    }
-    tensors = {
-        "backbone.embedding.weight": (50288, d_model),
-        "backbone.layers.0.mixer.conv1d.bias": (2 * d_model + 256,),
-        "backbone.layers.0.mixer.in_proj.weight": (
-            4 * d_model + 256 + 2 * d_model // 64,
-            d_model,
-        ),
-    }
-    assert configs(tmp_path, config, tensors) == shapes.config_of(name)
+def test_the_mambainllama_shape():
+    config = shapes.config_of("mambainllama-8b")
+    mamba = config.mixers["mamba"]
+    assert mamba.d_in_proj == 10272 and mamba.d_xBC == 6144  # as in the checkpoint
+    assert config.kinds[::2] == ("mamba", "attention") * 16
 
 
-@pytest.mark.parametrize("name", shapes.QWEN35_SIZES)
-def test_the_qwen35_shapes_match_their_checkpoints(tmp_path, name):
-    size, config = shapes.QWEN35_SIZES[name], shapes.config_of(name)
-    fields = {
-        "model_type": "qwen3_5_text" if size.mlp else "qwen3_5_moe_text",
-        "hidden_size": size.d_model,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.num_heads,
-        "num_key_value_heads": size.num_kv_heads,
-        "head_dim": 256,
-        "linear_num_value_heads": size.value_heads,
-        "vocab_size": 248320,
-        "tie_word_embeddings": size.tied,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000_000,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [11, 11, 10],
-        },
-        "full_attention_interval": 4,
-    }
-    if size.mlp:
-        fields["intermediate_size"] = size.mlp
-    tensors = {"model.embed_tokens.weight": (248320, size.d_model)}
-    assert configs(tmp_path, fields, tensors) == config
-    assert shapes.config_of(name, mtp=True) == replace(
-        config, mtp=("attention", "mlp" if size.mlp else "moe")
-    )
+def test_the_padded_vocabulary_of_mamba2():
+    config = shapes.config_of("mamba2-130m")
+    assert (config.vocab_size, config.num_tokens) == (50288, 50277)
+
+
+def test_mtp_layers_are_left_out_unless_wanted():
+    for name, second in (("qwen3.5-0.8b", "mlp"), ("qwen3.5-35b-a3b", "moe")):
+        config = shapes.config_of(name)
+        assert not config.mtp
+        wanted = shapes.config_of(name, mtp=True)
+        assert wanted == replace(config, mtp=("attention", second))
+
+
+def test_an_unknown_shape_names_the_closest_one():
+    with pytest.raises(ValueError, match="did you mean 'mamba2-130m'"):
+        shapes.config_of("mamba-130m")
 
 
 @pytest.mark.parametrize(

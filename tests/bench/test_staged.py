@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from stree_jax.bench import command, staged
-from stree_jax.bench.method import Run
+from bench import command, staged
+from bench.method import Run
 from stree_jax.sizing.pass_time import MeasuredTime
 from stree_jax.speculation.gain import staged_gain, staged_passes
 from stree_jax.speculation.tree import resolve_tree

@@ -1,7 +1,7 @@
 """Test tables: columns of fields and functions, and their cells."""
 
-from stree_jax.bench.method import quartiles_of
-from stree_jax.bench.tables import by, equal, quartiles, ratio, table
+from bench.method import quartiles_of
+from bench.tables import by, equal, quartiles, ratio, table
 
 
 def test_columns_show_fields_functions_and_absent_values():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.bench.unroll import Unrolled
+from bench.unroll import Unrolled
 from stree_jax.generation.generate import begin
 from stree_jax.models import init_state
 from stree_jax.models.stack.state import Pending, init_records

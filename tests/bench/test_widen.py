@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.bench import attention, inputs
-from stree_jax.bench.everything import arguments
-from stree_jax.bench.registry import parse_bench
-from stree_jax.bench.widen import (
+from bench import attention, inputs
+from bench.everything import arguments
+from bench.registry import parse_bench
+from bench.widen import (
     sizes_of,
     widened,
     widened_dflash,

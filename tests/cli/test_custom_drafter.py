@@ -13,7 +13,7 @@ import stree_jax
 from stree_jax.checkpoints.custom_drafter import custom_drafter, is_custom
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.cli import main as cli
-from stree_jax.cli import serve
+from stree_jax.cli.commands import serve
 
 ROOT = Path(__file__).parent.parent.parent
 MODULE = '''

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from stree_jax.cli import main as cli
-from stree_jax.cli.plan import aligned
+from stree_jax.cli.commands.plan import aligned
 
 ASKED = ["--batch", "2", "--context", "256", "--max-new-tokens", "64"]
 

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from stree_jax.cli import main as cli
-from stree_jax.cli import serve
 from stree_jax.cli.chat import given_template
+from stree_jax.cli.commands import serve
 from stree_jax.server.protocol import Turn
 
 LOADED = serve.loaded

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import stree_jax
+from bench.gguf_writer import write_gguf as write_model
 from stree_jax import models
-from stree_jax.bench.gguf_writer import write_gguf as write_model
 from stree_jax.checkpoints.info import info
 from stree_jax.cli.main import main
 from stree_jax.convert import CheckpointError, convert_checkpoint

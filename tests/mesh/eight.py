@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax
-from stree_jax.bench import devices
-from stree_jax.bench.devices import exchanges, on_a_device
-from stree_jax.bench.method import Run
-from stree_jax.bench.registry import parse_bench
+from bench import devices
+from bench.devices import exchanges, on_a_device
+from bench.method import Run
+from bench.registry import parse_bench
 from stree_jax.generation.generate import begin
 from stree_jax.models import cast_params
 from stree_jax.models.sharding.placement import abstract_model

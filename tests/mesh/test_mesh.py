@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stree_jax.bench.devices import Exchange, exchanges
+from bench.devices import Exchange, exchanges
 from stree_jax.cli.main import main
 from stree_jax.models import AttentionConfig, MambaConfig, param_shapes
 from stree_jax.models.base.shards import (

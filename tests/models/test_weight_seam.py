@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.bench.gguf_writer import write_gguf
-from stree_jax.bench.widen import widened
+from bench.gguf_writer import write_gguf
+from bench.widen import widened
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.models import (
     FORMATS,

@@ -20,7 +20,7 @@ from bench.prompts import read_prompts
 from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from stree_jax.cli.chat import read_chat_template, read_special_tokens
-from stree_jax.cli.serve import api_keys
+from stree_jax.cli.commands.serve import api_keys
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.base.files import read_file
 from stree_jax.convert.saved.atomic import atomic_directory

@@ -12,7 +12,7 @@ import pytest
 
 import stree_jax
 from stree_jax.cli import main as cli
-from stree_jax.cli import serve
+from stree_jax.cli.commands import serve
 from stree_jax.cli.main import build_parser
 from stree_jax.sizing import step_times
 from tests.support.table_models import (

@@ -10,7 +10,7 @@ import zipfile
 import pytest
 from tokenizers import Tokenizer, models
 
-from stree_jax.bench.prompts import read_prompts, read_turns
+from bench.prompts import read_prompts, read_turns
 from stree_jax.cli.main import main
 from stree_jax.training.corpus import encode_corpus, iter_documents
 from stree_jax.training.recipe import prepare

@@ -34,7 +34,8 @@ from stree_jax.speculation.draft import DRAFTER, NGRAM, Draft
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.tree import Auto, Budget, compiled_steps
 
-# The numbers below were tuned with the bundled pair, on CPUs; see bench/LEARNED.md.
+# The numbers below were tuned with the bundled pair, on CPUs; see
+# bench/records/learned-predictions-and-outcomes.json.
 FADE = 0.9  # decay per step of the statistics of steps with the draft model
 
 # Minimum predicted speedup before the policy changes to the faster alternative. The
