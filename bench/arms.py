@@ -26,7 +26,7 @@ from bench.method import (
 )
 from bench.prompts import Prompt, rounds
 from stree_jax.generation.generate import begin, encode_prompts
-from stree_jax.generation.result import Generation, summarise
+from stree_jax.generation.result import Generation, HostArguments, summarise
 from stree_jax.generation.scoring import first_difference
 from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads, first_heads
