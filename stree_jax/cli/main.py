@@ -104,7 +104,7 @@ def execute(args: argparse.Namespace) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = each_warning_once()
             with log_on_stderr():
-                return command_named(args.command).run(args) or 0
+                return run_command(args)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:  # CheckpointError is a ValueError
@@ -163,3 +163,8 @@ def each_warning_once() -> Callable[..., None]:
             print_status(f"stree-jax: warning: {warning}")
 
     return show
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Runs the command that the parsed options name. Returns its exit code."""
+    return command_named(args.command).run(args) or 0
