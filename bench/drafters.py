@@ -21,8 +21,8 @@ from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
 from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.widen import widened, widened_drafter
+from stree_jax.checkpoints.kinds.ngrams import load_ngrams
 from stree_jax.checkpoints.load import Model
-from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.cli.options import add
 from stree_jax.generation.generate import encode_prompts, generate

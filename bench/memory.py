@@ -25,7 +25,7 @@ from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_prompts
 from stree_jax.bench.prompts import Prompt, read_turns, rounds
 from stree_jax.bench.widen import widened_heads
-from stree_jax.checkpoints.heads import load_heads
+from stree_jax.checkpoints.kinds.heads import load_heads
 from stree_jax.checkpoints.load import Model
 from stree_jax.cli.options import add
 from stree_jax.models.drafters.heads import Heads

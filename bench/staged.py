@@ -40,8 +40,8 @@ from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
 from stree_jax.bench.passes import Case, compile_case, time_cases
 from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.widen import widened
+from stree_jax.checkpoints.kinds.ngrams import load_ngrams
 from stree_jax.checkpoints.load import Model
-from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.cli.options import add
 from stree_jax.generation.arguments import encode_prompts
 from stree_jax.generation.result import Generation, runs_by_origin

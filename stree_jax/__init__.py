@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from stree_jax.checkpoints.draft_tokens import (
         with_draft_vocabulary as with_draft_vocabulary,
     )
-    from stree_jax.checkpoints.drafters import load_drafter as load_drafter
-    from stree_jax.checkpoints.heads import load_heads as load_heads
-    from stree_jax.checkpoints.heads import save_heads as save_heads
+    from stree_jax.checkpoints.kinds.heads import load_heads as load_heads
+    from stree_jax.checkpoints.kinds.heads import save_heads as save_heads
+    from stree_jax.checkpoints.kinds.ngrams import load_ngrams as load_ngrams
+    from stree_jax.checkpoints.kinds.ngrams import save_ngrams as save_ngrams
+    from stree_jax.checkpoints.kinds.published import load_drafter as load_drafter
     from stree_jax.checkpoints.load import Model as Model
     from stree_jax.checkpoints.load import load as load
-    from stree_jax.checkpoints.ngrams import load_ngrams as load_ngrams
-    from stree_jax.checkpoints.ngrams import save_ngrams as save_ngrams
     from stree_jax.checkpoints.save import save as save
     from stree_jax.convert.base.errors import CheckpointError as CheckpointError
     from stree_jax.generation.generate import generate as generate
@@ -63,12 +63,12 @@ _NAMES = {
     "checkpoints.save": "save",
     "models.sharding.devices": "make_mesh",
     "generation.generate": "generate stream tune",
-    "checkpoints.drafters": "load_drafter",
+    "checkpoints.kinds.published": "load_drafter",
     "checkpoints.draft_tokens": "draft_vocabulary with_draft_vocabulary",
-    "checkpoints.heads": "load_heads save_heads",
+    "checkpoints.kinds.heads": "load_heads save_heads",
     "models.drafters.heads": "Heads",
     "models.sharding.placement": "shard",
-    "checkpoints.ngrams": "load_ngrams save_ngrams",
+    "checkpoints.kinds.ngrams": "load_ngrams save_ngrams",
     "sizing.plan": "plan",
     "generation.result": "Generation Past",
     "sampling.settings": "Sampling sampling_rows",

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stree_jax import load_heads, save_heads
-from stree_jax.checkpoints.heads import ACCURACY, is_heads
+from stree_jax.checkpoints.kinds.heads import ACCURACY, is_heads
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.models.drafters.heads import head_logits
 from tests.support.heads import random_heads

@@ -5,15 +5,22 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from stree_jax.checkpoints.custom_drafter import custom_drafter, import_drafter
-from stree_jax.checkpoints.custom_drafter import is_custom as has_custom_form
 from stree_jax.checkpoints.draft_tokens import (
     DraftVocabulary,
     narrowed,
     narrowed_config,
     unsupported,
 )
-from stree_jax.checkpoints.drafters import (
+from stree_jax.checkpoints.info import described
+from stree_jax.checkpoints.kinds.custom import custom_drafter, import_drafter
+from stree_jax.checkpoints.kinds.custom import is_custom as has_custom_form
+from stree_jax.checkpoints.kinds.heads import (
+    heads_config_and_format,
+    is_heads,
+    load_heads,
+)
+from stree_jax.checkpoints.kinds.ngrams import load_ngrams
+from stree_jax.checkpoints.kinds.published import (
     INT8,
     drafter_config,
     format_for_kept,
@@ -21,14 +28,7 @@ from stree_jax.checkpoints.drafters import (
     load_drafter,
     warn_of_other_target,
 )
-from stree_jax.checkpoints.heads import (
-    heads_config_and_format,
-    is_heads,
-    load_heads,
-)
-from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.load import Model, load
-from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.checkpoints.resolve import headers
 from stree_jax.common.checks import integer
 from stree_jax.common.words import DRAFTERS, suggestion

@@ -66,7 +66,7 @@ def run_info(args: argparse.Namespace, draw: Draw) -> None:
 
 def print_drafter(args: argparse.Namespace) -> None:
     """Prints a description of a published drafter."""
-    from stree_jax.checkpoints.drafters import drafter_info
+    from stree_jax.checkpoints.kinds.published import drafter_info
 
     if args.figure:
         raise ValueError(f"--figure: {args.path} is a drafter, not a model")

@@ -341,7 +341,7 @@ def train_reader(
 
 
 def run_heads(args: argparse.Namespace, job: "Job") -> None:
-    from stree_jax.checkpoints.heads import save_heads
+    from stree_jax.checkpoints.kinds.heads import save_heads
     from stree_jax.training.heads import train_heads
 
     size = args.heads, args.blocks, args.own_output
@@ -358,8 +358,8 @@ def run_heads(args: argparse.Namespace, job: "Job") -> None:
 
 
 def run_ngrams(args: argparse.Namespace) -> None:
+    from stree_jax.checkpoints.kinds.ngrams import check_new, save_ngrams
     from stree_jax.checkpoints.load import load
-    from stree_jax.checkpoints.ngrams import check_new, save_ngrams
     from stree_jax.training.ngrams import Recipe, ngrams_of
 
     check_new(args.out)  # fail now, and not after counting n-grams, which takes hours

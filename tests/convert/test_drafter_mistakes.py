@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stree_jax.checkpoints.drafters import (
+from stree_jax.checkpoints.kinds.published import (
     drafter_info,
     load_drafter,
     warn_of_other_target,

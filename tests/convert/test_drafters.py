@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.checkpoints.drafters import drafter_info, is_drafter, load_drafter
+from stree_jax.checkpoints.kinds.published import drafter_info, is_drafter, load_drafter
 from stree_jax.convert.drafters.eagle import TAPS
 from stree_jax.models import by_path
 from tests.support.loaded_drafters import errors, loaded, tiny_target, write_of

@@ -6,7 +6,7 @@ import chex
 import jax.numpy as jnp
 import pytest
 
-from stree_jax.checkpoints.drafters import load_drafter
+from stree_jax.checkpoints.kinds.published import load_drafter
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.drafters import open_drafter
 from stree_jax.convert.drafters.eagle import read_eagle

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import stree_jax
 from stree_jax.checkpoints.info import info
-from stree_jax.checkpoints.ngrams import save_ngrams
+from stree_jax.checkpoints.kinds.ngrams import save_ngrams
 from stree_jax.cli import main as cli
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from stree_jax.training.ngrams import count_grams, katz
