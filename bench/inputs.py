@@ -8,8 +8,9 @@ from typing import Any
 
 from stree_jax.bench.prompts import Prompt, read_prompts
 from stree_jax.bench.widen import sizes_of, widened
+from stree_jax.checkpoints.kinds.custom import is_custom
 from stree_jax.checkpoints.load import Model, load
-from stree_jax.checkpoints.pair import is_custom, load_pair
+from stree_jax.checkpoints.pair import load_pair
 from stree_jax.checkpoints.save import save
 
 RANDOM_PROMPT = 128  # tokens

@@ -1,36 +1,14 @@
 """Lets `jax.export` write models, states and records."""
 
-from dataclasses import asdict
-from typing import Any
-
 from stree_jax.models.base.serialization import register_for_export
-from stree_jax.models.drafters.eagle import Eagle, EagleConfig, EagleModel
-from stree_jax.models.drafters.heads import Heads, HeadsConfig
 from stree_jax.models.layers.nodes import Nodes
 from stree_jax.models.mixers import MIXERS
 from stree_jax.models.stack.config_json import from_json, to_json
 from stree_jax.models.stack.model import Model
 from stree_jax.models.stack.state import Pending, State
 
-
-def _heads_config(fields: dict[str, Any]) -> HeadsConfig:
-    rows = tuple(map(tuple, fields.pop("accuracy")))
-    return HeadsConfig(**fields, accuracy=rows)
-
-
 register_for_export(
     Model, lambda fields: [to_json(fields[0])], lambda values: (from_json(values[0]),)
-)
-for kind in (Eagle, EagleModel):
-    register_for_export(
-        kind,
-        lambda fields: [to_json(fields[0])],
-        lambda values: (from_json(values[0], EagleConfig),),
-    )
-register_for_export(
-    Heads,
-    lambda fields: [asdict(fields[0])],
-    lambda values: (_heads_config(values[0]),),
 )
 register_for_export(Nodes)  # its only static field, `scan`, is a string
 _NODES = [State, Pending]

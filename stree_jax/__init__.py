@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from stree_jax.checkpoints.draft_tokens import (
         with_draft_vocabulary as with_draft_vocabulary,
     )
-    from stree_jax.checkpoints.kinds.heads import load_heads as load_heads
-    from stree_jax.checkpoints.kinds.heads import save_heads as save_heads
-    from stree_jax.checkpoints.kinds.ngrams import load_ngrams as load_ngrams
-    from stree_jax.checkpoints.kinds.ngrams import save_ngrams as save_ngrams
-    from stree_jax.checkpoints.kinds.published import load_drafter as load_drafter
+    from stree_jax.checkpoints.drafters import load_drafter as load_drafter
+    from stree_jax.checkpoints.drafters import save_drafter as save_drafter
     from stree_jax.checkpoints.load import Model as Model
     from stree_jax.checkpoints.load import load as load
     from stree_jax.checkpoints.save import save as save
@@ -63,12 +60,10 @@ _NAMES = {
     "checkpoints.save": "save",
     "models.sharding.devices": "make_mesh",
     "generation.generate": "generate stream tune",
-    "checkpoints.kinds.published": "load_drafter",
+    "checkpoints.drafters": "load_drafter save_drafter",
     "checkpoints.draft_tokens": "draft_vocabulary with_draft_vocabulary",
-    "checkpoints.kinds.heads": "load_heads save_heads",
     "models.drafters.heads": "Heads",
     "models.sharding.placement": "shard",
-    "checkpoints.kinds.ngrams": "load_ngrams save_ngrams",
     "sizing.plan": "plan",
     "generation.result": "Generation Past",
     "sampling.settings": "Sampling sampling_rows",

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.models.layers.nodes import Nodes, Pass
 from stree_jax.models.layers.norm import Norm
@@ -48,6 +49,7 @@ from stree_jax.models.mixers import mixer_of
 from stree_jax.models.mixers.attention import AttentionConfig
 from stree_jax.models.mixers.mlp import MLPConfig
 from stree_jax.models.stack.config import Block, ModelConfig, blocks
+from stree_jax.models.stack.config_json import from_json, to_json
 from stree_jax.models.stack.model import (
     LanguageModel,
     LayerOutput,
@@ -284,6 +286,14 @@ class EagleModel(Model):
     @property
     def module(self) -> Any:
         return EagleModule(self.config, param_dtype(self.params), self.cut)
+
+
+for _node in (Eagle, EagleModel):
+    register_for_export(
+        _node,
+        lambda fields: [to_json(fields[0])],
+        lambda values: (from_json(values[0], EagleConfig),),
+    )
 
 
 def eagle_model(eagle: Eagle, target: Model) -> EagleModel:

@@ -40,12 +40,13 @@ def add_info_options(p: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace, draw: Draw) -> None:
+    from stree_jax.checkpoints.drafters import drafter_info
     from stree_jax.checkpoints.info import info_and_config
-    from stree_jax.checkpoints.pair import is_published
     from stree_jax.sizing.units import shown_bytes
 
-    if is_published(args.path):
-        print_drafter(args)
+    described = drafter_info(args.path, args.draft_vocab)
+    if described is not None:
+        print_drafter(args, described)
         return
     if args.draft_vocab is not None:
         raise ValueError(f"--draft-vocab: {args.path} is a model, not a drafter")
@@ -64,19 +65,18 @@ def run_info(args: argparse.Namespace, draw: Draw) -> None:
     print("\n".join(aligned([(name, shown_bytes(n)) for name, n in parts])))
 
 
-def print_drafter(args: argparse.Namespace) -> None:
-    """Prints a description of a published drafter."""
-    from stree_jax.checkpoints.kinds.published import drafter_info
-
+def print_drafter(args: argparse.Namespace, contents: dict[str, Any]) -> None:
+    """Prints a description of a drafter."""
     if args.figure:
         raise ValueError(f"--figure: {args.path} is a drafter, not a model")
-    contents = drafter_info(args.path, args.draft_vocab)
     if args.json:
         print(json.dumps(contents))
         return
-    rows, vocab = contents["draft_vocab_size"], contents["vocab_size"]
-    some = f"{rows:,} of {vocab:,} tokens" if rows < vocab else f"all {vocab:,} tokens"
-    print_aligned(contents | {"draft_vocab_size": some})
+    if (rows := contents.get("draft_vocab_size")) is not None:
+        vocab = contents["vocab_size"]
+        some = f"{rows:,} of {vocab:,}" if rows < vocab else f"all {vocab:,}"
+        contents = contents | {"draft_vocab_size": f"{some} tokens"}
+    print_aligned(contents)
 
 
 def print_aligned(contents: dict[str, Any]) -> None:

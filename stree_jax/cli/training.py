@@ -315,7 +315,7 @@ def train_reader(
     args: argparse.Namespace, job: "Job", layers: int, values: dict[str, Any]
 ) -> None:
     """Trains a drafter of one of the kinds `READERS` and writes it."""
-    from stree_jax.convert.drafters.write import save_drafter
+    from stree_jax.checkpoints.drafters import save_drafter
     from stree_jax.training.stretches import Amounts, StretchSize, train_drafter
 
     if args.width is not None or args.target_embedding:
@@ -336,12 +336,12 @@ def train_reader(
 
         size = EagleSize(layers, **values)
     drafter, count = train_drafter(job, args.target, size, amounts)
-    save_drafter(drafter, args.out, count)
+    save_drafter(drafter, args.out, args.target, count)
     print_status(f"wrote {args.out}: {drafter}")
 
 
 def run_heads(args: argparse.Namespace, job: "Job") -> None:
-    from stree_jax.checkpoints.kinds.heads import save_heads
+    from stree_jax.checkpoints.drafters import save_drafter
     from stree_jax.training.heads import train_heads
 
     size = args.heads, args.blocks, args.own_output
@@ -353,12 +353,13 @@ def run_heads(args: argparse.Namespace, job: "Job") -> None:
         own_tokens=args.own_tokens,
         dtype=args.dtype,
     )
-    save_heads(heads, args.out, args.target)
+    save_drafter(heads, args.out, args.target)
     print_status(f"wrote {args.out}: {heads}")
 
 
 def run_ngrams(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoints.kinds.ngrams import check_new, save_ngrams
+    from stree_jax.checkpoints.drafters import save_drafter
+    from stree_jax.checkpoints.kinds.ngrams import check_new
     from stree_jax.checkpoints.load import load
     from stree_jax.training.ngrams import Recipe, ngrams_of
 
@@ -367,5 +368,5 @@ def run_ngrams(args: argparse.Namespace) -> None:
     recipe = Recipe(**{name: getattr(args, name) for name in names})
     drafter = load("demo-drafter" if args.drafter == "demo" else args.drafter)
     ngrams = ngrams_of(drafter, recipe)
-    save_ngrams(ngrams, args.out)
+    save_drafter(ngrams, args.out)
     print_status(f"wrote {args.out}: {ngrams}")

@@ -357,7 +357,7 @@ def test_draft_models_heads_and_ngrams_are_downloaded(hub, models, capsys, tmp_p
     width = json.loads((repo / "config.json").read_text())["hidden_size"]
     config = HeadsConfig(width, width, 2, 1)
     heads = Heads(init_heads(config, jax.random.key(0), "float32"), config)
-    stree_jax.save_heads(heads, hub.folder / "o/heads")
+    stree_jax.save_drafter(heads, hub.folder / "o/heads")
     (hub.folder / "o/heads/optimizer.bin").write_bytes(b"not read")
     (hub.folder / "o/heads/model.safetensors").write_bytes(b"not read either")
     table = katz(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.checkpoints.kinds.published import load_drafter
+from stree_jax.checkpoints.drafters import load_drafter
 from stree_jax.checkpoints.load import Model
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, Rope, init_params
 from stree_jax.models.drafters.dflash import (

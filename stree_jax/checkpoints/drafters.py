@@ -1,0 +1,128 @@
+"""Loads, writes and describes drafters of every kind."""
+
+import os
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from stree_jax.checkpoints.kinds.files import DrafterFiles
+from stree_jax.checkpoints.kinds.model import DRAFT_MODEL
+from stree_jax.checkpoints.kinds.table import kind_of, kind_of_value
+from stree_jax.checkpoints.resolve import valid_path
+from stree_jax.common.checks import shown, with_hints
+from stree_jax.convert.base.errors import CheckpointError
+from stree_jax.convert.saved.store import weights_named
+from stree_jax.models import Model
+from stree_jax.speculation.drafters.table import AUTO, default_drafter
+
+DEMO = "demo"
+
+
+@with_hints
+def load_drafter(
+    path_or_hub_id: str | PathLike[str],
+    target: Model | None = None,
+    dtype: Any = None,
+) -> Any:
+    """Loads a drafter of any kind, by the names that `--drafter` takes.
+
+    The kind is found by the files. Published drafters and Medusa heads work with the
+    model that they were trained for.
+
+    Args:
+      path_or_hub_id: a directory, a file, or a name on the hub: of a draft model,
+        Medusa heads, a published drafter (DFlash, DFlash2, DSpark, EAGLE-3, P-EAGLE,
+        EAGLE-2) or a table of n-grams. "demo", "demo-heads" and "demo-dspark" are the
+        bundled ones. Or "lookup", "mtp", "auto", "none", or "MODULE:NAME", an object in
+        a Python module, which is imported.
+      target: the model that it drafts for. EAGLE drafters need it. If given, a
+        published drafter is checked against it, and a copy of its embedding or head is
+        not kept twice; a draft model is put on its mesh.
+      dtype: "float32", "bfloat16" or "int8". If None, a draft model is as `load` makes
+        it; for others, bfloat16 and quantized weights are bfloat16 in memory, and all
+        others float32. "kept" and "kept-int8" keep the quantized matrices of draft
+        models and block drafters as they are; for drafters without such matrices they
+        mean the same as None.
+
+    Returns:
+      The drafter as `generate` takes it; None for "none".
+
+    Raises:
+      CheckpointError: one line that says what is wrong and where.
+      ValueError: the drafter is of another target, or a custom one cannot be imported.
+
+    Example:
+      >>> import stree_jax
+      >>> target = stree_jax.load("demo", dtype="float32")
+      >>> heads = stree_jax.load_drafter("demo-heads", target)
+      >>> heads.config.heads
+      4
+    """
+    if target is not None and not isinstance(target, Model):
+        raise ValueError(
+            f"target: want a model of stree_jax.load, got {shown(type(target))}"
+        )
+    if dtype is not None:
+        weights_named(dtype)
+    valid_path("path_or_hub_id", path_or_hub_id)
+    name = os.fspath(path_or_hub_id)
+    if name == AUTO and target is not None:
+        name = default_drafter(target.config)
+    files = DrafterFiles(file_name(name), whole=True)
+    return kind_of(files).load(files, target, dtype)
+
+
+def file_name(name: str) -> str:
+    """Returns the name of a drafter's files: "demo" stands for "demo-drafter"."""
+    return "demo-drafter" if name == DEMO else name
+
+
+@with_hints
+def save_drafter(
+    drafter: Any,
+    dst: str | PathLike[str],
+    target: str = "",
+    target_layers: int | None = None,
+) -> None:
+    """Writes a drafter in the layout of its kind, atomically; dst must not exist.
+
+    Draft models are written as by `save`. Medusa heads, block drafters and EAGLE-3 are
+    written in their public layouts, n-grams as a file.
+
+    Args:
+      drafter: the drafter.
+      dst: the directory or file to create.
+      target: path or hub id of the target model, stored as a note with Medusa heads.
+      target_layers: number of the target's layers, as `boundary_count` counts them,
+        against which readers of a published drafter check the target. If None, it is
+        not written.
+
+    Raises:
+      CheckpointError: the drafter has no files, its layout cannot express it, or dst
+        cannot be written; dst is not created.
+    """
+    path, kind = valid_path("dst", dst), kind_of_value(drafter)
+    if kind is None:
+        raise CheckpointError(f"drafter: nothing to write, got {shown(drafter)}")
+    if not isinstance(target, str):
+        raise CheckpointError(f"target: want a text, got {type(target).__name__}")
+    kind.save(drafter, path, target, target_layers)
+
+
+def drafter_info(
+    path_or_hub_id: str | Path, draft_vocab: int | None = None
+) -> dict[str, Any] | None:
+    """Describes a drafter from its config and headers; None for a model. Reads no
+    weights.
+
+    Args:
+      path_or_hub_id: the name of its files, as in `load_drafter`.
+      draft_vocab: number of tokens that it shall draft. If None, all that it can.
+    """
+    files = DrafterFiles(str(path_or_hub_id))
+    kind = kind_of(files)
+    if kind is DRAFT_MODEL or not kind.needs_files:
+        return None
+    if draft_vocab is not None and not kind.can_trim:
+        raise ValueError(f"--draft-vocab: {files.name} is {kind.name}")
+    return kind.facts(files, draft_vocab)
