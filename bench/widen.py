@@ -23,8 +23,7 @@ from stree_jax.models import (
     nest,
     parameter_count,
 )
-from stree_jax.models.drafters.dflash import DFlash
-from stree_jax.models.drafters.dflash_trimming import trimmed_dflash
+from stree_jax.models.drafters.dflash import DFlash, trimmed_dflash
 from stree_jax.models.drafters.heads import Heads, cast_heads, head_table
 from stree_jax.models.layers.params import Params, Path
 from stree_jax.models.stack.param_table import param_at

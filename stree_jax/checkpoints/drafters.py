@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.checkpoints.kinds.files import DrafterFiles
+from stree_jax.checkpoints.kinds.kind import Target
 from stree_jax.checkpoints.kinds.model import DRAFT_MODEL
 from stree_jax.checkpoints.kinds.table import kind_of, kind_of_value
 from stree_jax.checkpoints.resolve import valid_path
@@ -106,7 +107,7 @@ def save_drafter(
         raise CheckpointError(f"drafter: nothing to write, got {shown(drafter)}")
     if not isinstance(target, str):
         raise CheckpointError(f"target: want a text, got {type(target).__name__}")
-    kind.save(drafter, path, target, target_layers)
+    kind.save(drafter, path, Target(target, target_layers))
 
 
 def drafter_info(

@@ -179,7 +179,8 @@ def drafter_named(args: argparse.Namespace, drafter: Any) -> str:
     """Returns the name of the drafter that a chat uses, in words."""
     kind = kind_of_value(drafter)
     if kind is not None and not kind.needs_files:
-        return kind.title(drafter)
+        ids = getattr(drafter, "ids", None)
+        return kind.name + ("" if ids is None else f" with {len(ids)} draft tokens")
     return "demo" if args.drafter in (None, AUTO) else args.drafter
 
 

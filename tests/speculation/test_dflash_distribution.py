@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.drafters.dflash_trimming import trimmed_dflash
+from stree_jax.models.drafters.dflash import trimmed_dflash
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.drafters import dflash
 from stree_jax.speculation.drafters.fitted import WithNGrams

@@ -14,8 +14,11 @@ from stree_jax.convert.drafters.eagle import read_eagle
 from stree_jax.models import cast_params, logits_of
 from stree_jax.models.drafters.dflash import dflash_table, draft_logits
 from stree_jax.models.drafters.dflash_pairs import pair_scores
-from stree_jax.models.drafters.eagle import eagle_model, eagle_table
-from stree_jax.models.drafters.eagle_trimming import trimmed_eagle_config
+from stree_jax.models.drafters.eagle import (
+    eagle_model,
+    eagle_table,
+    trimmed_eagle_config,
+)
 from stree_jax.models.drafters.heads import head_of
 from stree_jax.models.layers.params import by_path
 from stree_jax.models.stack.memory import size_of, weights_read

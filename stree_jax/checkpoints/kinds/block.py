@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from stree_jax.checkpoints.kinds.kind import Target
 from stree_jax.checkpoints.kinds.published import (
     OpenedDrafter,
     PublishedKind,
@@ -24,9 +25,11 @@ from stree_jax.convert.drafters.write_dflash import config_fields, tensors
 from stree_jax.convert.families.tensors import noting_nonfinite
 from stree_jax.convert.saved.store import dtype_named
 from stree_jax.models import Format, Model, ModelConfig
-from stree_jax.models.drafters.dflash import DFlash, DFlashConfig, dflash_table
-from stree_jax.models.drafters.dflash_trimming import (
+from stree_jax.models.drafters.dflash import (
     TRIMMED,
+    DFlash,
+    DFlashConfig,
+    dflash_table,
     trimmed_dflash,
     trimmed_dflash_config,
 )
@@ -151,9 +154,7 @@ class BlockKind(PublishedKind):
     value = DFlash, WithNGrams
     opened = OpenedBlock
 
-    def save(
-        self, value: Any, dst: Path, target: str = "", target_layers: int | None = None
-    ) -> None:
+    def save(self, value: Any, dst: Path, target: Target) -> None:
         if isinstance(value, WithNGrams):
             raise CheckpointError(
                 "drafter: a drafter with n-grams is two files; save its `drafter` and "
@@ -161,7 +162,7 @@ class BlockKind(PublishedKind):
             )
         dtype = dtype_named(value.weight_format)
         arrays = tensors(value, dtype)
-        write_drafter(dst, config_fields(value.config), arrays, dtype, target_layers)
+        write_drafter(dst, config_fields(value.config), arrays, dtype, target.layers)
 
     def trimmed(self, value: Any, target: Model, ids: Any) -> DFlash | WithNGrams:
         if isinstance(value, WithNGrams):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from stree_jax.checkpoints.kinds.files import DrafterFiles
+from stree_jax.checkpoints.kinds.kind import Target
 from stree_jax.checkpoints.kinds.published import (
     OpenedDrafter,
     PublishedKind,
@@ -27,8 +28,14 @@ from stree_jax.convert.saved.store import dtype_named
 from stree_jax.convert.tensors.source import Source
 from stree_jax.models import Format, MLPConfig, Model, ModelConfig
 from stree_jax.models.base.keys import key_of
-from stree_jax.models.drafters.eagle import Eagle, EagleConfig, eagle_table, init_eagle
-from stree_jax.models.drafters.eagle_trimming import trimmed_eagle, trimmed_eagle_config
+from stree_jax.models.drafters.eagle import (
+    Eagle,
+    EagleConfig,
+    eagle_table,
+    init_eagle,
+    trimmed_eagle,
+    trimmed_eagle_config,
+)
 from stree_jax.models.stack.memory import size_of
 from stree_jax.speculation.drafters.table import DrafterConfig
 
@@ -154,12 +161,10 @@ class EagleKind(PublishedKind):
                 raise
             return False  # loading it as a model then reports the fault
 
-    def save(
-        self, value: Any, dst: Path, target: str = "", target_layers: int | None = None
-    ) -> None:
+    def save(self, value: Any, dst: Path, target: Target) -> None:
         dtype = dtype_named(value.weight_format)
         arrays = eagle_tensors(value, dtype)
-        write_drafter(dst, eagle_fields(value.config), arrays, dtype, target_layers)
+        write_drafter(dst, eagle_fields(value.config), arrays, dtype, target.layers)
 
     def trimmed(self, value: Any, target: Model, ids: Any) -> Eagle:
         return trimmed_eagle(value, target, ids)

@@ -41,6 +41,8 @@ class DrafterFiles:
     def names(self) -> frozenset[str]:
         """The names of the files in the directory or repository; empty if the drafter's
         name stands for a single file."""
+        if Path(self.name).is_file():
+            return frozenset()
         place = self.place
         if isinstance(place, HubName):
             single = place.file or place.quant

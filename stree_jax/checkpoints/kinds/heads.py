@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.checkpoints.kinds.files import DrafterFiles
-from stree_jax.checkpoints.kinds.kind import DrafterKind
+from stree_jax.checkpoints.kinds.kind import DrafterKind, Target
 from stree_jax.checkpoints.resolve import resolve, valid_path
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.families.tensors import check_dtype, noting_nonfinite
@@ -266,10 +266,8 @@ class HeadsKind(DrafterKind):
     def load(self, files: DrafterFiles, target: Model | None, dtype: Any) -> Heads:
         return load_heads(files.name, dtype)
 
-    def save(
-        self, value: Any, dst: Path, target: str = "", target_layers: int | None = None
-    ) -> None:
-        save_heads(value, dst, target)
+    def save(self, value: Any, dst: Path, target: Target) -> None:
+        save_heads(value, dst, target.name)
 
     def facts(self, files: DrafterFiles, draft_vocab: int | None) -> dict[str, Any]:
         source, _, config = _opened(files.name)

@@ -7,12 +7,24 @@ its methods if it is a custom drafter.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.models import Format, Model, ModelConfig
 from stree_jax.speculation.drafters.ngrams import NGrams
+
+
+class Target(NamedTuple):
+    """The model that a drafter was trained for, as a note in its files.
+
+    Attributes:
+      name: path or hub id; "" if it is unknown.
+      layers: number of its layers, as `boundary_count` counts them, or None.
+    """
+
+    name: str = ""
+    layers: int | None = None
 
 
 class DrafterKind:
@@ -65,13 +77,7 @@ class DrafterKind:
         """True if a loaded drafter is of this kind."""
         return isinstance(value, self.value)
 
-    def title(self, value: Any) -> str:
-        """Returns a loaded drafter's name in words."""
-        return self.name
-
-    def save(
-        self, value: Any, dst: Path, target: str = "", target_layers: int | None = None
-    ) -> None:
+    def save(self, value: Any, dst: Path, target: Target) -> None:
         """Writes a drafter; see `save_drafter`."""
         raise CheckpointError(f"drafter: {self.name} has no files to write")
 

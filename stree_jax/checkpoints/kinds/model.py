@@ -6,7 +6,7 @@ from typing import Any
 from stree_jax import models
 from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.kinds.files import DrafterFiles
-from stree_jax.checkpoints.kinds.kind import DrafterKind
+from stree_jax.checkpoints.kinds.kind import DrafterKind, Target
 from stree_jax.checkpoints.load import load
 from stree_jax.checkpoints.save import save
 from stree_jax.models import Format, Model, ModelConfig
@@ -39,9 +39,7 @@ class ModelKind(DrafterKind):
             return described(files.path).weight_format(KEPT_INT8).name
         return dtype
 
-    def save(
-        self, value: Any, dst: Path, target: str = "", target_layers: int | None = None
-    ) -> None:
+    def save(self, value: Any, dst: Path, target: Target) -> None:
         save(value, dst)
 
     def with_ngrams(

@@ -23,11 +23,6 @@ class MTPKind(WordKind):
     def holds(self, value: Any) -> bool:
         return super().holds(value) or isinstance(value, self.value)
 
-    def title(self, value: Any) -> str:
-        if isinstance(value, TrimmedMTP):
-            return f"{self.name} with {len(value.ids)} draft tokens"
-        return self.name
-
     def trimmed(self, value: Any, target: Model, ids: Any) -> TrimmedMTP:
         if not target.config.mtp:
             raise ValueError("drafter: the target has no MTP layers")

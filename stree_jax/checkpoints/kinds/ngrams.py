@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.checkpoints.kinds.files import DrafterFiles
-from stree_jax.checkpoints.kinds.kind import DrafterKind
+from stree_jax.checkpoints.kinds.kind import DrafterKind, Target
 from stree_jax.checkpoints.resolve import valid_path
 from stree_jax.common.whole_file import write_whole
 from stree_jax.convert.base.errors import CheckpointError
@@ -227,9 +227,7 @@ class NGramsKind(DrafterKind):
     def load(self, files: DrafterFiles, target: Model | None, dtype: Any) -> NGrams:
         return load_ngrams(files.name)
 
-    def save(
-        self, value: Any, dst: Path, target: str = "", target_layers: int | None = None
-    ) -> None:
+    def save(self, value: Any, dst: Path, target: Target) -> None:
         save_ngrams(value, dst)
 
     def facts(self, files: DrafterFiles, draft_vocab: int | None) -> dict[str, Any]:

@@ -29,18 +29,17 @@ KINDS: list[DrafterKind] = [
 
 def kind_of(files: DrafterFiles) -> DrafterKind:
     """Returns the kind of drafter that a name stands for."""
-    return next(kind for kind in KINDS if kind.found(files))
+    named = kind_without_files(files.name)
+    return named or next(k for k in KINDS if k.needs_files and k.found(files))
 
 
 def kind_without_files(name: str | None) -> DrafterKind | None:
     """Returns the kind of drafter that a name alone stands for, such as "lookup"; None
     for names of files."""
     files = DrafterFiles(name or "")
-    kinds = (kind for kind in KINDS if not kind.needs_files)
-    return next((kind for kind in kinds if kind.found(files)), None)
+    return next((k for k in KINDS if not k.needs_files and k.found(files)), None)
 
 
 def kind_of_value(drafter: Any) -> DrafterKind | None:
-    """Returns the kind of a loaded drafter, or None if it is of no kind in the
-    table."""
-    return next((kind for kind in KINDS if kind.holds(drafter)), None)
+    """Returns the kind of a loaded drafter, or None if the table does not have it."""
+    return next((k for k in KINDS if k.holds(drafter)), None)
