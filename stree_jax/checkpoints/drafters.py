@@ -51,13 +51,6 @@ def load_drafter(
     Raises:
       CheckpointError: one line that says what is wrong and where.
       ValueError: the drafter is of another target, or a custom one cannot be imported.
-
-    Example:
-      >>> import stree_jax
-      >>> target = stree_jax.load("demo", dtype="float32")
-      >>> heads = stree_jax.load_drafter("demo-heads", target)
-      >>> heads.config.heads
-      4
     """
     if target is not None and not isinstance(target, Model):
         raise ValueError(

@@ -283,7 +283,7 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
         predict several tokens ahead, and otherwise "lookup": prompt lookup, which
         copies from earlier in the text and needs no model. None is plain decoding,
         which compiles fastest. Others: a draft model with the same tokenizer; `Heads`
-        of the target (`load_heads`); `Staged`, a draft model that is itself sped up by
+        of the target (`load_drafter`); `Staged`, a draft model that is itself sped up by
         speculation; `NGrams`; or a custom `Drafter`.
       tree: the shape of the draft. "auto" (default) chooses the nodes and their number
         at every step, and decodes plainly if that is faster. Others: a `Tree` or
