@@ -82,12 +82,9 @@ def load_pair(
 
     Args:
       target: a directory, a GGUF file, a hub id or "demo", the bundled target.
-      drafter: a draft model, named like the target ("demo" is the bundled draft model);
-        a directory or hub id of Medusa heads ("demo-heads" are the bundled ones) or of
-        a published drafter (`load_drafter`); a file of n-grams; "lookup"; "mtp", which
-        loads the target with its MTP layers; a custom drafter as "MODULE:NAME"; or
-        "none". None and "auto" are the bundled draft model for the bundled target,
-        "mtp" for others that have MTP layers, and "lookup" for the rest.
+      drafter: as in `load_drafter`. None and "auto" are the bundled draft model for the
+        bundled target, "mtp" for others that have MTP layers, and "lookup" for the
+        rest.
       dtype: dtype of the weights, as for `load`. If None, each model keeps the dtype
         that it is stored in. If the target's weights are kept, a draft model is in
         "kept-int8", or in its default dtype if it cannot be kept; published drafters
@@ -106,10 +103,9 @@ def load_pair(
       the target, and the drafter as `generate` takes it (None for plain decoding).
     """
     name = drafter_name(target, drafter, ngrams, ngram_levels, ngram_width)
-    if vocabulary is not None and name != AUTO:
-        kind = kind_without_files(name)
-        if kind is not None and not kind.can_trim:
-            raise unsupported(name)
+    named = kind_without_files(name)
+    if vocabulary is not None and named is not None and not named.can_trim:
+        raise unsupported(name)
     table = None if ngrams is None else load_ngrams(ngrams)
     model = load(target, dtype=dtype, mtp=mtp_layers(name), mesh=mesh)
     if name == AUTO:

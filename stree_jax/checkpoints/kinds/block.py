@@ -14,7 +14,6 @@ from stree_jax.checkpoints.kinds.published import (
     OpenedDrafter,
     PublishedKind,
     draft_count,
-    vocabulary_facts,
 )
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters import dflash, names
@@ -134,9 +133,10 @@ class OpenedBlock(OpenedDrafter):
             "windows": windows if any(windows) else None,
             "pair_scores": c.pairs or None,
             "confidence": c.confidence,
-            **vocabulary_facts(
-                c.vocab_size, c.head_rows, c.own_embedding, bool(c.head_rows)
-            ),
+            "vocab_size": c.vocab_size,
+            "draft_vocab_size": c.head_rows or c.vocab_size,
+            "own_embedding": c.own_embedding,
+            "own_head": bool(c.head_rows),
             "mask_token": c.mask_token,
             "parameters": sum(math.prod(p.shape) for p in table.values()),
             "weight_bytes": size_of(abstract_table(table, format)),

@@ -15,7 +15,6 @@ from stree_jax.checkpoints.kinds.published import (
     OpenedDrafter,
     PublishedKind,
     draft_count,
-    vocabulary_facts,
 )
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters import eagle
@@ -96,7 +95,10 @@ class OpenedEagle(OpenedDrafter):
             "layers": len(c.layers) // 2,
             "d_model": c.d_model,
             "drafts": None if c.mask_token is None else c.levels,
-            **vocabulary_facts(c.vocab_size, c.head_rows, c.own_embedding, c.own_head),
+            "vocab_size": c.vocab_size,
+            "draft_vocab_size": c.head_rows or c.vocab_size,
+            "own_embedding": c.own_embedding,
+            "own_head": c.own_head,
             "mask_token": c.mask_token,
             "parameters": sum(math.prod(p.shape) for p in eagle_table(c).values()),
             "weight_bytes": size_of(empty),

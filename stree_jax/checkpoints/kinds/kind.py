@@ -59,13 +59,8 @@ class DrafterKind:
         raise NotImplementedError
 
     def load(self, files: DrafterFiles, target: Model | None, dtype: Any) -> Any:
-        """Loads the drafter.
-
-        Args:
-          files: its files, with weights.
-          target: the target model, if it is known.
-          dtype: dtype or format of the weights. If None, as stored.
-        """
+        """Loads the drafter for a target, if that is known, with weights in `dtype`
+        (None: as stored)."""
         raise NotImplementedError
 
     def default_dtype(self, files: DrafterFiles, target: Format, dtype: Any) -> Any:
@@ -82,48 +77,26 @@ class DrafterKind:
         raise CheckpointError(f"drafter: {self.name} has no files to write")
 
     def trimmed(self, value: Any, target: Model, ids: Any) -> Any:
-        """Returns the drafter with only some of the tokens, if `can_trim`.
-
-        Args:
-          value: the drafter.
-          target: the target model.
-          ids: [D] int32. The tokens, all different, in ascending order.
-        """
+        """Returns the drafter with only the tokens `ids` [D] int32, in ascending order,
+        if `can_trim`."""
         raise NotImplementedError
 
     def trimmed_config(
         self, config: Any, target: ModelConfig, count: int, weights: Format
     ) -> Any:
-        """Returns a result of `read_config` with only some of the tokens, if
-        `can_trim`.
-
-        Args:
-          config: the result.
-          target: the target's architecture.
-          count: number of tokens.
-          weights: format of the target's weights.
-        """
+        """Returns the result of `read_config` with only `count` of the tokens, if
+        `can_trim`. The target's weights have the format `weights`."""
         raise NotImplementedError
 
     def with_ngrams(
         self, value: Any, ngrams: NGrams, levels: int | None, width: int | None
     ) -> Any:
-        """Returns the drafter with n-grams that propose tokens for it.
-
-        Args:
-          value: the drafter.
-          ngrams: the n-grams.
-          levels, width: `ngram_levels` and `ngram_width` of `load_pair`.
-        """
+        """Returns the drafter with n-grams that propose tokens for it; see
+        `load_pair`."""
         raise ValueError(
             f"--ngrams: proposes tokens for a draft model, not {self.name}"
         )
 
     def facts(self, files: DrafterFiles, draft_vocab: int | None) -> dict[str, Any]:
-        """Describes a drafter from its headers, for `stree-jax info`.
-
-        Args:
-          files: its files.
-          draft_vocab: number of tokens that it shall draft. If None, all that it can.
-        """
+        """Describes a drafter from its headers; see `drafters.drafter_info`."""
         raise NotImplementedError

@@ -225,19 +225,6 @@ def draft_count(rows: int, vocab: int) -> int:
     return integer("draft vocabulary", rows, 1, vocab, f"1..{vocab} tokens")
 
 
-def vocabulary_facts(
-    vocab: int, rows: int, own_embedding: bool, own_head: bool
-) -> dict[str, Any]:
-    """Returns what `info` says about a drafter's embedding and head of `rows` rows (0
-    for all)."""
-    return {
-        "vocab_size": vocab,
-        "draft_vocab_size": rows or vocab,
-        "own_embedding": own_embedding,
-        "own_head": own_head,
-    }
-
-
 def warn_of_other_target(stated: str, target: str | Path) -> None:
     """Warns if a drafter states another model than the target's name.
 
