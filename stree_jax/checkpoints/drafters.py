@@ -5,6 +5,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from stree_jax.checkpoints.draft_tokens import unsupported
 from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.checkpoints.kinds.kind import Target
 from stree_jax.checkpoints.kinds.model import DRAFT_MODEL
@@ -60,8 +61,8 @@ def load_drafter(
         weights_named(dtype)
     valid_path("path_or_hub_id", path_or_hub_id)
     name = os.fspath(path_or_hub_id)
-    if name == AUTO and target is not None:
-        name = default_drafter(target.config)
+    if name == AUTO:
+        return AUTO if target is None else default_drafter(target.config)
     files = DrafterFiles(file_name(name), whole=True)
     return kind_of(files).load(files, target, dtype)
 
@@ -118,5 +119,5 @@ def drafter_info(
     if kind is DRAFT_MODEL or not kind.needs_files:
         return None
     if draft_vocab is not None and not kind.can_trim:
-        raise ValueError(f"--draft-vocab: {files.name} is {kind.name}")
+        raise unsupported(files.name)
     return kind.facts(files, draft_vocab)

@@ -223,9 +223,8 @@ def test_heads_are_described(folder, capsys):
     found = json.loads(out)
     assert (code, found["format"], found["heads"]) == (0, "Medusa heads", 4)
     assert found["parameters"] > 1_770_000
-    assert "is Medusa heads" in refused(
-        capsys, "info", "demo-heads", "--draft-vocab", 9
-    )
+    said = refused(capsys, "info", "demo-heads", "--draft-vocab", 9)
+    assert "draft vocabulary: for MTP layers, EAGLE, block" in said
 
 
 def test_heads_are_no_model(folder, capsys, tmp_path):

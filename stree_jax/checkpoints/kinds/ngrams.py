@@ -136,7 +136,10 @@ def _rates(text: str | None) -> tuple[float, ...]:
 
 
 def _foreign(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path}: no n-gram table; `stree-jax ngrams` makes one")
+    hint = "`stree-jax ngrams` makes one"
+    if (path.parent / "config.json").is_file():
+        hint = f"if it is a file of a model, pass its directory, {path.parent}"
+    return CheckpointError(f"{path}: no n-gram table; {hint}")
 
 
 def _split(path: Path, body: bytes) -> tuple[dict[str, Any], bytes]:
