@@ -33,8 +33,8 @@ from bench.method import Run
 from bench.options import add_batch, add_prompts, add_temperatures
 from bench.prompts import Prompt
 from bench.widen import widened_heads
-from stree_jax.checkpoints.heads import load_heads
-from stree_jax.checkpoints.ngrams import load_ngrams
+from stree_jax.checkpoints.kinds.heads import load_heads
+from stree_jax.checkpoints.kinds.ngrams import load_ngrams
 from stree_jax.cli.figures import GUIDE
 from stree_jax.cli.options import add
 from stree_jax.generation.generate import encode_prompts, generate

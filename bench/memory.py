@@ -25,7 +25,7 @@ from bench.method import Run
 from bench.options import add_prompts
 from bench.prompts import Prompt, read_turns, rounds
 from bench.widen import widened_heads
-from stree_jax.checkpoints.heads import load_heads
+from stree_jax.checkpoints.kinds.heads import load_heads
 from stree_jax.cli.options import add
 from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads

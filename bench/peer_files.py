@@ -14,8 +14,9 @@ import numpy as np
 
 from bench import tables
 from bench.llama_process import Ask
+from stree_jax.checkpoints.kinds.words import NO_DRAFTER
 from stree_jax.checkpoints.load import load
-from stree_jax.checkpoints.pair import NO_DRAFTER, load_pair
+from stree_jax.checkpoints.pair import load_pair
 from stree_jax.checkpoints.resolve import resolve
 from stree_jax.convert.gguf.names import EMBEDDING, HEAD
 from stree_jax.convert.tensors.gguf_header import is_gguf, read_header

@@ -40,7 +40,7 @@ from bench.options import add_batch, add_prompts, add_temperatures
 from bench.passes import Case, compile_case, time_cases
 from bench.prompts import Prompt
 from bench.widen import widened
-from stree_jax.checkpoints.ngrams import load_ngrams
+from stree_jax.checkpoints.kinds.ngrams import load_ngrams
 from stree_jax.cli.options import add
 from stree_jax.generation.arguments import encode_prompts
 from stree_jax.generation.result import Generation, runs_by_origin

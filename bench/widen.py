@@ -23,9 +23,8 @@ from stree_jax.models import (
     nest,
     parameter_count,
 )
-from stree_jax.models.drafters.dflash import DFlash
+from stree_jax.models.drafters.dflash import DFlash, trimmed_dflash
 from stree_jax.models.drafters.heads import Heads, cast_heads, head_table
-from stree_jax.models.drafters.trimming import trimmed
 from stree_jax.models.layers.params import Params, Path
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.formats import is_weight
@@ -122,7 +121,7 @@ def widened_dflash(drafter: DFlash, target: Model, factor: int) -> DFlash:
         raise ValueError("--widen: want a block drafter that is not quantized")
     if not drafter.config.head_rows:
         every = np.arange(target.config.num_tokens, dtype=np.int32)
-        drafter = trimmed(drafter, target, every)
+        drafter = trimmed_dflash(drafter, target, every)
     c, params = drafter.config, dict(drafter.params)
     if not c.own_embedding:
         params["embedding"] = target.params["embedding"]

@@ -16,11 +16,8 @@ if TYPE_CHECKING:
         with_draft_vocabulary as with_draft_vocabulary,
     )
     from stree_jax.checkpoints.drafters import load_drafter as load_drafter
-    from stree_jax.checkpoints.heads import load_heads as load_heads
-    from stree_jax.checkpoints.heads import save_heads as save_heads
+    from stree_jax.checkpoints.drafters import save_drafter as save_drafter
     from stree_jax.checkpoints.load import load as load
-    from stree_jax.checkpoints.ngrams import load_ngrams as load_ngrams
-    from stree_jax.checkpoints.ngrams import save_ngrams as save_ngrams
     from stree_jax.checkpoints.save import save as save
     from stree_jax.convert.base.errors import CheckpointError as CheckpointError
     from stree_jax.generation.generate import generate as generate
@@ -44,11 +41,9 @@ _NAMES = {
     "checkpoints.save": "save",
     "models.sharding.devices": "make_mesh",
     "generation.generate": "generate stream tune",
-    "checkpoints.drafters": "load_drafter",
+    "checkpoints.drafters": "load_drafter save_drafter",
     "checkpoints.draft_tokens": "draft_vocabulary with_draft_vocabulary",
-    "checkpoints.heads": "load_heads save_heads",
     "models.sharding.placement": "shard",
-    "checkpoints.ngrams": "load_ngrams save_ngrams",
     "sizing.plan": "plan",
     "generation.result": "Generation Past",
     "sampling.settings": "Sampling",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.checkpoints.heads import save_heads
+from stree_jax.checkpoints.kinds.heads import save_heads
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf
 from stree_jax.models import (

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.checkpoints.heads import load_heads
 from stree_jax.checkpoints.info import info
+from stree_jax.checkpoints.kinds.heads import load_heads
 from stree_jax.checkpoints.pair import load_pair, pair_configs
 from stree_jax.cli.commands import serve
 from stree_jax.cli.main import build_parser, main

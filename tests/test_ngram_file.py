@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save, save_file
 
-from stree_jax.checkpoints.ngrams import _digest, _split, load_ngrams, save_ngrams
+from stree_jax.checkpoints.kinds.ngrams import _digest, _split, load_ngrams, save_ngrams
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.speculation.drafters.ngrams import ASSUMED_RATES
 from stree_jax.training.ngrams import count_grams, katz

@@ -29,6 +29,7 @@ import numpy as np
 from flax import struct
 
 from stree_jax.models.base.trimmed import scattered
+from stree_jax.models.drafters.trimming import trimmed_head
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import (
     ONES,
@@ -59,6 +60,8 @@ from stree_jax.models.weights.weight import Format
 from stree_jax.pallas_kernels import rounded_to, tree_attention
 
 MAX_SLOTS, MAX_TAPS = 64, 64
+# Matrices with a row for each draft token
+TRIMMED = {("head",), ("pairs", "following")}
 Pairs = Literal["", "vanilla", "gated", "rnn", "selector"]
 
 
@@ -480,3 +483,51 @@ def draft_logits(drafter: DFlash, output: Model, hidden: jax.Array) -> jax.Array
     if drafter.ids is None:
         return logits
     return scattered(logits, drafter.ids, c.vocab_size)
+
+
+def trimmed_dflash_config(
+    config: DFlashConfig, rows: int, divisor: float = 1.0
+) -> DFlashConfig:
+    """Returns the architecture of a block drafter whose head has at most `rows` rows.
+
+    Args:
+      config: the architecture.
+      rows: D.
+      divisor: `logits_divisor` of the target, whose head may be used.
+    """
+    if config.head_rows:
+        return replace(config, head_rows=min(rows, config.head_rows))
+    return replace(config, head_rows=rows, head_divisor=divisor)
+
+
+def trimmed_dflash(drafter: DFlash, target: Model, ids: Any) -> DFlash:
+    """Returns a block drafter that drafts only some of the tokens.
+
+    Args:
+      drafter: the drafter. If it has a head of its own, tokens without a row in it are
+        left out.
+      target: the model whose head is used if the drafter has none.
+      ids: [D] int32. The tokens, all different.
+
+    Raises:
+      ValueError: the drafter's head has none of the tokens.
+    """
+    config, params = drafter.config, dict(drafter.params)
+    ids = np.unique(np.asarray(ids, np.int32))
+    rows = ids
+    if config.head_rows:
+        own = np.arange(config.head_rows, dtype=np.int32)
+        own = own if drafter.ids is None else np.asarray(drafter.ids)
+        ids, rows, _ = np.intersect1d(own, ids, return_indices=True)
+        if not len(ids):
+            raise ValueError("ids: the drafter's head has none of these tokens")
+    rows = jnp.asarray(rows, jnp.int32)
+    if config.head_rows:
+        params["head"] = gathered(params["head"], rows)
+    else:
+        params["head"] = trimmed_head(target, rows)
+    if config.pairs:
+        following = gathered(params["pairs"]["following"], rows)
+        params["pairs"] = params["pairs"] | {"following": following}
+    config = trimmed_dflash_config(config, len(ids), target.config.logits_divisor)
+    return DFlash(params, config, jnp.asarray(ids, jnp.int32))

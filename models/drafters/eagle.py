@@ -25,10 +25,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import struct
 
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.base.shards import WHOLE, Cut
+from stree_jax.models.drafters.trimming import head_name, trimmed_rows
 from stree_jax.models.layers.nodes import Nodes, Pass
 from stree_jax.models.layers.norm import Norm
 from stree_jax.models.layers.params import (
@@ -48,6 +51,7 @@ from stree_jax.models.mixers import mixer_of
 from stree_jax.models.mixers.attention import AttentionConfig
 from stree_jax.models.mixers.mlp import MLPConfig
 from stree_jax.models.stack.config import Block, ModelConfig, blocks
+from stree_jax.models.stack.config_json import from_json, to_json
 from stree_jax.models.stack.model import (
     LanguageModel,
     LayerOutput,
@@ -59,6 +63,7 @@ from stree_jax.models.stack.model import (
     param_dtype,
     run_layers,
 )
+from stree_jax.models.stack.model_json import static_from_json, static_to_json
 from stree_jax.models.stack.state import (
     LayerRecord,
     LayerState,
@@ -66,7 +71,7 @@ from stree_jax.models.stack.state import (
     Records,
     State,
 )
-from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.weights.formats import as_weight, gathered
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.weight import Format
 
@@ -288,6 +293,16 @@ class EagleModel(Model):
         return EagleModule(self.config, param_dtype(self.params), self.cut)
 
 
+register_for_export(
+    Eagle,
+    lambda fields: [to_json(fields[0])],
+    lambda values: (from_json(values[0], EagleConfig),),
+)
+register_for_export(
+    EagleModel, static_to_json, partial(static_from_json, kind=EagleConfig)
+)
+
+
 def eagle_model(eagle: Eagle, target: Model) -> EagleModel:
     """Returns a drafter with its target's arrays, ready to run. Copies no arrays."""
     c, of = eagle.config, target.config
@@ -430,3 +445,46 @@ def project(model: EagleModel, streams: Tapped) -> jax.Array:
 def masked(model: EagleModel) -> jax.Array:
     """Returns the vector u [1, 1, d] float32 of P-EAGLE's mask tokens."""
     return model.module.apply({"params": model.params}, method="masked")
+
+
+def trimmed_eagle_config(config: EagleConfig, rows: int) -> EagleConfig:
+    """Returns the architecture of an EAGLE drafter whose head has `rows` rows.
+
+    Raises:
+      ValueError: the drafter's head has no more rows.
+    """
+    if config.own_head and 0 < config.head_rows <= rows:
+        raise ValueError(
+            f"draft vocabulary: the drafter's head has only {config.head_rows} tokens; "
+            "give fewer, or leave the option out"
+        )
+    return replace(config, own_head=True, tie_embeddings=False, head_rows=rows)
+
+
+def trimmed_eagle(drafter: Eagle, target: Model, ids: Any) -> Eagle:
+    """Returns an EAGLE drafter that drafts only some of the tokens.
+
+    Args:
+      drafter, target, ids: as in `dflash.trimmed_dflash`.
+
+    Raises:
+      ValueError: the drafter's head has no more tokens, or none of these.
+    """
+    c, params = drafter.config, dict(drafter.params)
+    ids = np.unique(np.asarray(ids, np.int32))
+    rows, config = ids, trimmed_eagle_config(c, len(ids))
+    if c.own_head and c.head_rows:
+        ids, rows, _ = np.intersect1d(params["head_ids"], ids, return_indices=True)
+        if not len(ids):
+            raise ValueError("ids: the drafter's head has none of these tokens")
+        config = replace(config, head_rows=len(ids))
+    rows = jnp.asarray(rows, jnp.int32)
+    if c.own_head:
+        params["lm_head"] = gathered(params["lm_head"], rows)
+    elif c.tie_embeddings and c.own_embedding:
+        params["lm_head"] = gathered(params["embedding"], rows)
+    else:
+        name = "embedding" if c.tie_embeddings else head_name(target.config)
+        params["lm_head"] = trimmed_rows(target, name, rows)
+    params["head_ids"] = jnp.asarray(ids, jnp.int32)
+    return Eagle(params, config)

@@ -11,13 +11,14 @@ W_k is the head's own output matrix, or the model's head if the heads share it.
 Letters: K heads, d width of the hidden states, V rows of the vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.layers.params import (
     ZEROS,
     Param,
@@ -97,6 +98,18 @@ class Heads:
         c = self.config
         output = "own outputs" if c.own_output else "the model's output"
         return f"Heads({c.heads}, {c.blocks} blocks each, {output}, {count:,})"
+
+
+def _config_of(fields: dict[str, Any]) -> HeadsConfig:
+    rows = tuple(map(tuple, fields.pop("accuracy")))
+    return HeadsConfig(**fields, accuracy=rows)
+
+
+register_for_export(
+    Heads,
+    lambda fields: [asdict(fields[0])],
+    lambda values: (_config_of(values[0]),),
+)
 
 
 def first_heads(heads: Heads, count: int) -> Heads:

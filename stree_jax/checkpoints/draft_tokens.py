@@ -2,32 +2,15 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from stree_jax.checkpoints.kinds.table import KINDS, kind_of_value
 from stree_jax.common.checks import integer, shown, with_hints
-from stree_jax.convert.drafters.kept import with_rows
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
-from stree_jax.models import Model, ModelConfig
-from stree_jax.models.drafters.dflash import DFlash, DFlashConfig
-from stree_jax.models.drafters.eagle import Eagle, EagleConfig
-from stree_jax.models.drafters.trimming import (
-    TRIMMED,
-    trimmed,
-    trimmed_config,
-    trimmed_eagle,
-    trimmed_eagle_config,
-)
-from stree_jax.speculation.drafters.mtp import (
-    MTP,
-    TrimmedMTP,
-    TrimmedMTPConfig,
-    trimmed_mtp,
-)
-from stree_jax.speculation.drafters.ngram_pairs import WithNGrams
-from stree_jax.speculation.drafters.table import AUTO, DrafterConfig, default_drafter
+from stree_jax.models import Model
+from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, default_drafter
 
 MIN_COVERAGE = 0.97  # share of a text's tokens; below it, a warning is given
 
@@ -110,9 +93,7 @@ def _encoded(target: Model, text: str | Sequence[int] | None) -> np.ndarray:
 
 
 @with_hints
-def with_draft_vocabulary(
-    drafter: Any, target: Model, ids: Any
-) -> DFlash | WithNGrams | Eagle | TrimmedMTP:
+def with_draft_vocabulary(drafter: Any, target: Model, ids: Any) -> AnyDrafter:
     """Returns a drafter that drafts only some of the tokens, and so reads less memory.
 
     The output of decoding does not change.
@@ -133,53 +114,13 @@ def with_draft_vocabulary(
         raise ValueError(f"ids: want tokens in 0..{V - 1}")
     if isinstance(drafter, str) and drafter == AUTO:
         drafter = default_drafter(target.config)
-    if isinstance(drafter, DFlash):
-        return trimmed(drafter, target, ids)
-    if isinstance(drafter, WithNGrams):
-        return replace(drafter, drafter=trimmed(drafter.drafter, target, ids))
-    if isinstance(drafter, Eagle):
-        return trimmed_eagle(drafter, target, ids)
-    if isinstance(drafter, str) and drafter == MTP:
-        if not target.config.mtp:
-            raise ValueError("drafter: the target has no MTP layers")
-        return trimmed_mtp(target, ids)
-    raise unsupported(drafter)
+    kind = kind_of_value(drafter)
+    if kind is None or not kind.can_trim:
+        raise unsupported(drafter)
+    return kind.trimmed(drafter, target, ids)
 
 
 def unsupported(drafter: Any) -> ValueError:
     """Returns the error for a drafter whose head cannot be trimmed."""
-    return ValueError(
-        "draft vocabulary: for MTP layers, EAGLE and block drafters (DFlash, DFlash2, "
-        f"DSpark) only, got {shown(drafter)}"
-    )
-
-
-def narrowed(drafter: Any, target: Model, vocabulary: DraftVocabulary) -> Any:
-    """Returns a drafter with a draft vocabulary."""
-    ids = draft_vocabulary(target, *vocabulary)
-    return with_draft_vocabulary(drafter, target, ids)
-
-
-def narrowed_config(drafter: Any, target: ModelConfig, count: int, kept: Any) -> Any:
-    """Returns the architecture of a drafter with a draft vocabulary.
-
-    Args:
-      drafter: "mtp", or the `DrafterConfig` of a block or EAGLE drafter.
-      target: the target's architecture.
-      count: number of tokens.
-      kept: format of the target's weights.
-    """
-    what = f"1..{target.num_tokens} tokens"
-    count = integer("draft vocabulary", count, 1, target.num_tokens, what)
-    if isinstance(drafter, str) and drafter == MTP:
-        return DrafterConfig(TrimmedMTPConfig(target, count), kept)
-    config = getattr(drafter, "config", drafter)
-    if not isinstance(drafter, DrafterConfig):
-        raise unsupported(config)
-    if isinstance(config, DFlashConfig):
-        own = trimmed_config(config, count, target.logits_divisor)
-        kept_rows = with_rows(drafter.kept, TRIMMED, own.head_rows)
-        return DrafterConfig(own, kept_rows)
-    if isinstance(config, EagleConfig):
-        return drafter._replace(config=trimmed_eagle_config(config, count))
-    raise unsupported(config)
+    kinds = ", ".join(kind.name for kind in KINDS if kind.can_trim)
+    return ValueError(f"draft vocabulary: for {kinds} only, got {shown(drafter)}")

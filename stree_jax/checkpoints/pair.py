@@ -1,57 +1,29 @@
 """Loads a target and its drafter by the names that commands take."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from stree_jax.checkpoints.custom_drafter import custom_drafter, import_drafter
-from stree_jax.checkpoints.custom_drafter import is_custom as has_custom_form
 from stree_jax.checkpoints.draft_tokens import (
     DraftVocabulary,
-    narrowed,
-    narrowed_config,
+    draft_vocabulary,
     unsupported,
+    with_draft_vocabulary,
 )
-from stree_jax.checkpoints.drafters import (
-    INT8,
-    drafter_config,
-    format_for_kept,
-    is_drafter,
-    load_drafter,
-    warn_of_other_target,
-)
-from stree_jax.checkpoints.heads import (
-    heads_config_and_format,
-    is_heads,
-    load_heads,
-)
+from stree_jax.checkpoints.drafters import DEMO, file_name
 from stree_jax.checkpoints.info import described
+from stree_jax.checkpoints.kinds.files import DrafterFiles
+from stree_jax.checkpoints.kinds.ngrams import load_ngrams
+from stree_jax.checkpoints.kinds.table import kind_of, kind_without_files
 from stree_jax.checkpoints.load import load
-from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.checkpoints.resolve import headers
 from stree_jax.common.checks import integer
 from stree_jax.common.words import DRAFTERS, suggestion
-from stree_jax.convert.hub import hub_name
-from stree_jax.convert.tensors.gguf_header import is_gguf
 from stree_jax.models import Format, Model, ModelConfig
-from stree_jax.models.drafters.dflash import DFlash
-from stree_jax.models.drafters.eagle import Eagle
-from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
-from stree_jax.speculation.drafters.lookup import LOOKUP
-from stree_jax.speculation.drafters.mtp import MTP
-from stree_jax.speculation.drafters.ngram_pairs import WithNGrams, without_pairs
-from stree_jax.speculation.drafters.ngrams import NGrams
-from stree_jax.speculation.drafters.staged import AHEAD, WIDTH, Staged
-from stree_jax.speculation.drafters.table import (
-    AUTO,
-    AnyDrafter,
-    DrafterConfig,
-    default_drafter,
-)
+from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, default_drafter
 from stree_jax.speculation.tree import DEEPEST
 
-DEMO, NO_DRAFTER = "demo", "none"
 MAX_NGRAM_WIDTH = 16  # maximum guesses per node of a `Staged` drafter
 
 
@@ -74,8 +46,12 @@ def drafter_name(
     if drafter in (None, AUTO):
         drafter = DEMO if target == DEMO else AUTO
     name = str(drafter)
-    _check_drafter(name)
-    needs_no_model = name in (AUTO, LOOKUP, MTP, NO_DRAFTER) or is_custom(name)
+    without_files = kind_without_files(name)
+    if without_files is not None:
+        without_files.check(DrafterFiles(name))
+    elif name not in (AUTO, *DRAFTERS) and "/" not in name and not Path(name).exists():
+        hint = suggestion(name, DRAFTERS)
+        raise ValueError(f"--drafter: {name} is not a file or directory; {hint}")
     for option, value, most in (
         ("--ngram-levels", ngram_levels, DEEPEST),
         ("--ngram-width", ngram_width, MAX_NGRAM_WIDTH),
@@ -84,7 +60,7 @@ def drafter_name(
             raise ValueError(f"{option}: needs n-grams; add --ngrams FILE")
         if value is not None:
             integer(option, value, 1, most, f"1..{most}")
-    if ngrams is not None and needs_no_model:
+    if ngrams is not None and (without_files is not None or name == AUTO):
         raise ValueError(
             "--ngrams: proposes tokens for a draft model; give one with --drafter (to "
             "draft with n-grams alone, use --drafter FILE)"
@@ -106,12 +82,9 @@ def load_pair(
 
     Args:
       target: a directory, a GGUF file, a hub id or "demo", the bundled target.
-      drafter: a draft model, named like the target ("demo" is the bundled draft model);
-        a directory or hub id of Medusa heads ("demo-heads" are the bundled ones) or of
-        a published drafter (`load_drafter`); a file of n-grams; "lookup"; "mtp", which
-        loads the target with its MTP layers; a custom drafter as "MODULE:NAME"; or
-        "none". None and "auto" are the bundled draft model for the bundled target,
-        "mtp" for others that have MTP layers, and "lookup" for the rest.
+      drafter: as in `load_drafter`. None and "auto" are the bundled draft model for the
+        bundled target, "mtp" for others that have MTP layers, and "lookup" for the
+        rest.
       dtype: dtype of the weights, as for `load`. If None, each model keeps the dtype
         that it is stored in. If the target's weights are kept, a draft model is in
         "kept-int8", or in its default dtype if it cannot be kept; published drafters
@@ -129,78 +102,33 @@ def load_pair(
     Returns:
       the target, and the drafter as `generate` takes it (None for plain decoding).
     """
-    if vocabulary is not None and drafter in (LOOKUP, NO_DRAFTER):
-        raise unsupported(drafter)
-    names = drafter, dtype, ngrams, ngram_levels, ngram_width
-    model, found = _loaded_pair(target, *names, mesh)
+    name = drafter_name(target, drafter, ngrams, ngram_levels, ngram_width)
+    named = kind_without_files(name)
+    if vocabulary is not None and named is not None and not named.can_trim:
+        raise unsupported(name)
+    table = None if ngrams is None else load_ngrams(ngrams)
+    model = load(target, dtype=dtype, mtp=mtp_layers(name), mesh=mesh)
+    if name == AUTO:
+        name = default_drafter(model.config)
+    files = DrafterFiles(file_name(name), target, whole=True)
+    kind = kind_of(files)
+    dtype = kind.default_dtype(files, model.weight_format, dtype)
+    found = kind.load(files, model, dtype)
+    if table is not None:
+        found = kind.with_ngrams(found, table, ngram_levels, ngram_width)
     if vocabulary is not None:
-        found = narrowed(found, model, vocabulary)
+        ids = draft_vocabulary(model, *vocabulary)
+        found = with_draft_vocabulary(found, model, ids)
     return model, found
 
 
-def _loaded_pair(
-    target: str,
-    drafter: str | None,
-    dtype: str | None,
-    ngrams: str | None,
-    ngram_levels: int | None,
-    ngram_width: int | None,
-    mesh: Mesh | None,
-) -> tuple[Model, AnyDrafter]:
-    """Loads a target and its drafter with all its tokens; see `load_pair`."""
-    name = drafter_name(target, drafter, ngrams, ngram_levels, ngram_width)
-    table = None if ngrams is None else load_ngrams(ngrams)
-    mtp = None if name == AUTO else name == MTP
-    model = load(target, dtype=dtype, mtp=mtp, mesh=mesh)
-    if name == AUTO:
-        name = default_drafter(model.config)
-    if name == NO_DRAFTER:
-        return model, None
-    if name in (LOOKUP, MTP):
-        return model, name
-    if is_custom(name):
-        return model, custom_drafter(name, model)
-    if _is_ngrams(name):
-        if table is not None:
-            raise ValueError("--ngrams: proposes tokens for a draft model, not n-grams")
-        return model, load_ngrams(name)
-    if _are_heads(name):
-        if table is not None:
-            raise ValueError("--ngrams: proposes tokens for a draft model, not heads")
-        kept = isinstance(model.weight_format, KeptFormat)
-        return model, load_heads(name, dtype=None if kept else dtype)
-    if is_published(name):
-        for option, value in (
-            ("--ngram-levels", ngram_levels),
-            ("--ngram-width", ngram_width),
-        ):
-            if value is not None:
-                raise ValueError(f"{option}: for n-grams of a draft model only")
-        found = _published(name, model, dtype)
-        warn_of_other_target(found.config.target, target)
-        if table is None:
-            return model, found
-        return model, WithNGrams(without_pairs("--ngrams", found), table)
-    path = "demo-drafter" if name == DEMO else name
-    if isinstance(model.weight_format, KeptFormat):
-        with headers(path) as directory:
-            dtype = described(directory).weight_format(KEPT_INT8).name
-    draft_model = load(path, dtype=dtype, mesh=mesh, whole=mesh is not None)
-    if table is None:
-        return model, draft_model
-    levels = AHEAD if ngram_levels is None else ngram_levels
-    width = WIDTH if ngram_width is None else ngram_width
-    return model, Staged(draft_model, table, levels, width)
-
-
-def _published(name: str, target: Model, dtype: str | None) -> DFlash | Eagle:
-    """Loads a published drafter for a target; see `load_pair`."""
-    format = target.weight_format
-    if isinstance(format, KeptFormat):
-        dtype = format_for_kept(name).name
-    elif format.name == INT8:
-        dtype = INT8
-    return load_drafter(name, dtype=dtype, target=target)
+def mtp_layers(drafter: str | None) -> bool | None:
+    """Returns whether a drafter needs the target's MTP layers, as `load` takes it: None
+    if the target decides."""
+    if drafter in (None, AUTO):
+        return None
+    kind = kind_without_files(drafter)
+    return kind is not None and kind.needs_mtp
 
 
 class PairConfigs(NamedTuple):
@@ -214,7 +142,7 @@ class PairConfigs(NamedTuple):
     """
 
     target: ModelConfig
-    drafter: DrafterConfig | AnyDrafter
+    drafter: Any
     weights: Format
 
 
@@ -237,62 +165,19 @@ def pair_configs(
     name = drafter_name(target, drafter)
     if name == AUTO:
         name = default_drafter(found.config)
-    if is_custom(name):
-        custom = custom_drafter(name, load(target))
-        return PairConfigs(found.config, custom, weights)
-    config = _drafter_config(name, found.config)
+    files = DrafterFiles(file_name(name), target)
+    kind = kind_of(files)
+    config = kind.read_config(files, found.config)
     if draft_vocab is not None:
-        config = narrowed_config(config, found.config, draft_vocab, weights)
+        if not kind.can_trim:
+            raise unsupported(name)
+        most = found.config.num_tokens
+        count = integer("draft vocabulary", draft_vocab, 1, most, f"1..{most} tokens")
+        config = kind.trimmed_config(config, found.config, count, weights)
     return PairConfigs(found.config, config, weights)
 
 
-def _drafter_config(
-    drafter: str, target: ModelConfig
-) -> DrafterConfig | NGrams | str | None:
-    if drafter == NO_DRAFTER:
-        return None
-    if drafter in (LOOKUP, MTP):
-        return drafter
-    if _is_ngrams(drafter):
-        return load_ngrams(drafter)
-    if _are_heads(drafter):
-        return DrafterConfig(*heads_config_and_format(drafter))
-    if is_published(drafter):
-        return DrafterConfig(drafter_config(drafter, target), format_for_kept(drafter))
-    with headers("demo-drafter" if drafter == DEMO else drafter) as directory:
-        found = described(directory)
-        return DrafterConfig(found.config, found.weight_format(KEPT_INT8))
-
-
-def is_custom(name: str) -> bool:
-    """True if a name stands for a custom drafter, and not for an existing file."""
-    return has_custom_form(name) and not Path(name).exists()
-
-
-def _check_drafter(name: str) -> None:
-    """Raises ValueError for an unknown name, such as a misspelt one, or a custom
-    drafter that cannot be imported."""
-    if is_custom(name):
-        import_drafter(name)
-    elif name not in (AUTO, *DRAFTERS) and "/" not in name and not Path(name).exists():
-        hint = suggestion(name, DRAFTERS)
-        raise ValueError(f"--drafter: {name} is not a file or directory; {hint}")
-
-
-def _is_ngrams(drafter: str) -> bool:
-    """True if a name stands for a file of n-grams: a file that is not a model."""
-    path = Path(drafter)
-    if path.exists():
-        return path.is_file() and not is_gguf(path)
-    named = hub_name(drafter)
-    return named is not None and (named.file or "").endswith(".safetensors")
-
-
-def is_published(drafter: str) -> bool:
-    """True if a name stands for a published drafter."""
-    return drafter not in (DEMO, "demo-drafter") and is_drafter(drafter)
-
-
-def _are_heads(drafter: str) -> bool:
-    """True if a name stands for Medusa heads."""
-    return drafter not in (DEMO, "demo-drafter") and is_heads(drafter)
+def plan_loads_target(drafter: str | None) -> bool:
+    """True if `pair_configs` loads the target for a drafter of this name."""
+    kind = kind_without_files(drafter)
+    return kind is not None and kind.config_needs_target

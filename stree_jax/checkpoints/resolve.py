@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stree_jax.common.checks import as_path
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.drafters import has_drafter_fields
+from stree_jax.convert.drafters.fields import has_drafter_fields
 from stree_jax.convert.hub import HubName, Wanted, fetch, fetch_headers, hub_name
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.gguf_header import is_gguf, only_gguf

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from stree_jax.checkpoints.kinds.table import kind_of_value
 from stree_jax.checkpoints.resolve import resolve
 from stree_jax.cli.chat import read_chat_template, read_special_tokens
 from stree_jax.cli.chat_commands import Chat, run_command
@@ -35,7 +36,6 @@ from stree_jax.models import parameter_count
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.plan import Request
 from stree_jax.speculation.default_tree import tree_for
-from stree_jax.speculation.drafters.mtp import TrimmedMTP
 from stree_jax.speculation.drafters.table import AUTO
 
 # Most tokens of one call of `stream`: what `generate` generates by default, so that
@@ -177,12 +177,10 @@ def banner(args: argparse.Namespace, chat: ChatModel, talks: bool) -> str:
 
 def drafter_named(args: argparse.Namespace, drafter: Any) -> str:
     """Returns the name of the drafter that a chat uses, in words."""
-    if drafter is None:
-        return "none"
-    if isinstance(drafter, TrimmedMTP):
-        return f"MTP layers with {len(drafter.ids)} draft tokens"
-    if isinstance(drafter, str):
-        return {"lookup": "prompt lookup", "mtp": "MTP layers"}.get(drafter, drafter)
+    kind = kind_of_value(drafter)
+    if kind is not None and not kind.needs_files:
+        ids = getattr(drafter, "ids", None)
+        return kind.name + ("" if ids is None else f" with {len(ids)} draft tokens")
     return "demo" if args.drafter in (None, AUTO) else args.drafter
 
 

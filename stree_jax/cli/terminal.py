@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from stree_jax.checkpoints.pair import is_custom, load_pair, pair_configs
+from stree_jax.checkpoints.pair import load_pair, pair_configs, plan_loads_target
 from stree_jax.checkpoints.resolve import resolve
 from stree_jax.cli.common import print_status, vocabulary_of
 from stree_jax.cli.comparison import closing_line, median_run, timed_in_turn
@@ -67,7 +67,7 @@ def load_models(
     """
     name, tree, heads = args.drafter, args.tree, None
     vocabulary = vocabulary_of(args)
-    can_plan = args.ngrams is None and not is_custom(args.drafter or "")
+    can_plan = args.ngrams is None and not plan_loads_target(args.drafter)
     if request is not None and args.tree is None and can_plan:
         best = planned(args, request).best
         size = shown_bytes(best.memory.promised)

@@ -281,9 +281,9 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
         loaded with its layers for multi-token prediction (`load(mtp=True)`), which
         predict several tokens ahead, and otherwise "lookup": prompt lookup, which
         copies from earlier in the text and needs no model. None is plain decoding,
-        which compiles fastest. Others: a draft model with the same tokenizer; `Heads`
-        of the target (`load_heads`); `Staged`, a draft model that is itself sped up by
-        speculation; `NGrams`; or a custom `Drafter`.
+        which compiles fastest. Others: what `load_drafter` returns, such as a draft
+        model with the same tokenizer or `Heads` of the target; `Staged`, a draft model
+        that is itself sped up by speculation; or a custom `Drafter`.
       tree: the shape of the draft. "auto" (default) chooses the nodes and their number
         at every step, and decodes plainly if that is faster. Others: a `Tree` or
         `Beam`; a list of parents; or a name: "A" .. "E" ("E" is the default for

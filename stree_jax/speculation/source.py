@@ -79,6 +79,8 @@ class Source:
       has_q: True if its drafts can include q, the probabilities from which the draft
         tokens were drawn. Some acceptance rules need them.
       by_level: True if, with tree "auto", each level of the tree takes a forward pass.
+      one_pass: True if one forward pass drafts the candidates of all levels, so that a
+        tree of any shape costs the same.
       needs_trace: True if a step must be traced to find out whether the drafts include
         what the acceptance rule needs. This is so for custom drafters.
       needs_mtp: True if the target must be loaded with its MTP layers.
@@ -91,6 +93,7 @@ class Source:
     name: str = "drafter"
     has_q: bool = True
     by_level: bool = True
+    one_pass: bool = False
     needs_trace: bool = False
     needs_mtp: bool = False
     top1: float = 0.6

@@ -8,7 +8,7 @@ import pytest
 from bench import drafters as bench
 from bench.method import Run
 from bench.registry import parse_bench
-from stree_jax.checkpoints.ngrams import save_ngrams
+from stree_jax.checkpoints.kinds.ngrams import save_ngrams
 from stree_jax.training.ngrams import count_grams, katz
 from tests.bench.pairs import pair_with_words
 from tests.support.dflash import KINDS, random_dflash

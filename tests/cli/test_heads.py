@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     stree_jax.save(stree_jax.Model(params, config, tokenizer), path / "target")
     text = np.random.default_rng(0).integers(0, size, (2, 90), np.int32)
     table = katz(count_grams(text, 2, size), size, slots=64, keep=2)
-    stree_jax.save_ngrams(table, path / "n.safetensors")
+    stree_jax.save_drafter(table, path / "n.safetensors")
     (path / "text").mkdir()
     tokenizer.save(str(path / "text" / "tokenizer.json"))
     rng = np.random.default_rng(2)
@@ -66,7 +66,7 @@ def generate(folder, *options):
 
 
 def test_heads_are_trained_and_written(folder):
-    heads = stree_jax.load_heads(folder / "heads")
+    heads = stree_jax.load_drafter(folder / "heads")
     assert (heads.config.heads, heads.config.blocks) == (2, 3)
     assert not heads.config.own_output
     assert np.shape(heads.config.accuracy) == (2, training.RANKS)
@@ -189,7 +189,7 @@ def test_the_work_of_other_heads_is_refused(folder, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--ngrams", "N"], "proposes tokens for a draft model, not heads"),
+        (["--ngrams", "N"], "proposes tokens for a draft model, not Medusa heads"),
         (["--ngram-levels", "2"], "--ngram-levels: needs n-grams"),
         (["--ngram-width", "2"], "--ngram-width: needs n-grams"),
         (["--tree", "beam:2x2"], "heads fill a fixed tree"),
@@ -210,7 +210,7 @@ def test_what_does_not_go_with_heads_is_one_line(folder, capsys, options, proble
         from stree_jax.training.ngrams import count_grams, katz
 
         text = np.random.default_rng(0).integers(0, 40, (2, 90), np.int32)
-        stree_jax.save_ngrams(
+        stree_jax.save_drafter(
             katz(count_grams(text, 2, 40), 40, slots=64, keep=2), table
         )
     places = {"N": table, "H": folder / "heads"}
@@ -218,11 +218,19 @@ def test_what_does_not_go_with_heads_is_one_line(folder, capsys, options, proble
     assert problem in refused(capsys, *generate(folder, *options))
 
 
+def test_heads_are_described(folder, capsys):
+    code, out, _ = run(capsys, "info", "demo-heads", "--json")
+    found = json.loads(out)
+    assert (code, found["format"], found["heads"]) == (0, "Medusa heads", 4)
+    assert found["parameters"] > 1_770_000
+    said = refused(capsys, "info", "demo-heads", "--draft-vocab", 9)
+    assert "draft vocabulary: for MTP layers, EAGLE, block" in said
+
+
 def test_heads_are_no_model(folder, capsys, tmp_path):
-    """Where one is wanted: to describe, convert, export, and to count."""
+    """Where one is wanted: to convert, export, and to count."""
     heads = folder / "heads"
     for command in (
-        ["info", heads],
         ["convert", heads, tmp_path / "out"],
         ["export", heads, tmp_path / "out"],
         ["ngrams", "--drafter", heads, "--out", tmp_path / "n"],

@@ -70,8 +70,15 @@ def test_ngrams_guess_for_a_drafter_and_draft_alone(folder, capsys):
     assert code == 0 and json.loads(out)["tokens"] == alone["tokens"]
 
 
+def test_a_table_is_described(folder, capsys):
+    code, out, _ = run(capsys, "info", folder / "n.safetensors", "--json")
+    found = json.loads(out)
+    assert (code, found["format"], found["order"]) == (0, "n-grams", 3)
+    assert found["temperature"] == 1.5 and len(found["slots"]) == 2
+
+
 def test_the_recipe_is_the_whole_of_a_table(folder, capsys, tmp_path):
-    first = stree_jax.load_ngrams(folder / "n.safetensors")
+    first = stree_jax.load_drafter(folder / "n.safetensors")
     assert (first.order, first.temperature) == (3, 1.5)
     options = ["--tokens", "512", "--batch", "2", "--slots", "1024"]
     for seed, same in (("3", True), ("4", False)):
@@ -79,7 +86,7 @@ def test_the_recipe_is_the_whole_of_a_table(folder, capsys, tmp_path):
         words = [*options, "--seed", seed, "--drafter", folder / "drafter"]
         assert run(capsys, "ngrams", *words, "--out", out)[0] == 0
         pairs = zip(
-            *map(jax.tree.leaves, (first, stree_jax.load_ngrams(out))), strict=True
+            *map(jax.tree.leaves, (first, stree_jax.load_drafter(out))), strict=True
         )
         assert all(np.array_equal(a, b) for a, b in pairs) is same
 

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
         write_drafter(path / layout, layout, target="o/target", **SIZES)
     text, V = np.arange(400)[None] * 7 % SIZES["vocab"], SIZES["vocab"]
     ngrams = katz(count_grams(text, 2, V), V, slots=1024, keep=2)
-    stree_jax.save_ngrams(ngrams, path / "n.safetensors")
+    stree_jax.save_drafter(ngrams, path / "n.safetensors")
     return path
 
 

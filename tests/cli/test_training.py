@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import stree_jax
+from stree_jax.checkpoints.kinds.block import BLOCK
+from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.cli import main as cli
-from stree_jax.convert.drafters import open_drafter
 from stree_jax.training import recipe
 from stree_jax.training.corpus import train_tokenizer
 from tests.support.tiny import tiny
@@ -126,9 +127,9 @@ def test_a_dspark_drafter_in_the_public_layout(prepared, capsys):
         assert cli.main(args) == 0
     said = capsys.readouterr().err
     assert "draft 2: first guess " in said and f"wrote {prepared / 'out'}" in said
-    opened = open_drafter(prepared / "out", pytest.fail)
+    opened = BLOCK.open(DrafterFiles(str(prepared / "out")), pytest.fail)
     assert (opened.target_layers, opened.target) == (1, "")
-    config = opened.block_config
+    config = opened.own_config
     assert (config.kind, config.drafts, config.from_root) == ("DSpark", 2, True)
 
 

@@ -10,11 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stree_jax.checkpoints.drafters import (
-    drafter_info,
-    load_drafter,
-    warn_of_other_target,
-)
+from stree_jax.checkpoints.drafters import drafter_info, load_drafter
+from stree_jax.checkpoints.kinds.published import warn_of_other_target
 from stree_jax.convert import CheckpointError
 from tests.support.loaded_drafters import errors, tiny_target, write_of
 
@@ -80,7 +77,7 @@ def test_silent_mistakes_change_the_scores(mistake, target, tmp_path):
     if layout == "nvidia":
         edited(tmp_path / "d", at("dflash_config", sample_from_anchor=True))
     edited(tmp_path / "d", change)
-    drafter = load_drafter(tmp_path / "d", "float32", target=target)
+    drafter = load_drafter(tmp_path / "d", dtype="float32", target=target)
     assert errors(wrote, drafter, target)[0] > 1e-3
 
 
@@ -108,7 +105,7 @@ IGNORED = {
 def test_fields_of_the_target_do_not_matter(change, target, tmp_path):
     wrote = write_of(target, tmp_path / "d", "z-lab-nested")
     edited(tmp_path / "d", IGNORED[change])
-    drafter = load_drafter(tmp_path / "d", "float32", target=target)
+    drafter = load_drafter(tmp_path / "d", dtype="float32", target=target)
     assert errors(wrote, drafter, target)[0] < 1e-5
 
 
@@ -122,7 +119,7 @@ def test_other_spellings_of_tensors(target, tmp_path):
             tensors[f"draft_model.{new}"] = tensors.pop(name)
 
     with_tensors(tmp_path / "d", change)
-    drafter = load_drafter(tmp_path / "d", "float32", target=target)
+    drafter = load_drafter(tmp_path / "d", dtype="float32", target=target)
     assert errors(wrote, drafter, target)[0] < 1e-5
 
 

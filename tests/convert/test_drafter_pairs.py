@@ -74,7 +74,7 @@ def test_plans_know_draft_vocabularies(folders, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--draft-vocab", "9", "--drafter", "lookup"], "for MTP layers, EAGLE and"),
+        (["--draft-vocab", "9", "--drafter", "lookup"], "for MTP layers, EAGLE, block"),
         (["--draft-vocab-text", "a.txt"], "add --draft-vocab N"),
     ],
 )

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stree_jax
-from stree_jax import load_heads
 from stree_jax.checkpoints.drafters import load_drafter
+from stree_jax.checkpoints.kinds.heads import load_heads
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.models.layers.params import by_path
 from tests.support import eagle

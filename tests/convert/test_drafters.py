@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.checkpoints.drafters import drafter_info, is_drafter, load_drafter
+from stree_jax.checkpoints.drafters import drafter_info, load_drafter
+from stree_jax.checkpoints.kinds.files import DrafterFiles
+from stree_jax.checkpoints.kinds.table import kind_of
 from stree_jax.convert.drafters.eagle import TAPS
 from stree_jax.models import by_path
 from tests.support.loaded_drafters import errors, loaded, tiny_target, write_of
@@ -76,7 +78,7 @@ def test_info_reads_no_weights(layout, target, tmp_path):
     facts, found = wrote.facts, drafter_info(tmp_path / "d")
     kinds = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE", "dspark": "DSpark"}
     kinds |= {"dflash": "DFlash", "dflash2": "DFlash2"}
-    assert found["format"] == kinds[facts.kind] and is_drafter(tmp_path / "d")
+    assert found["format"] == kinds[facts.kind]
     listed = layout not in ("yuhuili", "specforge-eagle3")
     said = str(found["boundaries"])
     assert not listed or said.startswith(str(list(facts.boundaries)))
@@ -119,5 +121,8 @@ def test_float16_becomes_float32(target, tmp_path):
     assert load_drafter(tmp_path / "d", target=target).weight_format.name == "float32"
 
 
-def test_models_and_heads_are_not_drafters():
-    assert not any(map(is_drafter, ("demo", "demo-drafter", "demo-heads")))
+def test_kinds_of_the_bundled_files():
+    kinds = {"demo-drafter": "draft model", "demo-heads": "Medusa heads"}
+    for name, kind in kinds.items():
+        assert kind_of(DrafterFiles(name)).name == kind
+    assert drafter_info("demo") is None

@@ -6,11 +6,12 @@ import chex
 import jax.numpy as jnp
 import pytest
 
-from stree_jax.checkpoints.drafters import load_drafter
+from stree_jax.checkpoints.drafters import load_drafter, save_drafter
+from stree_jax.checkpoints.kinds.block import BLOCK
+from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.drafters import open_drafter
 from stree_jax.convert.drafters.eagle import read_eagle
-from stree_jax.convert.drafters.write import config_fields, save_drafter
+from stree_jax.convert.drafters.write_dflash import config_fields
 from stree_jax.convert.drafters.write_eagle import eagle_fields
 from stree_jax.models import AttentionConfig, Rope
 from stree_jax.models.drafters.dflash import DFlashLayer, cast_dflash
@@ -40,11 +41,11 @@ def test_what_is_written_is_read(target, tmp_path, kind, rows):
     config = replace(drafter.config, target="maker/model")
     params = cast_dflash(config, drafter.params, "bfloat16")
     drafter = drafter.replace(params=params, config=config)
-    save_drafter(drafter, tmp_path / "d", 1)
-    opened = open_drafter(tmp_path / "d", pytest.fail)
-    assert opened.block_config == drafter.config
+    save_drafter(drafter, tmp_path / "d", target_layers=1)
+    opened = BLOCK.open(DrafterFiles(str(tmp_path / "d")), pytest.fail)
+    assert opened.own_config == drafter.config
     assert opened.target_layers == 1
-    found = opened.read(target.config, format_named("bfloat16"), None)
+    found = opened.read(target, format_named("bfloat16"))
     chex.assert_trees_all_equal(found.params, drafter.params)
     if rows:
         chex.assert_trees_all_equal(found.ids, drafter.ids)
@@ -106,7 +107,7 @@ def test_an_eagle_drafter_that_is_written_is_read(tmp_path, case):
     assert found.config == drafter.config
     chex.assert_trees_all_equal(found.params, drafter.params)
     first = "midlayer." if len(drafter.config.layers) == 2 else "layers.0."
-    names = open_drafter(tmp_path / "d").source.tensors
+    names = DrafterFiles(str(tmp_path / "d")).source.tensors
     assert f"{first}self_attn.q_proj.weight" in names
 
 

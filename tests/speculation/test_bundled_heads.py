@@ -28,7 +28,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def heads():
-    return stree_jax.load_heads("demo-heads", dtype="float32")
+    return stree_jax.load_drafter("demo-heads", dtype="float32")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.drafters.trimming import trimmed
+from stree_jax.models.drafters.dflash import trimmed_dflash
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.drafters import dflash
 from stree_jax.speculation.drafters.ngram_pairs import WithNGrams
@@ -55,7 +55,7 @@ def drafter_of(target, kind, ids):
     pairs = drafter.params["pairs"]
     pairs = pairs | {"following": 6 * pairs["following"]}  # large enough to matter
     drafter = replace(drafter, params=drafter.params | {"pairs": pairs})
-    return drafter if ids is None else trimmed(drafter, target, np.asarray(ids))
+    return drafter if ids is None else trimmed_dflash(drafter, target, np.asarray(ids))
 
 
 @pytest.mark.parametrize("name", CASES)

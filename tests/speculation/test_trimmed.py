@@ -14,9 +14,12 @@ from stree_jax.convert.drafters.eagle import read_eagle
 from stree_jax.models import cast_params, logits_of
 from stree_jax.models.drafters.dflash import dflash_table, draft_logits
 from stree_jax.models.drafters.dflash_pairs import pair_scores
-from stree_jax.models.drafters.eagle import eagle_model, eagle_table
+from stree_jax.models.drafters.eagle import (
+    eagle_model,
+    eagle_table,
+    trimmed_eagle_config,
+)
 from stree_jax.models.drafters.heads import head_of
-from stree_jax.models.drafters.trimming import trimmed_eagle_config
 from stree_jax.models.layers.params import by_path
 from stree_jax.models.stack.memory import size_of, weights_read
 from stree_jax.models.weights.formats import as_weight, format_named
@@ -226,7 +229,7 @@ def test_the_most_frequent_tokens_are_chosen(targets):
 
 def test_other_drafters_are_refused(targets):
     for drafter in ("lookup", tiny(2)):
-        with pytest.raises(ValueError, match="for MTP layers, EAGLE and block"):
+        with pytest.raises(ValueError, match="for MTP layers, EAGLE, block"):
             with_draft_vocabulary(drafter, targets["block"], IDS)
     with pytest.raises(ValueError, match="want tokens in 0..46"):
         with_draft_vocabulary("mtp", targets["block"], [50])

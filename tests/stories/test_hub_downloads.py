@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import stree_jax
 from stree_jax.checkpoints.info import info
-from stree_jax.checkpoints.ngrams import save_ngrams
+from stree_jax.checkpoints.kinds.ngrams import save_ngrams
 from stree_jax.cli import main as cli
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from stree_jax.training.ngrams import count_grams, katz
@@ -357,7 +357,7 @@ def test_draft_models_heads_and_ngrams_are_downloaded(hub, models, capsys, tmp_p
     width = json.loads((repo / "config.json").read_text())["hidden_size"]
     config = HeadsConfig(width, width, 2, 1)
     heads = Heads(init_heads(config, jax.random.key(0), "float32"), config)
-    stree_jax.save_heads(heads, hub.folder / "o/heads")
+    stree_jax.save_drafter(heads, hub.folder / "o/heads")
     (hub.folder / "o/heads/optimizer.bin").write_bytes(b"not read")
     (hub.folder / "o/heads/model.safetensors").write_bytes(b"not read either")
     table = katz(

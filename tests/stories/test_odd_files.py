@@ -123,7 +123,7 @@ def test_an_unreadable_step_time_file_is_replaced(tmp_path, monkeypatch, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_odd_files_as_arguments_of_commands(tmp_path, capsys, kind):
     file = put(tmp_path / "given", kind)
-    assert str(file) in refused(stree_jax.load_ngrams, file)
+    assert str(file) in refused(stree_jax.load_drafter, file)
     assert str(file) in refused(api_keys, file)
     assert str(file) in refused(read_tokenizer_file, file)
     assert str(file) in refused(read_prompts, [file], 3)
@@ -138,7 +138,7 @@ def test_odd_files_as_arguments_of_commands(tmp_path, capsys, kind):
 def test_a_pipe_in_place_of_heads(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "medusa"}')
     put(tmp_path / "medusa_lm_head.safetensors", "pipe")
-    assert "not a regular file" in refused(stree_jax.load_heads, tmp_path)
+    assert "not a regular file" in refused(stree_jax.load_drafter, tmp_path)
 
 
 def test_endless_standard_input(monkeypatch, capsys):

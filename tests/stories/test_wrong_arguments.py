@@ -100,8 +100,7 @@ def calls():
         "tune": dict(model=model),
         "load": dict(path_or_hub_id="/nonexistent/x"),
         "save": dict(model=model, dst="/nonexistent/x/y"),
-        "load_heads": dict(path_or_hub_id="/nonexistent/x"),
-        "load_ngrams": dict(path="/nonexistent/x"),
+        "load_drafter": dict(path_or_hub_id="/nonexistent/x"),
         "score": dict(model=model, tokens=[[1, 2]]),
         "score_tree": dict(model=model, **tree),
         "first_difference": dict(model=model, prompt=[1], tokens=[1, 2], others=[1, 3]),
@@ -297,7 +296,7 @@ def test_wrong_amounts_of_memory(memory, wrong):
 def test_paths_that_no_file_system_takes(tmp_path):
     model = tiny(1, layers=("mamba",))
     for path in ("x" * 5000, "a\0b", pathlib.Path("x" * 300)):
-        for call in (stree_jax.load, stree_jax.load_heads, stree_jax.load_ngrams):
+        for call in (stree_jax.load, stree_jax.load_drafter):
             with pytest.raises(stree_jax.CheckpointError, match="^path"):
                 call(path)
         with pytest.raises(stree_jax.CheckpointError, match="^save: dst"):

@@ -94,7 +94,6 @@ def check(target: Any, drafter: Any, ids: Sequence[int], levels: int) -> dict[st
       ids: the tokens of the text.
       levels: most levels of the drafts.
     """
-    from stree_jax.models.drafters.dflash import DFlash
     from stree_jax.speculation.drafters.table import source_of
     from stree_jax.speculation.tree import Budget
     from stree_jax.verify.agreement import agreement
@@ -103,7 +102,7 @@ def check(target: Any, drafter: Any, ids: Sequence[int], levels: int) -> dict[st
     depth = min(levels, source.search_size[1])
     chain = agreement(target, drafter, ids, f"chain:{depth}")
     tree, short = 0.0, f"chain:{min(depth, 2)}"
-    if isinstance(source.value, DFlash):
+    if source.one_pass:
         tree = agreement(target, drafter, ids, Budget(NODES, depth)).tau()
     others = {
         name: _shares(agreement(target, other, ids, short))

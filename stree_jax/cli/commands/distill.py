@@ -118,7 +118,7 @@ def train_reader(
     args: argparse.Namespace, job: "Job", layers: int, values: dict[str, Any]
 ) -> None:
     """Trains a drafter of one of the kinds `READERS` and writes it."""
-    from stree_jax.convert.drafters.write import save_drafter
+    from stree_jax.checkpoints.drafters import save_drafter
     from stree_jax.training.tapped_drafters import Amounts, StretchSize, train_drafter
 
     if args.width is not None or args.target_embedding:
@@ -139,5 +139,5 @@ def train_reader(
 
         size = EagleSize(layers, **values)
     drafter, count = train_drafter(job, args.target, size, amounts)
-    save_drafter(drafter, args.out, count)
+    save_drafter(drafter, args.out, args.target, count)
     print_status(f"wrote {args.out}: {drafter}")

@@ -43,7 +43,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoints.heads import save_heads
+    from stree_jax.checkpoints.drafters import save_drafter
     from stree_jax.training.heads import train_heads
 
     size = args.heads, args.blocks, args.own_output
@@ -55,5 +55,5 @@ def run(args: argparse.Namespace) -> None:
         own_tokens=args.own_tokens,
         dtype=args.dtype,
     )
-    save_heads(heads, args.out, args.target)
+    save_drafter(heads, args.out, args.target)
     print_status(f"wrote {args.out}: {heads}")

@@ -40,13 +40,14 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from stree_jax.checkpoints.drafters import drafter_info
     from stree_jax.checkpoints.info import info_and_config
-    from stree_jax.checkpoints.pair import is_published
     from stree_jax.cli.figures import write_bytes
     from stree_jax.sizing.units import shown_bytes
 
-    if is_published(args.path):
-        print_drafter(args)
+    described = drafter_info(args.path, args.draft_vocab)
+    if described is not None:
+        print_drafter(args, described)
         return
     if args.draft_vocab is not None:
         raise ValueError(f"--draft-vocab: {args.path} is a model, not a drafter")
@@ -65,19 +66,18 @@ def run(args: argparse.Namespace) -> None:
     print("\n".join(aligned([(name, shown_bytes(n)) for name, n in parts])))
 
 
-def print_drafter(args: argparse.Namespace) -> None:
-    """Prints a description of a published drafter."""
-    from stree_jax.checkpoints.drafters import drafter_info
-
+def print_drafter(args: argparse.Namespace, contents: dict[str, Any]) -> None:
+    """Prints a description of a drafter."""
     if args.figure:
         raise ValueError(f"--figure: {args.path} is a drafter, not a model")
-    contents = drafter_info(args.path, args.draft_vocab)
     if args.json:
         print(json.dumps(contents))
         return
-    rows, vocab = contents["draft_vocab_size"], contents["vocab_size"]
-    some = f"{rows:,} of {vocab:,} tokens" if rows < vocab else f"all {vocab:,} tokens"
-    print_aligned(contents | {"draft_vocab_size": some})
+    if (rows := contents.get("draft_vocab_size")) is not None:
+        vocab = contents["vocab_size"]
+        some = f"{rows:,} of {vocab:,}" if rows < vocab else f"all {vocab:,}"
+        contents = contents | {"draft_vocab_size": f"{some} tokens"}
+    print_aligned(contents)
 
 
 def print_aligned(contents: dict[str, Any]) -> None:

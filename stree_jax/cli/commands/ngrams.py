@@ -46,7 +46,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from stree_jax.checkpoints.load import load
-    from stree_jax.checkpoints.ngrams import check_new, save_ngrams
+    from stree_jax.checkpoints.drafters import save_drafter
+    from stree_jax.checkpoints.kinds.ngrams import check_new
     from stree_jax.training.ngrams import Recipe, ngrams_of
 
     check_new(args.out)  # fail now, and not after counting n-grams, which takes hours
@@ -54,5 +55,5 @@ def run(args: argparse.Namespace) -> None:
     recipe = Recipe(**{name: getattr(args, name) for name in names})
     drafter = load("demo-drafter" if args.drafter == "demo" else args.drafter)
     ngrams = ngrams_of(drafter, recipe)
-    save_ngrams(ngrams, args.out)
+    save_drafter(ngrams, args.out)
     print_status(f"wrote {args.out}: {ngrams}")

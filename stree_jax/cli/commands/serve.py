@@ -203,11 +203,11 @@ def check_model(args: argparse.Namespace) -> None:
       ValueError: a path does not exist or is not a model, the model has no tokenizer or
         fewer tokens than --logprobs, or the weights alone exceed --memory.
     """
+    from stree_jax.checkpoints.kinds.words import NO_DRAFTER
     from stree_jax.checkpoints.pair import (
-        NO_DRAFTER,
         drafter_name,
-        is_custom,
         pair_configs,
+        plan_loads_target,
     )
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
@@ -220,7 +220,7 @@ def check_model(args: argparse.Namespace) -> None:
     if on_hub(args.model):
         return
     drafter = args.drafter
-    if drafter is not None and (is_custom(drafter) or on_hub(drafter)):
+    if drafter is not None and (plan_loads_target(drafter) or on_hub(drafter)):
         drafter = NO_DRAFTER
     config = pair_configs(args.model, drafter).target
     check_alternatives(args, config.num_tokens)
@@ -354,15 +354,14 @@ def sizes_of(args: argparse.Namespace, context: int) -> "tuple[Sizes, list[str]]
 def check_weights(args: argparse.Namespace, limit: int) -> None:
     """Raises ValueError if the weights of the target alone exceed `limit` bytes, with
     the MTP layers if these draft. They are not read for this."""
-    from stree_jax.checkpoints.pair import NO_DRAFTER, pair_configs
+    from stree_jax.checkpoints.kinds.words import NO_DRAFTER
+    from stree_jax.checkpoints.pair import mtp_layers, pair_configs
     from stree_jax.models.stack.memory import size_of
     from stree_jax.sizing.memory import abstract_model
     from stree_jax.sizing.units import shown_bytes
-    from stree_jax.speculation.drafters.mtp import MTP
-    from stree_jax.speculation.drafters.table import AUTO
 
     found = pair_configs(args.model, NO_DRAFTER, args.dtype)
-    mtp = found.target.mtp if args.drafter in (None, AUTO, MTP) else ()
+    mtp = () if mtp_layers(args.drafter) is False else found.target.mtp
     size = size_of(abstract_model(replace(found.target, mtp=mtp), found.weights))
     if size > limit:
         raise ValueError(

@@ -85,6 +85,7 @@ class DFlashSource(Source):
     name = "block drafter"
     prefers_auto = True
     by_level = False
+    one_pass = True
     top1 = 0.7
 
     @classmethod

@@ -57,14 +57,14 @@ NAMED = {source.value: source for source in (*WITHOUT_MODEL, MTPSource())}
 
 
 class DrafterConfig(NamedTuple):
-    """The architecture of a draft model, of heads or of a published drafter.
+    """The architecture of a drafter.
 
     Attributes:
-      config: the architecture.
+      config: the architecture, of a type in `ABSTRACT`.
       kept: format of the weights if those of the target are kept.
     """
 
-    config: ModelConfig | HeadsConfig | DFlashConfig | EagleConfig | TrimmedMTPConfig
+    config: Any
     kept: Format
 
 
@@ -141,6 +141,6 @@ def _format_of(drafter: Any, target: Format) -> Format:
         return target
     if isinstance(drafter, DrafterConfig):
         return drafter.kept
-    if isinstance(drafter, Model | Heads | DFlash | Eagle):
-        return with_layout(drafter.weight_format, by_path(drafter.params))
+    if (own := getattr(drafter, "weight_format", None)) is not None:
+        return with_layout(own, by_path(drafter.params))
     return replace(target, layout=())

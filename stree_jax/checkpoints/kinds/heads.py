@@ -20,25 +20,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.resolve import local_or_hub, resolve, valid_path
-from stree_jax.common.checks import with_hints
+from stree_jax.checkpoints.kinds.files import DrafterFiles
+from stree_jax.checkpoints.kinds.kind import DrafterKind, Target
+from stree_jax.checkpoints.resolve import resolve, valid_path
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.families.tensors import check_dtype, noting_nonfinite
-from stree_jax.convert.hub import HubName, repository
 from stree_jax.convert.saved.atomic import atomic_directory
 from stree_jax.convert.saved.store import dtype_named, weights_named
 from stree_jax.convert.tensors.source import (
     Source,
     TensorInfo,
-    file_names,
     is_file,
     open_files,
     read_json,
 )
-from stree_jax.models import Format
+from stree_jax.models import Format, Model, ModelConfig
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, head_table
-from stree_jax.models.layers.params import by_path, nest, stored
+from stree_jax.models.layers.params import (
+    abstract_table,
+    by_path,
+    nest,
+    parameter_count,
+    stored,
+)
+from stree_jax.models.stack.memory import size_of
 from stree_jax.models.weights.kept import KeptFormat
+from stree_jax.speculation.drafters.table import DrafterConfig
 
 WEIGHTS = "medusa_lm_head.safetensors"
 FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
@@ -51,23 +58,6 @@ OUTPUT = re.compile(r"(?:medusa_heads\.)?lm_heads\.(\d{1,3})\.(weight)")
 Path_ = tuple[str, ...]
 
 
-def is_heads(path_or_hub_id: str | Path) -> bool:
-    """True if a directory or repository has Medusa heads and no model."""
-    found = local_or_hub(path_or_hub_id)
-    if isinstance(found, HubName):
-        names = set(repository(found).sizes)
-    else:
-        names = set() if found.is_file() else set(file_names(found))
-    if names.intersection(FILES[:2]):
-        return True
-    if "config.json" not in names:
-        return False
-    config = resolve(path_or_hub_id, (("config.json",),)) / "config.json"
-    fields = read_json(config)
-    return fields.get("model_type") == "medusa" or "medusa_num_heads" in fields
-
-
-@with_hints
 def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     """Loads Medusa heads from a directory, a hub id, or "demo-heads", the bundled ones.
 
@@ -93,15 +83,6 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
             for path, n in names.items()
         }
     return Heads(nest(params), config)
-
-
-def heads_config_and_format(
-    path_or_hub_id: str | Path,
-) -> tuple[HeadsConfig, Format]:
-    """Returns the architecture of heads and the default format of their weights,
-    without reading weights."""
-    source, _, config = _opened(path_or_hub_id)
-    return config, _usual(source)
 
 
 def _opened(
@@ -226,7 +207,6 @@ def public_name(path: Path_, blocks: int) -> str:
     return f"{k}.{part.removeprefix('block_')}.linear.{kind}"
 
 
-@with_hints
 def save_heads(heads: Heads, dst: str | PathLike[str], base: str = "") -> None:
     """Writes heads in the public layout, atomically; dst must not exist.
 
@@ -263,3 +243,47 @@ def save_heads(heads: Heads, dst: str | PathLike[str], base: str = "") -> None:
         save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
         text = json.dumps(fields, indent=2) + "\n"
         (temporary / "config.json").write_text(text, encoding="utf-8")
+
+
+class HeadsKind(DrafterKind):
+    """Medusa heads."""
+
+    name = "Medusa heads"
+    value = Heads
+
+    def found(self, files: DrafterFiles) -> bool:
+        fields = files.config_json
+        return (
+            not files.names.isdisjoint(FILES[:2])
+            or fields.get("model_type") == "medusa"
+            or "medusa_num_heads" in fields
+        )
+
+    def read_config(self, files: DrafterFiles, target: ModelConfig) -> DrafterConfig:
+        source, _, config = _opened(files.name)
+        return DrafterConfig(config, _usual(source))
+
+    def load(self, files: DrafterFiles, target: Model | None, dtype: Any) -> Heads:
+        return load_heads(files.name, dtype)
+
+    def save(self, value: Any, dst: Path, target: Target) -> None:
+        save_heads(value, dst, target.name)
+
+    def facts(self, files: DrafterFiles, draft_vocab: int | None) -> dict[str, Any]:
+        source, _, config = _opened(files.name)
+        format = _usual(source)
+        arrays = abstract_table(head_table(config), format)
+        return {
+            "path": files.name,
+            "format": self.name,
+            "heads": config.heads,
+            "blocks": config.blocks,
+            "d_model": config.d_model,
+            "own_output": config.own_output,
+            "parameters": parameter_count(arrays),
+            "weight_bytes": size_of(arrays),
+            "dtype": format.name,
+        }
+
+
+HEADS = HeadsKind()

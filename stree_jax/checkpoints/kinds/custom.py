@@ -4,11 +4,15 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from stree_jax.checkpoints.kinds.files import DrafterFiles
+from stree_jax.checkpoints.kinds.kind import DrafterKind
+from stree_jax.checkpoints.load import load
 from stree_jax.common.checks import shown
 from stree_jax.common.words import closest
-from stree_jax.models import Model
+from stree_jax.models import Model, ModelConfig
 from stree_jax.speculation.drafters.custom import METHODS
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 
@@ -16,8 +20,9 @@ NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)"
 
 
 def is_custom(name: str) -> bool:
-    """True if a drafter's name has the form MODULE:NAME of a custom drafter."""
-    return NAME.fullmatch(name) is not None
+    """True if a drafter's name has the form MODULE:NAME of a custom drafter, and no
+    file has this name."""
+    return NAME.fullmatch(name) is not None and not Path(name).exists()
 
 
 def import_drafter(name: str) -> Any:
@@ -56,7 +61,7 @@ def import_drafter(name: str) -> Any:
     return value
 
 
-def custom_drafter(name: str, target: Model) -> AnyDrafter:
+def custom_drafter(name: str, target: Model | None) -> AnyDrafter:
     """Returns the drafter that MODULE:NAME stands for.
 
     An object with the methods of a drafter is used as it is. A class or function is
@@ -82,7 +87,7 @@ def custom_drafter(name: str, target: Model) -> AnyDrafter:
     return value
 
 
-def _called(name: str, function: Callable[..., Any], target: Model) -> Any:
+def _called(name: str, function: Callable[..., Any], target: Model | None) -> Any:
     """Returns the result of a class or function; see `custom_drafter`."""
     parameters = inspect.signature(function).parameters.values()
     variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
@@ -109,3 +114,26 @@ def _failed(name: str, what: str, error: BaseException) -> ValueError:
         f"--drafter {name}: {what} failed: {type(error).__name__}"
         + (f": {text}" if text else "")
     )
+
+
+class CustomKind(DrafterKind):
+    """An object of the user's own module, imported only if it is named."""
+
+    name = "custom drafter"
+    needs_files = False
+    config_needs_target = True  # it may depend on the target's weights
+
+    def found(self, files: DrafterFiles) -> bool:
+        return is_custom(files.name)
+
+    def check(self, files: DrafterFiles) -> None:
+        import_drafter(files.name)
+
+    def read_config(self, files: DrafterFiles, target: ModelConfig) -> Any:
+        return custom_drafter(files.name, load(files.target))
+
+    def load(self, files: DrafterFiles, target: Model | None, dtype: Any) -> Any:
+        return custom_drafter(files.name, target)
+
+
+CUSTOM = CustomKind()

@@ -11,11 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.checkpoints.kinds.files import DrafterFiles
+from stree_jax.checkpoints.kinds.kind import DrafterKind, Target
 from stree_jax.checkpoints.resolve import valid_path
-from stree_jax.common.checks import with_hints
 from stree_jax.common.whole_file import write_whole
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.hub import fetch, hub_name
+from stree_jax.convert.tensors.gguf_header import is_gguf
+from stree_jax.models import Model, ModelConfig
+from stree_jax.models.stack.memory import size_of
 from stree_jax.speculation.drafters.ngrams import ASSUMED_RATES, WAYS, NGrams, Table
 
 FORMAT, VERSION = "stree-jax-ngrams", 1
@@ -23,7 +27,6 @@ MOST_HEADER = 2**20  # bytes
 FIELDS = ("contexts", "tokens", "log_prob", "back_off")
 
 
-@with_hints
 def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
     """Writes a table, atomically; dst must not exist.
 
@@ -71,7 +74,6 @@ def check_new(dst: Path) -> None:
         raise CheckpointError(f"{dst.absolute().parent}: no such directory")
 
 
-@with_hints
 def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
     """Loads a table that was written by `save_ngrams` or `stree-jax ngrams`.
 
@@ -134,7 +136,10 @@ def _rates(text: str | None) -> tuple[float, ...]:
 
 
 def _foreign(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path}: no n-gram table; `stree-jax ngrams` makes one")
+    hint = "`stree-jax ngrams` makes one"
+    if (path.parent / "config.json").is_file():
+        hint = f"if it is a file of a model, pass its directory, {path.parent}"
+    return CheckpointError(f"{path}: no n-gram table; {hint}")
 
 
 def _split(path: Path, body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -203,3 +208,43 @@ def _checked(path: Path, tensors: dict[str, np.ndarray], temperature: float) -> 
         odd = next(iter(tensors), "an order of 2, tokens and a temperature above 0")
         raise CheckpointError(f"{path}: {odd}: want those of an n-gram table alone")
     return NGrams.of(jnp.asarray(unigram), tuple(tables), keep, temperature)
+
+
+class NGramsKind(DrafterKind):
+    """A file of n-grams."""
+
+    name = "n-grams"
+    value = NGrams
+
+    def found(self, files: DrafterFiles) -> bool:
+        """True for a file that is not a model."""
+        path = Path(files.name)
+        if path.exists():
+            return path.is_file() and not is_gguf(path)
+        named = hub_name(files.name)
+        return named is not None and (named.file or "").endswith(".safetensors")
+
+    def read_config(self, files: DrafterFiles, target: ModelConfig) -> NGrams:
+        return load_ngrams(files.name)
+
+    def load(self, files: DrafterFiles, target: Model | None, dtype: Any) -> NGrams:
+        return load_ngrams(files.name)
+
+    def save(self, value: Any, dst: Path, target: Target) -> None:
+        save_ngrams(value, dst)
+
+    def facts(self, files: DrafterFiles, draft_vocab: int | None) -> dict[str, Any]:
+        found = load_ngrams(files.name)
+        return {
+            "path": files.name,
+            "format": self.name,
+            "order": found.order,
+            "vocab_size": found.num_tokens,
+            "slots": [table.slots for table in found.tables],
+            "tokens_per_context": found.tables[0].tokens.shape[1],
+            "temperature": found.temperature,
+            "bytes": size_of(found),
+        }
+
+
+N_GRAMS = NGramsKind()

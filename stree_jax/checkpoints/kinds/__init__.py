@@ -1,0 +1,1 @@
+"""Kinds of drafters: how each is found, read, described, trimmed and written."""
