@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from stree_jax.convert.base.errors import CheckpointError as CheckpointError
-from stree_jax.convert.families import NAMES
 from stree_jax.convert.families.configs import Warn, check_mtp, read_config
 from stree_jax.convert.families.rows import Names, Row
 from stree_jax.convert.families.tensors import (
@@ -216,9 +215,10 @@ def open_local(
         source = open_source(files.path)
         check_layout(source)
         source = logical(source, files)
-        format, config = read_config(files, source.tensors, dt_floor, warn, mtp)
-        source, left_out = without_left_out(source, NAMES[format], warn)
-        names, config = settle_names(source, NAMES[format], config, warn)
+        family, config = read_config(files, source.tensors, dt_floor, warn, mtp)
+        format = family.name
+        source, left_out = without_left_out(source, family.names, warn)
+        names, config = settle_names(source, family.names, config, warn)
     dtype, quantized = source_dtype(source), scheme_names(source)
     return Opened(files, format, config, dtype, quantized, source, names, left_out)
 

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.families import NAMES
-from stree_jax.convert.families.configs import GENERATION, export_format, hf_config
+from stree_jax.convert.families import families
+from stree_jax.convert.families.configs import GENERATION
+from stree_jax.convert.families.hf_config import hf_config
 from stree_jax.convert.families.qwen3_5 import TEXT
-from stree_jax.convert.families.rows import split
+from stree_jax.convert.families.rows import Names, split
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.gguf.checkpoint import source_config
 from stree_jax.convert.saved.atomic import atomic_directory
@@ -71,7 +72,7 @@ def export_hf(
         )
     dtype = dtype_named(format)
     fields = hf_config(config, dtype.name, _kept_fields(config, source))
-    tensors = _tensors(config, params)
+    tensors = _tensors(families()[fields["model_type"]].names, config, params)
     with atomic_directory(dst) as temporary:
         check_space(dst, config, dtype)
         _write_weights(temporary, tensors, shard_bytes)
@@ -124,12 +125,12 @@ def _set_stops(config: ModelConfig, file: Path) -> None:
         _write_json(file, {**fields.values, "eos_token_id": stops})
 
 
-def _tensors(config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
+def _tensors(names: Names, config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
     """Returns the tensors by name in the file, as views of the parameters if
     possible."""
     flat = {path: np.asarray(leaf) for path, leaf in by_path(params).items()}
     tensors: dict[str, np.ndarray] = {}
-    for row in rows_of(NAMES[export_format(config)], config):
+    for row in rows_of(names, config):
         tensors |= split(row, flat[row.path])
     return tensors
 

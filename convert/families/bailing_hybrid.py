@@ -12,6 +12,7 @@ from typing import Any
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import kimi_linear as kimi
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.rows import Names, Part, mlp_rows
 from stree_jax.convert.families.table import Field, read_fields, require
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -124,3 +125,17 @@ def _rope_fields(c: MLAConfig) -> dict[str, Any]:
     scaling = hf.scaling_fields(FORMAT, c.rope)
     rope = {"rope_type": "default", "rope_theta": c.rope.theta, **scaling}
     return {"rope_parameters": rope}
+
+
+def expresses(config: ModelConfig) -> bool:
+    return kimi.is_gated(config) is True
+
+
+FAMILY = Family(
+    FORMAT,
+    "Ling-3: Kimi Delta Attention and latent attention, with experts",
+    NAMES,
+    parse,
+    export,
+    expresses,
+)

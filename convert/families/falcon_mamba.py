@@ -4,6 +4,8 @@ scales of dt, B and C."""
 from typing import Any
 
 from stree_jax.convert.families import mamba, read
+from stree_jax.convert.families.family import Family
+from stree_jax.convert.families.notes import rescaling_notes
 from stree_jax.convert.families.table import Field
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
@@ -22,3 +24,13 @@ def export(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["FalconMambaForCausalLM"],
         **mamba.export_with(FORMAT, MIXER, config, "norm"),
     }
+
+
+def expresses(config: ModelConfig) -> bool:
+    kinds = set(config.kinds)
+    return kinds == {"mamba1"} and config.mixers["mamba1"].norm == "plain"
+
+
+FAMILY = Family(
+    FORMAT, "Falcon-Mamba", NAMES, parse, export, expresses, notes=rescaling_notes
+)

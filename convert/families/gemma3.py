@@ -14,6 +14,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.rows import (
     Names,
     Part,
@@ -243,3 +244,26 @@ def _attention_fields(config: ModelConfig, c: AttentionConfig) -> dict[str, Any]
     )
     elsewhere = ("rope", "window", "qk_norm_eps", "qk_norm_float32")
     return write_fields(FORMAT, ATTENTION, c, elsewhere)
+
+
+def expresses(config: ModelConfig) -> bool:
+    mixers = {f"both:{kind}" for kind in TYPES}
+    scaled = config.norm == "rms_float32" or config.embedding_multiplier != 1
+    return alternates(config, mixers, {"both:mlp"}) and scaled
+
+
+FAMILY = Family(
+    FORMAT,
+    "Gemma 3: attention with and without a window",
+    NAMES,
+    parse,
+    export,
+    expresses,
+)
+NESTED_FAMILY = replace(
+    FAMILY,
+    name="gemma3",
+    models="Gemma 3 within a multimodal model",
+    export=None,
+    exported=f"as {FORMAT}",
+)

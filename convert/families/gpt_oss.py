@@ -13,6 +13,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.rows import (
     Groups,
     Names,
@@ -180,3 +181,18 @@ def export(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": hf.scaling_fields(FORMAT, c.rope) or {"rope_type": "default"},
     }
     return values | ({} if near is None else {WINDOW: near.window})
+
+
+def expresses(config: ModelConfig) -> bool:
+    return alternates(config, TYPES, {"moe"}) and config.mixers["moe"].bias
+
+
+FAMILY = Family(
+    FORMAT,
+    "gpt-oss: attention with sinks, with and without a window, and experts",
+    NAMES,
+    parse,
+    export,
+    expresses,
+    exported="yes, in floats",
+)

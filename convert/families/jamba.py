@@ -8,6 +8,7 @@ from typing import Any
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, mamba, read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.rows import Part, Path, Row, mlp_rows
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -161,3 +162,18 @@ def export(config: ModelConfig) -> dict[str, Any]:
         )
         values |= write_fields(FORMAT, MOE, moe, ("normalize",))
     return values
+
+
+def expresses(config: ModelConfig) -> bool:
+    fits = alternates(config, {"mamba1", "attention"}, {"mlp", "moe"})
+    return fits and "mamba1" in config.kinds
+
+
+FAMILY = Family(
+    FORMAT,
+    "Jamba: Mamba-1 and attention, with experts",
+    NAMES,
+    parse,
+    export,
+    expresses,
+)

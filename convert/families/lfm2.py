@@ -10,6 +10,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.rows import (
     Names,
     Part,
@@ -206,3 +207,18 @@ def export(config: ModelConfig) -> dict[str, Any]:
 
 
 WIDTH = Field("intermediate_size", "d_hidden", read.size, 12288)
+
+
+def expresses(config: ModelConfig) -> bool:
+    fits = alternates(config, TYPES, {"mlp"})
+    return fits and "short_conv" in config.kinds
+
+
+FAMILY = Family(
+    FORMAT,
+    "LFM2 and LFM2.5: short convolutions and attention",
+    NAMES,
+    parse,
+    export,
+    expresses,
+)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from stree_jax.convert.families import lfm2, read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.rows import Names, Part, Path, Row
 from stree_jax.convert.families.table import Field, read_fields, write_fields
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -86,3 +87,13 @@ def export(config: ModelConfig) -> dict[str, Any]:
     if mlp is not None:
         values |= write_fields(FORMAT, (lfm2.WIDTH,), mlp)
     return values
+
+
+def expresses(config: ModelConfig) -> bool:
+    fits = alternates(config, lfm2.TYPES, {"mlp", "moe"})
+    return fits and {"short_conv", "moe"} <= set(config.kinds)
+
+
+FAMILY = Family(
+    FORMAT, "LFM2 with experts (LFM2-8B-A1B)", NAMES, parse, export, expresses
+)

@@ -9,6 +9,8 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family
+from stree_jax.convert.families.notes import rescaling_notes
 from stree_jax.convert.families.rows import (
     Names,
     Part,
@@ -148,3 +150,18 @@ def export(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["MambaForCausalLM"],
         **export_with(FORMAT, MIXER, config),
     }
+
+
+def expresses(config: ModelConfig) -> bool:
+    return set(config.kinds) == {"mamba1"} and not config.mixers["mamba1"].norm
+
+
+FAMILY = Family(
+    FORMAT,
+    "MambaForCausalLM (state-spaces/mamba-*-hf)",
+    NAMES,
+    parse,
+    export,
+    expresses,
+    notes=rescaling_notes,
+)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, native, read
+from stree_jax.convert.families.family import RECOMPUTED, Family
 from stree_jax.convert.families.rows import Part, mamba_rows
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -77,3 +78,14 @@ def _check_alike(teacher: ConfigFields, mixer: ConfigFields) -> None:
     if (own := mixer.positive("rms_norm_eps", eps)) != eps:
         problem = f"{own} is not that of {teacher.file.name}, {eps}"
         raise mixer.error("rms_norm_eps", problem)
+
+
+FAMILY = Family(
+    "mambainllama",
+    "MambaInLlama, Mamba-2 flavour",
+    NAMES,
+    parse,
+    exported="no",
+    compared=RECOMPUTED,
+    file=FILE,
+)

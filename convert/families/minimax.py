@@ -16,6 +16,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import RECOMPUTED, Family, alternates
 from stree_jax.convert.families.kimi_linear import moe_rows
 from stree_jax.convert.families.rows import (
     Groups,
@@ -222,3 +223,28 @@ def export(config: ModelConfig) -> dict[str, Any]:
         values |= write_fields(FORMAT, ATTENTION, c, ("rope", "window"))
         values |= hf.rope_fields(FORMAT, c) | {WINDOW: c.window or None}
     return values
+
+
+def expresses(config: ModelConfig) -> bool:
+    mixers = {f"stream:{kind}" for kind in TYPES}
+    return alternates(config, mixers, {"stream:moe"})
+
+
+FAMILY = Family(
+    FORMAT,
+    "MiniMax-01 and MiniMax-M1: lightning attention and attention, with experts",
+    NAMES,
+    parse,
+    export,
+    expresses,
+    exported="yes, if whole heads rotate",
+)
+TEXT_01_FAMILY = replace(
+    FAMILY,
+    name="minimax_text_01",
+    models="MiniMax-Text-01 as published",
+    export=None,
+    exported="as minimax",
+    compared=RECOMPUTED,
+)
+M1_FAMILY = replace(TEXT_01_FAMILY, name="minimax_m1", models="MiniMax-M1 as published")

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, read
+from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.table import Field
 from stree_jax.convert.families.windows import effective, window_of
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -26,3 +27,12 @@ def parse(fields: ConfigFields) -> ModelConfig:
     return config.with_mixers(
         attention=replace(config.mixers["attention"], window=window)
     )
+
+
+FAMILY = Family(
+    "mistral",
+    "MistralForCausalLM",
+    NAMES,
+    parse,
+    exported="as llama, without a sliding window",
+)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import mamba2, read
+from stree_jax.convert.families.family import RECOMPUTED, Family
 from stree_jax.convert.families.rows import Part, Path, Row, conv_rows, module_rows
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -159,3 +160,14 @@ def _attention(fields: ConfigFields, layer: int, d_model: int) -> AttentionConfi
         d_conv=read.count(c, "d_conv", 0),
         d_mlp=mlp // 2,
     )
+
+
+FAMILY = Family(
+    "native",
+    "Mamba2, with attention layers or MLPs (state-spaces)",
+    NAMES,
+    parse,
+    exported="as mamba2, if it can be",
+    compared=RECOMPUTED,
+    field="ssm_cfg",
+)

@@ -11,6 +11,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import mamba2, read
+from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.rows import (
     Names,
     Part,
@@ -238,3 +239,22 @@ def export(config: ModelConfig) -> dict[str, Any]:
         values |= write_fields(FORMAT, SHARED, moe.shared, FORM)
         values |= write_fields(FORMAT, MOE, moe, ("shared", "router", *FORM))
     return values
+
+
+def expresses(config: ModelConfig) -> bool:
+    kinds = {str(block) for block in config.layers + config.mtp}
+    parts = (config.mixers.get(name) for name in ("mlp", "moe"))
+    gated = any(part.gated for part in parts if part is not None)
+    return kinds <= set(LETTERS.values()) and kinds != {"mamba"} and not gated
+
+
+FAMILY = Family(
+    FORMAT,
+    "Nemotron-H, dense or with experts (groups, latent width)",
+    NAMES,
+    parse,
+    export,
+    expresses,
+    parse_with_mtp,
+    has_dt_floor=True,
+)

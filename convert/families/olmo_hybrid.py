@@ -18,6 +18,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.rows import (
     Names,
     Part,
@@ -223,3 +224,14 @@ def export(config: ModelConfig) -> dict[str, Any]:
         rope = hf.rope_fields(FORMAT, c)
         values |= rope or {"rope_parameters": {"rope_theta": None}}
     return values
+
+
+def expresses(config: ModelConfig) -> bool:
+    pairs = set(zip(config.kinds[::2], config.kinds[1::2], strict=False))
+    fits = pairs == {("delta", "mlp"), ("after:attention", "after:mlp")}
+    return fits and len(config.layers) % 2 == 0
+
+
+FAMILY = Family(
+    FORMAT, "Olmo-Hybrid: Gated DeltaNet and attention", NAMES, parse, export, expresses
+)

@@ -10,6 +10,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import qwen3_next, read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.qwen3_next import Tables
 from stree_jax.convert.families.rows import Part, Path, Row
 from stree_jax.convert.families.table import Field
@@ -97,3 +98,26 @@ def text_fields(fields: ConfigFields, format: str) -> ConfigFields:
 
 def export(config: ModelConfig) -> dict[str, Any]:
     return qwen3_next.export_layers(FORMAT, "Qwen3_5ForCausalLM", TABLES, config)
+
+
+def expresses(config: ModelConfig) -> bool:
+    fits = alternates(config, qwen3_next.TYPES, {"mlp"})
+    return fits and "delta" in config.kinds
+
+
+FAMILY = Family(
+    FORMAT,
+    "Qwen3.5, 3.6 and 3.8: Gated DeltaNet and attention, dense",
+    NAMES,
+    parse,
+    export,
+    expresses,
+    parse_with_mtp,
+)
+NESTED_FAMILY = replace(
+    FAMILY,
+    name="qwen3_5",
+    models=f"{FAMILY.models}, within a multimodal model",
+    export=None,
+    exported=f"as {FORMAT}",
+)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.rows import (
     ENDINGS,
     Groups,
@@ -458,3 +459,19 @@ def _attention_fields(
     scaling = hf.scaling_fields(format, rope) or {"rope_type": "default"}
     share = {"rope_theta": rope.theta, PARTIAL: rope.dim / c.head_dim}
     return values | {"rope_parameters": scaling | share}
+
+
+def expresses(config: ModelConfig) -> bool:
+    fits = alternates(config, TYPES, {"mlp", "moe"})
+    return fits and {"delta", "mlp", "moe"} <= set(config.kinds)
+
+
+FAMILY = Family(
+    FORMAT,
+    "Qwen3-Next: Gated DeltaNet and attention, with experts",
+    NAMES,
+    parse,
+    export,
+    expresses,
+    parse_with_mtp,
+)

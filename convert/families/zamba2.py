@@ -7,6 +7,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.rows import (
     Names,
     Part,
@@ -222,3 +223,18 @@ def _check(
         "blocks shared without tied embeddings": config.tie_embeddings or own,
     }
     require("zamba2", conditions)
+
+
+def expresses(config: ModelConfig) -> bool:
+    return HYBRID in config.kinds and set(config.kinds) <= {"mamba", HYBRID}
+
+
+FAMILY = Family(
+    "zamba2",
+    "Zamba2: shared transformer blocks with adapters",
+    NAMES,
+    parse,
+    export,
+    expresses,
+    has_dt_floor=True,
+)
