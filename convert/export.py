@@ -28,7 +28,6 @@ from stree_jax.convert.tokenizers.tokenizer import copy_tokenizer
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, by_path, format_of
 from stree_jax.models.stack.config_json import MAX_SIZE
-from stree_jax.models.weights.kept import KeptFormat
 
 SHARD_BYTES = 5 * 10**9
 
@@ -65,7 +64,7 @@ def export_hf(
         cannot be written, or the disk is full.
     """
     format = format_of(params)
-    if isinstance(format, KeptFormat):
+    if format.can_be_saved and not format.plain:
         raise CheckpointError(
             "export: the weights are kept quantized; load the model in bfloat16 or "
             "float32 to export it"

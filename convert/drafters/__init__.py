@@ -1,7 +1,7 @@
 """Reads published drafters: block drafters (DFlash, DFlash2, DSpark) and EAGLE."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,6 @@ from stree_jax.convert.drafters.kept import layout_of
 from stree_jax.convert.drafters.names import check_stored
 from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.families.tensors import noting_nonfinite
-from stree_jax.convert.saved.keeping import kept_kinds
 from stree_jax.convert.saved.store import weights_named
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -28,7 +27,7 @@ from stree_jax.convert.tensors.source import Source, open_source
 from stree_jax.models import Format, ModelConfig
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig, dflash_table
 from stree_jax.models.drafters.eagle import Eagle, EagleConfig
-from stree_jax.models.weights.kept import KeptFormat, Layout
+from stree_jax.models.weights.weight import Layout
 
 LATENT = ".kv_a_proj"  # in the names of tensors of latent attention
 
@@ -113,12 +112,9 @@ class OpenedDrafter:
 
     def weight_format(self, dtype: Any = None) -> Format:
         """Returns the format of the weights in memory; see `load_drafter`."""
-        found = None if dtype is None else weights_named(dtype)
-        if isinstance(found, KeptFormat) and kept_kinds(self.layout):
-            return replace(found, layout=self.layout)
-        if found is None or isinstance(found, KeptFormat):
-            return weights_named(source_dtype(self.source))
-        return found
+        usual = weights_named(source_dtype(self.source))
+        found = usual if dtype is None else weights_named(dtype)
+        return found.fitted(lambda: self.layout) or usual
 
     @cached_property
     def layout(self) -> Layout:

@@ -36,7 +36,7 @@ from stree_jax.models.drafters.trimming import trimmed_config, trimmed_eagle_con
 from stree_jax.models.layers.params import abstract_table
 from stree_jax.models.stack.boundaries import boundary_count
 from stree_jax.models.stack.memory import size_of
-from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
+from stree_jax.models.weights.kept import KEPT_INT8
 from stree_jax.speculation.drafters.dflash import DFlashSource
 
 INT8 = "int8"  # format of a drafter without kept matrices if its target is quantized
@@ -112,7 +112,7 @@ def format_for_kept(path_or_hub_id: str | Path) -> Format:
     headers: "kept-int8" if quantized matrices of the drafter can be kept, else int8."""
     with _opened(path_or_hub_id) as opened:
         found = opened.weight_format(KEPT_INT8)
-    return found if isinstance(found, KeptFormat) else format_named(INT8)
+    return format_named(INT8) if found.plain else found
 
 
 def drafter_info(
@@ -133,7 +133,7 @@ def drafter_info(
         if opened.family == "block":
             facts = _block_facts(opened.block_config, format, draft_vocab)
             kept = opened.weight_format(KEPT_INT8)
-            if draft_vocab is None and isinstance(kept, KeptFormat):
+            if draft_vocab is None and not kept.plain:
                 packed = abstract_table(dflash_table(opened.block_config), kept)
                 facts["kept_weight_bytes"] = size_of(packed)
         else:

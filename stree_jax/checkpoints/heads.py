@@ -38,7 +38,6 @@ from stree_jax.convert.tensors.source import (
 from stree_jax.models import Format
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, head_table
 from stree_jax.models.layers.params import by_path, nest, stored
-from stree_jax.models.weights.kept import KeptFormat
 
 WEIGHTS = "medusa_lm_head.safetensors"
 FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
@@ -83,9 +82,8 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     if dtype is not None:
         weights_named(dtype)
     source, names, config = _opened(path_or_hub_id)
-    kept = _usual(source) if dtype is None else weights_named(dtype)
-    if isinstance(kept, KeptFormat):
-        kept = _usual(source)
+    usual = _usual(source)
+    kept = usual if dtype is None else weights_named(dtype).fitted(tuple) or usual
     table = head_table(config)
     with noting_nonfinite(source, warnings.warn) as read:
         params = {

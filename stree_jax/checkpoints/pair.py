@@ -37,7 +37,7 @@ from stree_jax.convert.tensors.gguf_header import is_gguf
 from stree_jax.models import Format, ModelConfig
 from stree_jax.models.drafters.dflash import DFlash
 from stree_jax.models.drafters.eagle import Eagle
-from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
+from stree_jax.models.weights.kept import KEPT_INT8
 from stree_jax.speculation.drafters.fitted import WithNGrams, without_pairs
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.mtp import MTP
@@ -167,8 +167,7 @@ def _loaded_pair(
     if _are_heads(name):
         if table is not None:
             raise ValueError("--ngrams: proposes tokens for a draft model, not heads")
-        kept = isinstance(model.weight_format, KeptFormat)
-        return model, load_heads(name, dtype=None if kept else dtype)
+        return model, load_heads(name, dtype=dtype)
     if is_published(name):
         for option, value in (
             ("--ngram-levels", ngram_levels),
@@ -182,9 +181,9 @@ def _loaded_pair(
             return model, found
         return model, WithNGrams(without_pairs("--ngrams", found), table)
     path = "demo-drafter" if name == DEMO else name
-    if isinstance(model.weight_format, KeptFormat):
+    if (usual := model.weight_format.for_drafters()) is not None:
         with headers(path) as directory:
-            dtype = described(directory).weight_format(KEPT_INT8).name
+            dtype = described(directory).weight_format(usual).name
     draft_model = load(path, dtype=dtype, mesh=mesh, whole=mesh is not None)
     if table is None:
         return model, draft_model
@@ -196,7 +195,7 @@ def _loaded_pair(
 def _published(name: str, target: Model, dtype: str | None) -> DFlash | Eagle:
     """Loads a published drafter for a target; see `load_pair`."""
     format = target.weight_format
-    if isinstance(format, KeptFormat):
+    if format.for_drafters() is not None:
         dtype = format_for_kept(name).name
     elif format.name == INT8:
         dtype = INT8

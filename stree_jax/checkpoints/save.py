@@ -18,7 +18,6 @@ from stree_jax.convert.saved.store import (
 from stree_jax.convert.tokenizers.special_tokens import SETTINGS
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models import by_path
-from stree_jax.models.weights.kept import with_layout
 
 
 @with_hints
@@ -38,7 +37,7 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
     if model.mesh is not None:
         raise CheckpointError("save: the model is sharded; load it without a mesh")
     path = valid_path("save: dst", dst)
-    format = with_layout(saved_format(model.weight_format), by_path(model.params))
+    format = saved_format(model.weight_format).with_params(by_path(model.params))
     tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(path) as temporary:
         check_space(path, model.config, format)

@@ -16,7 +16,6 @@ from stree_jax.convert.saved.store import weights_named
 from stree_jax.generation.arguments import MOST_TOKENS, check_model
 from stree_jax.models import Format, ModelConfig
 from stree_jax.models.stack.config import blocks
-from stree_jax.models.weights.kept import with_layout
 from stree_jax.sizing.candidates import Candidate, by_speed, described
 from stree_jax.sizing.fit import Count, Task, fastest
 from stree_jax.sizing.memory import (
@@ -207,7 +206,7 @@ def _format(model: ModelConfig | models.Model, dtype: str | Format) -> Format:
     format = weights_named(dtype)
     if isinstance(model, ModelConfig) or format.name != model.weight_format.name:
         return format
-    return with_layout(format, models.by_path(model.params))
+    return format.with_params(models.by_path(model.params))
 
 
 def _check_plan(dtypes: Any, acceptance: Any) -> None:
