@@ -19,6 +19,7 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import KDAConfig, MLAConfig, ModelConfig
 
 FORMAT = "bailing_hybrid"
+MODELS = "Ling-3: Kimi Delta Attention and latent attention, with experts"
 THETA = 6e6  # default base of the rotary embedding
 EXPERT_NAMES = kimi.ExpertNames("gate.expert_bias", "gate_proj", "up_proj", "down_proj")
 NAMES = Names(
@@ -131,11 +132,4 @@ def expresses(config: ModelConfig) -> bool:
     return kimi.is_gated(config) is True
 
 
-FAMILY = Family(
-    FORMAT,
-    "Ling-3: Kimi Delta Attention and latent attention, with experts",
-    NAMES,
-    parse,
-    export,
-    expresses,
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

@@ -155,6 +155,7 @@ def _notes(
     files: CheckpointFiles, fields: ConfigFields, family: Family
 ) -> Iterator[str]:
     """Yields warnings about fields that have no effect here."""
-    yield from family.notes(fields)
+    if family.notes is not None:
+        yield from family.notes(fields)
     if files.has(GENERATION):
         yield from generation_notes(files.fields(GENERATION))

@@ -11,6 +11,7 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
+MODELS = "Falcon-H1: mixer and attention side by side"
 NAMES = bamba.NAMES
 ALL_PARTS = (1.0,) * 5  # z, x, B, C and dt
 
@@ -102,11 +103,4 @@ def expresses(config: ModelConfig) -> bool:
     return alternates(config, {"mamba+attention"}, {"mlp"})
 
 
-FAMILY = Family(
-    "falcon_h1",
-    "Falcon-H1: mixer and attention side by side",
-    NAMES,
-    parse,
-    export,
-    expresses,
-)
+FAMILY = Family("falcon_h1", MODELS, NAMES, parse, export, expresses)

@@ -11,6 +11,7 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
 FORMAT = "falcon_mamba"
+MODELS = "Falcon-Mamba"
 NAMES = mamba.NAMES
 MIXER = (*mamba.MIXER, Field("mixer_rms_eps", "norm_eps", read.positive, 1e-6))
 
@@ -31,6 +32,4 @@ def expresses(config: ModelConfig) -> bool:
     return kinds == {"mamba1"} and config.mixers["mamba1"].norm == "plain"
 
 
-FAMILY = Family(
-    FORMAT, "Falcon-Mamba", NAMES, parse, export, expresses, notes=rescaling_notes
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses, notes=rescaling_notes)

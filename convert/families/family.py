@@ -1,7 +1,7 @@
 """The interface of a checkpoint family."""
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stree_jax.convert.families.rows import Names
@@ -10,14 +10,6 @@ from stree_jax.models import ModelConfig
 
 TRANSFORMERS = "transformers 5.23"
 RECOMPUTED = "an independent float64 recomputation"
-
-
-def _no_layers(config: ModelConfig) -> bool:
-    return False
-
-
-def _no_notes(fields: ConfigFields) -> Iterator[str]:
-    return iter(())
 
 
 @dataclass(frozen=True)
@@ -34,7 +26,7 @@ class Family:
       export: writes the fields of the config, or raises CheckpointError if the class
         lacks an option of the model. If None, models are exported as another family.
       expresses: True if models with these layers are exported as this family, unless
-        they remember another one. At most one family is True for a config.
+        they remember another one. At most one family with `export` says so of a config.
       exported: whether `stree-jax export` writes this format, in words.
       compared: the implementation that its logits are tested against.
       file, field: the file beside config.json, or the field of a config without
@@ -49,19 +41,25 @@ class Family:
     names: Names
     parse: Callable[[ConfigFields], ModelConfig]
     export: Callable[[ModelConfig], dict[str, Any]] | None = None
-    expresses: Callable[[ModelConfig], bool] = _no_layers
+    expresses: Callable[[ModelConfig], bool] | None = None
     parse_with_mtp: Callable[[ConfigFields], ModelConfig] | None = None
     exported: str = "yes"
     compared: str = TRANSFORMERS
     file: str = ""
     field: str = ""
     has_dt_floor: bool = False
-    notes: Callable[[ConfigFields], Iterator[str]] = _no_notes
+    notes: Callable[[ConfigFields], Iterator[str]] | None = None
 
     @property
     def mark(self) -> str:
         """What a checkpoint is recognised by, for tables and messages."""
         return self.file or self.field or self.name
+
+    def also(self, name: str, models: str, **changes: Any) -> "Family":
+        """Returns a family that reads `model_type` `name` in the same way, and whose
+        models are exported as this family. Other attributes are changed by keyword."""
+        changes = {"exported": f"as {self.name}", **changes}
+        return replace(self, name=name, models=models, export=None, **changes)
 
 
 def alternates(

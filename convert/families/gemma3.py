@@ -36,6 +36,7 @@ from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "gemma3_text"
+MODELS = "Gemma 3: attention with and without a window"
 FULL = "full_attention"
 KINDS: dict[str, str] = {FULL: "attention", SLIDES: NEAR}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
@@ -252,18 +253,5 @@ def expresses(config: ModelConfig) -> bool:
     return alternates(config, mixers, {"both:mlp"}) and scaled
 
 
-FAMILY = Family(
-    FORMAT,
-    "Gemma 3: attention with and without a window",
-    NAMES,
-    parse,
-    export,
-    expresses,
-)
-NESTED_FAMILY = replace(
-    FAMILY,
-    name="gemma3",
-    models="Gemma 3 within a multimodal model",
-    export=None,
-    exported=f"as {FORMAT}",
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)
+NESTED_FAMILY = FAMILY.also("gemma3", "Gemma 3 within a multimodal model")

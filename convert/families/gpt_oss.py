@@ -31,6 +31,7 @@ from stree_jax.models.mixers.mlp import CLAMP, GAIN
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "gpt_oss"
+MODELS = "gpt-oss: attention with sinks, with and without a window, and experts"
 KINDS: dict[str, str] = {"full_attention": "attention", SLIDES: NEAR}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 LONGEST = 131072  # default of `max_position_embeddings`
@@ -188,11 +189,5 @@ def expresses(config: ModelConfig) -> bool:
 
 
 FAMILY = Family(
-    FORMAT,
-    "gpt-oss: attention with sinks, with and without a window, and experts",
-    NAMES,
-    parse,
-    export,
-    expresses,
-    exported="yes, in floats",
+    FORMAT, MODELS, NAMES, parse, export, expresses, exported="yes, in floats"
 )

@@ -14,6 +14,7 @@ from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "granitemoehybrid"
+MODELS = "Granite 4: hybrid, attention only, rotary or none, with experts or without"
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
@@ -139,11 +140,4 @@ def expresses(config: ModelConfig) -> bool:
     return mlp.gated and (plain or llama.multiplies(config))
 
 
-FAMILY = Family(
-    FORMAT,
-    "Granite 4: hybrid, attention only, rotary or none, with experts or without",
-    NAMES,
-    parse,
-    export,
-    expresses,
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

@@ -14,6 +14,7 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
+MODELS = "Granite 3, dense"
 NAMES = llama.NAMES
 ATTENTION = (*granite.ATTENTION, hf.HEAD_DIM)
 
@@ -36,6 +37,4 @@ def read_attention(fields: ConfigFields) -> AttentionConfig:
     return replace(c, rope=hf.rope(fields, c.head_dim))
 
 
-FAMILY = Family(
-    "granite", "Granite 3, dense", NAMES, parse, exported="as granitemoehybrid"
-)
+FAMILY = Family("granite", MODELS, NAMES, parse, exported="as granitemoehybrid")

@@ -56,10 +56,8 @@ def expresses(config: ModelConfig) -> bool:
 
 
 FAMILY = Family(FORMAT, "Granite 3 with experts", NAMES, parse, export, expresses)
-SHARED_FAMILY = replace(
-    FAMILY,
-    name="granitemoeshared",
-    models="Granite 3 with experts beside an MLP",
-    export=None,
+SHARED_FAMILY = FAMILY.also(
+    "granitemoeshared",
+    "Granite 3 with experts beside an MLP",
     exported="as granitemoehybrid",
 )

@@ -31,8 +31,9 @@ def hf_config(
       CheckpointError: no Hugging Face class has the model's layers and options.
     """
     known = families()
-    fits = (f for f in known.values() if f.export is not None and f.expresses(config))
-    family, remembered = next(fits, None), known.get(config.family)
+    written = (f for f in known.values() if f.export and f.expresses)
+    family = next((f for f in written if f.expresses and f.expresses(config)), None)
+    remembered = known.get(config.family)
     if remembered is not None and remembered is not family:
         if _describes(remembered, config):
             family = remembered

@@ -22,6 +22,7 @@ from stree_jax.models import (
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "jamba"
+MODELS = "Jamba: Mamba-1 and attention, with experts"
 WIDTH = 4096  # default width of the model
 ATTENTION_LAYERS, EXPERT_LAYERS = "attn_layer", "expert_layer"
 
@@ -169,11 +170,4 @@ def expresses(config: ModelConfig) -> bool:
     return fits and "mamba1" in config.kinds
 
 
-FAMILY = Family(
-    FORMAT,
-    "Jamba: Mamba-1 and attention, with experts",
-    NAMES,
-    parse,
-    export,
-    expresses,
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

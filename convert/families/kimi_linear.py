@@ -34,6 +34,7 @@ from stree_jax.models import KDAConfig, MLAConfig, MLPConfig, ModelConfig, MoECo
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "kimi_linear"
+MODELS = "Kimi-Linear: Kimi Delta Attention and latent attention, with experts"
 KINDS: dict[str, str] = {"linear_attention": "kda", "full_attention": "mla"}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 MLP_KINDS: dict[str, str] = {"dense": "mlp", "sparse": "moe"}
@@ -418,11 +419,4 @@ def expresses(config: ModelConfig) -> bool:
     return is_gated(config) is False
 
 
-FAMILY = Family(
-    FORMAT,
-    "Kimi-Linear: Kimi Delta Attention and latent attention, with experts",
-    NAMES,
-    parse,
-    export,
-    expresses,
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

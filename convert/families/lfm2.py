@@ -31,6 +31,7 @@ from stree_jax.models import (
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "lfm2"
+MODELS = "LFM2 and LFM2.5: short convolutions and attention"
 KINDS: dict[str, str] = {"conv": "short_conv", "full_attention": "attention"}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -214,11 +215,4 @@ def expresses(config: ModelConfig) -> bool:
     return fits and "short_conv" in config.kinds
 
 
-FAMILY = Family(
-    FORMAT,
-    "LFM2 and LFM2.5: short convolutions and attention",
-    NAMES,
-    parse,
-    export,
-    expresses,
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

@@ -13,6 +13,7 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
 
 FORMAT = "lfm2_moe"
+MODELS = "LFM2 with experts (LFM2-8B-A1B)"
 FUSED = "experts.gate_up_proj"  # ending of a tensor of all experts of a layer
 NORMALIZE_EPS = 1e-6  # added to the sum by which the router's weights are divided
 
@@ -94,6 +95,4 @@ def expresses(config: ModelConfig) -> bool:
     return fits and {"short_conv", "moe"} <= set(config.kinds)
 
 
-FAMILY = Family(
-    FORMAT, "LFM2 with experts (LFM2-8B-A1B)", NAMES, parse, export, expresses
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

@@ -28,6 +28,7 @@ from stree_jax.models.layers.rope import Rope
 from stree_jax.models.stack.config import Block, named
 
 FORMAT = "lfm3"
+MODELS = "LFM3: short convolutions, attention with and without a window"
 FULL = "full_attention"
 KINDS: dict[str, str] = {**lfm2.KINDS, SLIDES: NEAR}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
@@ -192,11 +193,4 @@ def expresses(config: ModelConfig) -> bool:
     return alternates(config, mixers, {"both:mlp"}) and fits
 
 
-FAMILY = Family(
-    FORMAT,
-    "LFM3: short convolutions, attention with and without a window",
-    NAMES,
-    parse,
-    export,
-    expresses,
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

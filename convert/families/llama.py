@@ -13,6 +13,7 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
+MODELS = "LlamaForCausalLM, llama3 rotary scaling"
 NAMES = Names(
     embedding="model.embed_tokens",
     norm="model.norm",
@@ -121,6 +122,4 @@ def expresses(config: ModelConfig) -> bool:
     return c.qk_norm_eps is None and (c.out_bias or not c.qkv_bias)
 
 
-FAMILY = Family(
-    "llama", "LlamaForCausalLM, llama3 rotary scaling", NAMES, parse, export, expresses
-)
+FAMILY = Family("llama", MODELS, NAMES, parse, export, expresses)

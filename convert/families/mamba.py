@@ -25,6 +25,7 @@ from stree_jax.models import Mamba1Config, ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "mamba"
+MODELS = "MambaForCausalLM (state-spaces/mamba-*-hf)"
 PROJECTIONS = {name: name for name in ("in_proj", "out_proj", "x_proj")}
 NORMS = {"dt_norm": "dt_layernorm", "B_norm": "b_layernorm", "C_norm": "c_layernorm"}
 
@@ -156,12 +157,4 @@ def expresses(config: ModelConfig) -> bool:
     return set(config.kinds) == {"mamba1"} and not config.mixers["mamba1"].norm
 
 
-FAMILY = Family(
-    FORMAT,
-    "MambaForCausalLM (state-spaces/mamba-*-hf)",
-    NAMES,
-    parse,
-    export,
-    expresses,
-    notes=rescaling_notes,
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses, notes=rescaling_notes)

@@ -13,6 +13,7 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
+MODELS = "Mamba2ForCausalLM"
 NAMES = Names(
     embedding="backbone.embeddings",
     norm="backbone.norm_f",
@@ -65,11 +66,5 @@ def expresses(config: ModelConfig) -> bool:
 
 
 FAMILY = Family(
-    "mamba2",
-    "Mamba2ForCausalLM",
-    NAMES,
-    parse,
-    export,
-    expresses,
-    notes=rescaling_notes,
+    "mamba2", MODELS, NAMES, parse, export, expresses, notes=rescaling_notes
 )

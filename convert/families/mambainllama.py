@@ -17,6 +17,7 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import MambaConfig, ModelConfig
 from stree_jax.models.stack.config import blocks
 
+MODELS = "MambaInLlama, Mamba-2 flavour"
 FILE = "mamba_config.json"
 NAMES = llama.NAMES.with_parts(mamba=Part("mamba", mamba_rows))
 
@@ -81,11 +82,5 @@ def _check_alike(teacher: ConfigFields, mixer: ConfigFields) -> None:
 
 
 FAMILY = Family(
-    "mambainllama",
-    "MambaInLlama, Mamba-2 flavour",
-    NAMES,
-    parse,
-    exported="no",
-    compared=RECOMPUTED,
-    file=FILE,
+    "mambainllama", MODELS, NAMES, parse, exported="no", compared=RECOMPUTED, file=FILE
 )

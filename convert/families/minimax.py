@@ -42,6 +42,7 @@ from stree_jax.models.mixers.lightning import alibi_slopes
 from stree_jax.models.stack.config import Norms, named
 
 FORMAT = "minimax"
+MODELS = "MiniMax-01 and MiniMax-M1: lightning attention and attention, with experts"
 KINDS: dict[str, str] = {"linear_attention": "lightning", "full_attention": "attention"}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 NUMBERED = ("linear_attention", "full_attention")  # types by number in published files
@@ -232,19 +233,14 @@ def expresses(config: ModelConfig) -> bool:
 
 FAMILY = Family(
     FORMAT,
-    "MiniMax-01 and MiniMax-M1: lightning attention and attention, with experts",
+    MODELS,
     NAMES,
     parse,
     export,
     expresses,
     exported="yes, if whole heads rotate",
 )
-TEXT_01_FAMILY = replace(
-    FAMILY,
-    name="minimax_text_01",
-    models="MiniMax-Text-01 as published",
-    export=None,
-    exported="as minimax",
-    compared=RECOMPUTED,
+TEXT_01_FAMILY = FAMILY.also(
+    "minimax_text_01", "MiniMax-Text-01 as published", compared=RECOMPUTED
 )
-M1_FAMILY = replace(TEXT_01_FAMILY, name="minimax_m1", models="MiniMax-M1 as published")
+M1_FAMILY = FAMILY.also("minimax_m1", "MiniMax-M1 as published", compared=RECOMPUTED)

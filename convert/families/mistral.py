@@ -15,6 +15,7 @@ from stree_jax.convert.families.windows import effective, window_of
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
+MODELS = "MistralForCausalLM"
 NAMES = llama.NAMES
 KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.kv_heads(hf.HEADS), 8)
 ATTENTION = (hf.HEADS, KV_HEADS, hf.HEAD_DIM)
@@ -30,9 +31,5 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 FAMILY = Family(
-    "mistral",
-    "MistralForCausalLM",
-    NAMES,
-    parse,
-    exported="as llama, without a sliding window",
+    "mistral", MODELS, NAMES, parse, exported="as llama, without a sliding window"
 )

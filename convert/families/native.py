@@ -15,6 +15,8 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig, Rope
 from stree_jax.models.stack.config import blocks, named
 
+MODELS = "Mamba2, with attention layers or MLPs (state-spaces)"
+
 
 def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
     """Yields the rows of attention whose q, k, v (and an optional MLP) are one tensor,
@@ -164,7 +166,7 @@ def _attention(fields: ConfigFields, layer: int, d_model: int) -> AttentionConfi
 
 FAMILY = Family(
     "native",
-    "Mamba2, with attention layers or MLPs (state-spaces)",
+    MODELS,
     NAMES,
     parse,
     exported="as mamba2, if it can be",

@@ -34,6 +34,7 @@ from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "nemotron_h"
+MODELS = "Nemotron-H, dense or with experts (groups, latent width)"
 MTP = "mtp."  # prefix of the names of MTP tensors
 MTP_COUNT = "num_nextn_predict_layers"
 MTP_LAYERS = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
@@ -249,12 +250,5 @@ def expresses(config: ModelConfig) -> bool:
 
 
 FAMILY = Family(
-    FORMAT,
-    "Nemotron-H, dense or with experts (groups, latent width)",
-    NAMES,
-    parse,
-    export,
-    expresses,
-    parse_with_mtp,
-    has_dt_floor=True,
+    FORMAT, MODELS, NAMES, parse, export, expresses, parse_with_mtp, has_dt_floor=True
 )

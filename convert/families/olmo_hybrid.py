@@ -33,6 +33,7 @@ from stree_jax.models import AttentionConfig, DeltaConfig, MLPConfig, ModelConfi
 from stree_jax.models.stack.config import Block, named
 
 FORMAT = "olmo_hybrid"
+MODELS = "Olmo-Hybrid: Gated DeltaNet and attention"
 KINDS: dict[str, str] = {"linear_attention": "delta", "full_attention": "attention"}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 NORM_EPS = 1e-5  # of the norm of each head's output; not in the config
@@ -232,6 +233,4 @@ def expresses(config: ModelConfig) -> bool:
     return fits and len(config.layers) % 2 == 0
 
 
-FAMILY = Family(
-    FORMAT, "Olmo-Hybrid: Gated DeltaNet and attention", NAMES, parse, export, expresses
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

@@ -19,6 +19,7 @@ from stree_jax.models import ModelConfig
 from stree_jax.models.mixers.delta import DeltaConfig
 
 FORMAT = "qwen3_5_text"
+MODELS = "Qwen3.5, 3.6 and 3.8: Gated DeltaNet and attention, dense"
 TEXT = "text_config"  # fields of the language model of a multimodal model
 # Fields that files have outside `text_config` as well as in it.
 SHARED_FIELDS = ("eos_token_id", *qwen3_next.MTP_COUNTS)
@@ -105,19 +106,5 @@ def expresses(config: ModelConfig) -> bool:
     return fits and "delta" in config.kinds
 
 
-FAMILY = Family(
-    FORMAT,
-    "Qwen3.5, 3.6 and 3.8: Gated DeltaNet and attention, dense",
-    NAMES,
-    parse,
-    export,
-    expresses,
-    parse_with_mtp,
-)
-NESTED_FAMILY = replace(
-    FAMILY,
-    name="qwen3_5",
-    models=f"{FAMILY.models}, within a multimodal model",
-    export=None,
-    exported=f"as {FORMAT}",
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses, parse_with_mtp)
+NESTED_FAMILY = FAMILY.also("qwen3_5", f"{MODELS}, within a multimodal model")

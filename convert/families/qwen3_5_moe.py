@@ -1,7 +1,6 @@
 """Qwen3_5MoeForCausalLM (Qwen3.5, 3.6 and 3.8 with experts), also within a multimodal
 model."""
 
-from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import qwen3_5, qwen3_next
@@ -11,6 +10,7 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
 FORMAT = "qwen3_5_moe_text"
+MODELS = "Qwen3.5, 3.6 and 3.8: Gated DeltaNet and attention, with experts"
 NAMES = qwen3_5.NAMES
 
 MODEL = qwen3_next.MODEL
@@ -38,19 +38,5 @@ def expresses(config: ModelConfig) -> bool:
     return fits and "delta" in config.kinds
 
 
-FAMILY = Family(
-    FORMAT,
-    "Qwen3.5, 3.6 and 3.8: Gated DeltaNet and attention, with experts",
-    NAMES,
-    parse,
-    export,
-    expresses,
-    parse_with_mtp,
-)
-NESTED_FAMILY = replace(
-    FAMILY,
-    name="qwen3_5_moe",
-    models=f"{FAMILY.models}, within a multimodal model",
-    export=None,
-    exported=f"as {FORMAT}",
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses, parse_with_mtp)
+NESTED_FAMILY = FAMILY.also("qwen3_5_moe", f"{MODELS}, within a multimodal model")

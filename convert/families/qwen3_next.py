@@ -36,6 +36,7 @@ from stree_jax.models.mixers.delta import DeltaConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "qwen3_next"
+MODELS = "Qwen3-Next: Gated DeltaNet and attention, with experts"
 KINDS: dict[str, str] = {"linear_attention": "delta", "full_attention": "attention"}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 MTP = "mtp."  # prefix of the names of MTP tensors
@@ -466,12 +467,4 @@ def expresses(config: ModelConfig) -> bool:
     return fits and {"delta", "mlp", "moe"} <= set(config.kinds)
 
 
-FAMILY = Family(
-    FORMAT,
-    "Qwen3-Next: Gated DeltaNet and attention, with experts",
-    NAMES,
-    parse,
-    export,
-    expresses,
-    parse_with_mtp,
-)
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses, parse_with_mtp)

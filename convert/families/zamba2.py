@@ -21,6 +21,8 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import SharedConfig, blocks, named, required
 
+MODELS = "Zamba2: shared transformer blocks with adapters"
+
 
 def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
     """Yields the rows of the shared blocks and of the adapters of the layers.
@@ -229,12 +231,4 @@ def expresses(config: ModelConfig) -> bool:
     return HYBRID in config.kinds and set(config.kinds) <= {"mamba", HYBRID}
 
 
-FAMILY = Family(
-    "zamba2",
-    "Zamba2: shared transformer blocks with adapters",
-    NAMES,
-    parse,
-    export,
-    expresses,
-    has_dt_floor=True,
-)
+FAMILY = Family("zamba2", MODELS, NAMES, parse, export, expresses, has_dt_floor=True)
