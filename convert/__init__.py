@@ -4,7 +4,7 @@ back."""
 import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from stree_jax.convert.base.errors import CheckpointError as CheckpointError
-from stree_jax.convert.families import NAMES
 from stree_jax.convert.families.configs import Warn, check_mtp, read_config
 from stree_jax.convert.families.tensor_map import Names, Row
 from stree_jax.convert.families.tensors import (
@@ -34,7 +33,7 @@ from stree_jax.convert.families.tensors import (
 )
 from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
 from stree_jax.convert.saved.atomic import atomic_directory
-from stree_jax.convert.saved.keeping import kept_kinds, layout_of, note_of_dequantized
+from stree_jax.convert.saved.keeping import layout_of, note_of_dequantized
 from stree_jax.convert.saved.store import (
     FORMAT,
     SOURCE_CONFIG,
@@ -64,13 +63,8 @@ from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import Make, Slices, part_indices, placed
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.formats import is_weight
-from stree_jax.models.weights.kept import (
-    KEPT,
-    KeptFormat,
-    Layout,
-    runs_compiled,
-)
-from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, take
+from stree_jax.models.weights.kept import KEPT, kept_kinds, runs_compiled
+from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Layout, take
 
 READERS = 2  # parameters of a kept model that are read at the same time
 
@@ -137,15 +131,15 @@ class Opened:
           CheckpointError: the dtype is unknown.
         """
         if self.own_format is not None:
-            return _in_own(self.own_format, dtype)
+            stored = self.own_format
+            wanted = stored if dtype is None else weights_named(dtype)
+            return wanted.fitted(lambda: stored.layout) or stored
         if dtype is None:
             use = KEPT if runs_compiled() and kept_kinds(self.layout) else self.dtype
             return self.weight_format(use)
-        found = weights_named(dtype)
-        if not isinstance(found, KeptFormat):
+        found = weights_named(dtype).fitted(lambda: self.layout)
+        if found is not None:
             return found
-        if kept_kinds(self.layout):
-            return replace(found, layout=self.layout)
         if warn is not None:
             warn(
                 f"{self.files.path}: no matrix can be kept as it is; loaded in "
@@ -159,22 +153,12 @@ class Opened:
         Raises:
           CheckpointError: the stored weights are kept.
         """
-        if isinstance(self.own_format, KeptFormat):
+        if self.own_format is not None and not self.own_format.plain:
             raise CheckpointError(
                 f"{self.files.path}: its weights are kept as {self.quantized}; to "
                 "export them dequantized, give --dtype bfloat16 or float32"
             )
         return self.dtype
-
-
-def _in_own(stored: Format, dtype: Any) -> Format:
-    """Returns the format for weights of a converted directory, stored in `stored`."""
-    found = stored if dtype is None else weights_named(dtype)
-    if not isinstance(found, KeptFormat):
-        return found
-    if isinstance(stored, KeptFormat):
-        return replace(found, layout=stored.layout)
-    return stored
 
 
 def open_local(
@@ -203,8 +187,7 @@ def open_local(
         config, own = config_from_json(files)
         if mtp:
             check_mtp(files.path, config)
-        kinds = isinstance(own, KeptFormat) and "+".join(sorted(kept_kinds(own.layout)))
-        quantized = kinds or None
+        quantized = "+".join(sorted(kept_kinds(own.layout))) or None
         return Opened(files, FORMAT, config, own.dtype, quantized, own_format=own)
     left_out: tuple[str, ...] = ()
     if files.is_gguf:
@@ -216,9 +199,10 @@ def open_local(
         source = open_source(files.path)
         check_layout(source)
         source = logical(source, files)
-        format, config = read_config(files, source.tensors, dt_floor, warn, mtp)
-        source, left_out = without_left_out(source, NAMES[format], warn)
-        names, config = settle_names(source, NAMES[format], config, warn)
+        family, config = read_config(files, source.tensors, dt_floor, warn, mtp)
+        format = family.name
+        source, left_out = without_left_out(source, family.names, warn)
+        names, config = settle_names(source, family.names, config, warn)
     dtype, quantized = source_dtype(source), scheme_names(source)
     return Opened(files, format, config, dtype, quantized, source, names, left_out)
 
@@ -243,10 +227,10 @@ class Checkpoint:
     def note(self) -> str | None:
         """One line about quantized matrices that a kept model stores as bfloat16, or
         None."""
-        format = self.weight_format
-        if not isinstance(format, KeptFormat):
+        layout = self.weight_format.layout
+        if not layout:
             return None
-        return note_of_dequantized(self.source, self.rows, self.config, format.layout)
+        return note_of_dequantized(self.source, self.rows, self.config, layout)
 
     def read(
         self,
@@ -300,7 +284,7 @@ class Checkpoint:
         """True if most of the time is for rearranging quantized matrices, which NumPy
         does in several threads at once."""
         mapped = any(map(self.source.is_mapped, self.source.tensors))
-        return isinstance(self.weight_format, KeptFormat) and not mapped
+        return bool(self.weight_format.layout) and not mapped
 
     def _parts(
         self,

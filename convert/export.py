@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.families import NAMES
-from stree_jax.convert.families.configs import GENERATION, export_format, hf_config
+from stree_jax.convert.families import families
+from stree_jax.convert.families.configs import GENERATION
+from stree_jax.convert.families.hf_config import hf_config
 from stree_jax.convert.families.qwen3_5 import TEXT
-from stree_jax.convert.families.tensor_map import split
+from stree_jax.convert.families.tensor_map import Names, split
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.gguf.checkpoint import source_config
 from stree_jax.convert.saved.atomic import atomic_directory
@@ -27,7 +28,6 @@ from stree_jax.convert.tokenizers.tokenizer import copy_tokenizer
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, by_path, format_of
 from stree_jax.models.stack.config_json import MAX_SIZE
-from stree_jax.models.weights.kept import KeptFormat
 
 SHARD_BYTES = 5 * 10**9
 
@@ -64,14 +64,14 @@ def export_hf(
         cannot be written, or the disk is full.
     """
     format = format_of(params)
-    if isinstance(format, KeptFormat):
+    if format.can_be_saved and not format.plain:
         raise CheckpointError(
             "export: the weights are kept quantized; load the model in bfloat16 or "
             "float32 to export it"
         )
     dtype = dtype_named(format)
     fields = hf_config(config, dtype.name, _kept_fields(config, source))
-    tensors = _tensors(config, params)
+    tensors = _tensors(families()[fields["model_type"]].names, config, params)
     with atomic_directory(dst) as temporary:
         check_space(dst, config, dtype)
         _write_weights(temporary, tensors, shard_bytes)
@@ -124,12 +124,12 @@ def _set_stops(config: ModelConfig, file: Path) -> None:
         _write_json(file, {**fields.values, "eos_token_id": stops})
 
 
-def _tensors(config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
+def _tensors(names: Names, config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
     """Returns the tensors by name in the file, as views of the parameters if
     possible."""
     flat = {path: np.asarray(leaf) for path, leaf in by_path(params).items()}
     tensors: dict[str, np.ndarray] = {}
-    for row in rows_of(NAMES[export_format(config)], config):
+    for row in rows_of(names, config):
         tensors |= split(row, flat[row.path])
     return tensors
 

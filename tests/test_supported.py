@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from stree_jax.convert.families import supported
-from stree_jax.convert.families.configs import HF_TYPES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "supported-models.md"
@@ -12,5 +11,3 @@ PAGE = ROOT / "docs" / "reference" / "supported-models.md"
 def test_the_table_of_formats_is_the_programs():
     """`python -m stree_jax.convert.families.supported` prints it."""
     assert supported.table() in PAGE.read_text("utf-8")
-    known = {family.name for family in supported.FAMILIES}
-    assert set(HF_TYPES) <= known

@@ -14,28 +14,38 @@ import numpy as np
 from stree_jax.convert.tensors.source import Source
 from stree_jax.models.layers.params import Param
 from stree_jax.models.layers.params import Path as ParamPath
-from stree_jax.models.weights.kept import KEPT, KeptFormat, Layout, Part
-from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, QUANTIZED, Format
+from stree_jax.models.weights.kept import KEPT
+from stree_jax.models.weights.weight import (
+    BFLOAT16,
+    FLOAT32,
+    QUANTIZED,
+    Format,
+    Layout,
+    Part,
+)
 
 
-def can_be_kept(source: Source, param: Param, tensors: Sequence[str]) -> bool:
-    """True if a parameter consists of quantized matrices of a supported scheme.
+def can_be_kept(
+    source: Source, param: Param, tensors: Sequence[str], format: Format
+) -> bool:
+    """True if a parameter consists of quantized matrices that the format keeps.
 
     Args:
       source: the tensors.
       param: the parameter.
       tensors: names of the tensors whose rows are stacked.
+      format: the format.
     """
     schemes = [source.scheme(name) for name in tensors]
     shapes = [source.tensors[name].shape for name in tensors]
     return param.quantizable and all(
-        scheme is not None and len(shape) == 2 and KEPT.keeps(scheme, shape)
+        scheme is not None and len(shape) == 2 and format.keeps(scheme, shape)
         for scheme, shape in zip(schemes, shapes, strict=True)
     )
 
 
 def kept(
-    source: Source, tensors: Sequence[str], format: KeptFormat, order: np.ndarray | None
+    source: Source, tensors: Sequence[str], format: Format, order: np.ndarray | None
 ) -> Any:
     """Reads a parameter that can be kept.
 
@@ -69,7 +79,7 @@ def layout_of(
         tensors = sources.get(path, ())
         if not param.quantizable or not tensors:
             continue
-        if can_be_kept(source, param, tensors):
+        if can_be_kept(source, param, tensors, KEPT):
             found.append((path, _parts(source, tensors)))
         else:
             dtype = matrix_dtype(source, tensors)
@@ -102,8 +112,6 @@ def matrix_dtype(source: Source, tensors: Sequence[str]) -> np.dtype:
 def with_rows(format: Format, paths: Container[tuple[str, ...]], rows: int) -> Format:
     """Returns the format of a model in which the matrices at `paths` have only some of
     their rows, see `Weight.gathered`."""
-    if not isinstance(format, KeptFormat):
-        return format
     layout = tuple(
         (path, (_gathered(parts, rows),) if path in paths else parts)
         for path, parts in format.layout

@@ -21,8 +21,7 @@ from stree_jax.models.drafters.dflash import (
     half_split_order,
 )
 from stree_jax.models.layers.params import Path as ParamPath
-from stree_jax.models.weights.kept import KeptFormat
-from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Format
+from stree_jax.models.weights.weight import QUANTIZED, Format
 
 EMBEDDING, HEAD, IDS, USED = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 MASK, MASK_FILE = "mask_embedding", "mask_embedding.pt"
@@ -211,10 +210,9 @@ def read_dflash(
         if path == ("confidence", "bias") and not tensors:
             params[path] = stored(param, jnp.zeros(param.shape), format)
             continue
-        if isinstance(format, KeptFormat) and path in packed:
-            if can_be_kept(source, param, tensors):
-                params[path] = kept(source, tensors, format, own)
-                continue
+        if path in packed and can_be_kept(source, param, tensors, format):
+            params[path] = kept(source, tensors, format, own)
+            continue
         whole = _whole(source, path, tensors, _read_dtype(format), c, turned)
         if own is not None:
             whole = whole[own]
@@ -228,9 +226,7 @@ def read_dflash(
 
 def _read_dtype(format: Format) -> np.dtype:
     """Returns the dtype in which quantized tensors are read that are not kept."""
-    if isinstance(format, KeptFormat):
-        return BFLOAT16
-    return format.dtype if format.plain else FLOAT32
+    return format.source_dtype(QUANTIZED, ())
 
 
 def _sources(files: Mapping[str, str], c: DFlashConfig) -> dict[ParamPath, list[str]]:

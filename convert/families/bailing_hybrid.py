@@ -12,12 +12,14 @@ from typing import Any
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import kimi_linear as kimi
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.table import Field, read_fields, require
 from stree_jax.convert.families.tensor_map import Names, Part, mlp_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import KDAConfig, MLAConfig, ModelConfig
 
 FORMAT = "bailing_hybrid"
+MODELS = "Ling-3: Kimi Delta Attention and latent attention, with experts"
 THETA = 6e6  # default base of the rotary embedding
 EXPERT_NAMES = kimi.ExpertNames("gate.expert_bias", "gate_proj", "up_proj", "down_proj")
 NAMES = Names(
@@ -124,3 +126,10 @@ def _rope_fields(c: MLAConfig) -> dict[str, Any]:
     scaling = hf.scaling_fields(FORMAT, c.rope)
     rope = {"rope_type": "default", "rope_theta": c.rope.theta, **scaling}
     return {"rope_parameters": rope}
+
+
+def expresses(config: ModelConfig) -> bool:
+    return kimi.is_gated(config) is True
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

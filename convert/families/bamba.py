@@ -6,6 +6,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import Part, mamba_rows, mlp_rows
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -81,3 +82,14 @@ def _rope_parameters(rope: Rope | None, head_dim: int) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "partial_rotary_factor": rope.dim / head_dim,
     }
+
+
+def expresses(config: ModelConfig) -> bool:
+    if not alternates(config, {"mamba", "attention"}, {"mlp"}):
+        return False
+    mlp, has_mamba = config.mixers["mlp"], "mamba" in config.kinds
+    odd = llama.rotates_partly(config) or (has_mamba and mlp.bias)
+    return mlp.gated and odd and not llama.multiplies(config)
+
+
+FAMILY = Family("bamba", "Bamba", NAMES, parse, export, expresses)

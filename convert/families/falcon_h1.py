@@ -5,11 +5,13 @@ from typing import Any
 
 from stree_jax.convert.families import bamba, read
 from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
+MODELS = "Falcon-H1: mixer and attention side by side"
 NAMES = bamba.NAMES
 ALL_PARTS = (1.0,) * 5  # z, x, B, C and dt
 
@@ -95,3 +97,10 @@ def export(config: ModelConfig) -> dict[str, Any]:
         **write_fields(format, MLP, mlp, ("gate_multiplier", "down_multiplier")),
         "mlp_multipliers": [mlp.gate_multiplier, mlp.down_multiplier],
     }
+
+
+def expresses(config: ModelConfig) -> bool:
+    return alternates(config, {"mamba+attention"}, {"mlp"})
+
+
+FAMILY = Family("falcon_h1", MODELS, NAMES, parse, export, expresses)

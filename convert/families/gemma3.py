@@ -14,6 +14,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import (
     Names,
@@ -35,6 +36,7 @@ from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "gemma3_text"
+MODELS = "Gemma 3: attention with and without a window"
 FULL = "full_attention"
 KINDS: dict[str, str] = {FULL: "attention", SLIDES: NEAR}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
@@ -243,3 +245,13 @@ def _attention_fields(config: ModelConfig, c: AttentionConfig) -> dict[str, Any]
     )
     elsewhere = ("rope", "window", "qk_norm_eps", "qk_norm_float32")
     return write_fields(FORMAT, ATTENTION, c, elsewhere)
+
+
+def expresses(config: ModelConfig) -> bool:
+    mixers = {f"both:{kind}" for kind in TYPES}
+    scaled = config.norm == "rms_float32" or config.embedding_multiplier != 1
+    return alternates(config, mixers, {"both:mlp"}) and scaled
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)
+NESTED_FAMILY = FAMILY.also("gemma3", "Gemma 3 within a multimodal model")

@@ -13,6 +13,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import (
     Groups,
@@ -30,6 +31,7 @@ from stree_jax.models.mixers.mlp import CLAMP, GAIN
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "gpt_oss"
+MODELS = "gpt-oss: attention with sinks, with and without a window, and experts"
 KINDS: dict[str, str] = {"full_attention": "attention", SLIDES: NEAR}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 LONGEST = 131072  # default of `max_position_embeddings`
@@ -180,3 +182,12 @@ def export(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": hf.scaling_fields(FORMAT, c.rope) or {"rope_type": "default"},
     }
     return values | ({} if near is None else {WINDOW: near.window})
+
+
+def expresses(config: ModelConfig) -> bool:
+    return alternates(config, TYPES, {"moe"}) and config.mixers["moe"].bias
+
+
+FAMILY = Family(
+    FORMAT, MODELS, NAMES, parse, export, expresses, exported="yes, in floats"
+)

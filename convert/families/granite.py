@@ -6,6 +6,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import (
     Part,
@@ -19,6 +20,7 @@ from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "granitemoehybrid"
+MODELS = "Granite 4: hybrid, attention only, rotary or none, with experts or without"
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
@@ -129,3 +131,19 @@ def export(config: ModelConfig) -> dict[str, Any]:
         values |= hf.write_mamba(FORMAT, MAMBA, mamba, config.norm_eps)
         values["mamba_expand"] = hf.expand(FORMAT, config)
     return values
+
+
+def expresses(config: ModelConfig) -> bool:
+    mixers, has_mamba = {"mamba", "attention"}, "mamba" in config.kinds
+    if alternates(config, mixers, {"moe"}):
+        moe = config.mixers["moe"]
+        return moe.gated and (has_mamba or (moe.shared is not None and not moe.bias))
+    if not alternates(config, mixers, {"mlp"}):
+        return False
+    mlp = config.mixers["mlp"]
+    # Without multipliers, others are Llamas or Bamba.
+    plain = has_mamba and not mlp.bias and not llama.rotates_partly(config)
+    return mlp.gated and (plain or llama.multiplies(config))
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

@@ -5,6 +5,7 @@ from typing import Any
 
 from stree_jax.convert.families import granite, granite3, read
 from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
@@ -45,3 +46,18 @@ def export(config: ModelConfig) -> dict[str, Any]:
         **write_fields(FORMAT, granite.MOE, moe),
         "hidden_act": "silu",
     }
+
+
+def expresses(config: ModelConfig) -> bool:
+    if not alternates(config, {"attention"}, {"moe"}):
+        return False
+    moe = config.mixers["moe"]
+    return moe.gated and moe.shared is None and not moe.bias
+
+
+FAMILY = Family(FORMAT, "Granite 3 with experts", NAMES, parse, export, expresses)
+SHARED_FAMILY = FAMILY.also(
+    "granitemoeshared",
+    "Granite 3 with experts beside an MLP",
+    exported="as granitemoehybrid",
+)

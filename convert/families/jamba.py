@@ -8,6 +8,7 @@ from typing import Any
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, mamba, read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import Part, Path, Row, mlp_rows
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -21,6 +22,7 @@ from stree_jax.models import (
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "jamba"
+MODELS = "Jamba: Mamba-1 and attention, with experts"
 WIDTH = 4096  # default width of the model
 ATTENTION_LAYERS, EXPERT_LAYERS = "attn_layer", "expert_layer"
 
@@ -161,3 +163,11 @@ def export(config: ModelConfig) -> dict[str, Any]:
         )
         values |= write_fields(FORMAT, MOE, moe, ("normalize",))
     return values
+
+
+def expresses(config: ModelConfig) -> bool:
+    fits = alternates(config, {"mamba1", "attention"}, {"mlp", "moe"})
+    return fits and "mamba1" in config.kinds
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

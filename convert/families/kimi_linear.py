@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import (
     Field,
     Read,
@@ -33,6 +34,7 @@ from stree_jax.models import KDAConfig, MLAConfig, MLPConfig, ModelConfig, MoECo
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "kimi_linear"
+MODELS = "Kimi-Linear: Kimi Delta Attention and latent attention, with experts"
 KINDS: dict[str, str] = {"linear_attention": "kda", "full_attention": "mla"}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 MLP_KINDS: dict[str, str] = {"dense": "mlp", "sparse": "moe"}
@@ -402,3 +404,19 @@ def mla_fields(format: str, table: Sequence[Field], c: MLAConfig) -> dict[str, A
     """Writes latent attention without its rotary embedding and its gate."""
     values = write_fields(format, table, c, ("rope", "gated"))
     return values | {"num_key_value_heads": c.num_heads}
+
+
+def is_gated(config: ModelConfig) -> bool | None:
+    """Returns whether latent attention is gated, and Kimi Delta Attention has a gate of
+    full rank, as in Ling-3. None for models of other layers."""
+    if not alternates(config, TYPES, {"mlp", "moe"}):
+        return None
+    kda = config.mixers.get("kda")
+    return config.mixers["mla"].gated if kda is None else not kda.gate_rank
+
+
+def expresses(config: ModelConfig) -> bool:
+    return is_gated(config) is False
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

@@ -10,6 +10,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import (
     Names,
@@ -30,6 +31,7 @@ from stree_jax.models import (
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "lfm2"
+MODELS = "LFM2 and LFM2.5: short convolutions and attention"
 KINDS: dict[str, str] = {"conv": "short_conv", "full_attention": "attention"}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -206,3 +208,11 @@ def export(config: ModelConfig) -> dict[str, Any]:
 
 
 WIDTH = Field("intermediate_size", "d_hidden", read.size, 12288)
+
+
+def expresses(config: ModelConfig) -> bool:
+    fits = alternates(config, TYPES, {"mlp"})
+    return fits and "short_conv" in config.kinds
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

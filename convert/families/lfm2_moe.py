@@ -6,12 +6,14 @@ from functools import partial
 from typing import Any
 
 from stree_jax.convert.families import lfm2, read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, write_fields
 from stree_jax.convert.families.tensor_map import Names, Part, Path, Row
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
 
 FORMAT = "lfm2_moe"
+MODELS = "LFM2 with experts (LFM2-8B-A1B)"
 FUSED = "experts.gate_up_proj"  # ending of a tensor of all experts of a layer
 NORMALIZE_EPS = 1e-6  # added to the sum by which the router's weights are divided
 
@@ -86,3 +88,11 @@ def export(config: ModelConfig) -> dict[str, Any]:
     if mlp is not None:
         values |= write_fields(FORMAT, (lfm2.WIDTH,), mlp)
     return values
+
+
+def expresses(config: ModelConfig) -> bool:
+    fits = alternates(config, lfm2.TYPES, {"mlp", "moe"})
+    return fits and {"short_conv", "moe"} <= set(config.kinds)
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

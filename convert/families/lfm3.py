@@ -12,6 +12,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import lfm2, read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import Names, Part, Path, Row, attention_rows
 from stree_jax.convert.families.windows import (
@@ -27,6 +28,7 @@ from stree_jax.models.layers.rope import Rope
 from stree_jax.models.stack.config import Block, named
 
 FORMAT = "lfm3"
+MODELS = "LFM3: short convolutions, attention with and without a window"
 FULL = "full_attention"
 KINDS: dict[str, str] = {**lfm2.KINDS, SLIDES: NEAR}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
@@ -182,3 +184,13 @@ def _rope_fields(rope: Rope) -> dict[str, Any]:
     else:
         values = hf.scaling_fields(FORMAT, rope) or {"rope_type": "default"}
     return {**values, "rope_theta": rope.theta}
+
+
+def expresses(config: ModelConfig) -> bool:
+    mixers = {f"both:{kind}" for kind in TYPES}
+    scaled = config.norm == "rms_float32" or config.embedding_multiplier != 1
+    fits = "both:short_conv" in config.kinds or not scaled  # otherwise it is Gemma 3
+    return alternates(config, mixers, {"both:mlp"}) and fits
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import Names, Part, attention_rows, mlp_rows
 from stree_jax.convert.families.windows import NEAR, check_llama_windows
@@ -12,6 +13,7 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
+MODELS = "LlamaForCausalLM, llama3 rotary scaling"
 NAMES = Names(
     embedding="model.embed_tokens",
     norm="model.norm",
@@ -86,3 +88,38 @@ def export_dense(
         **write_fields(format, mlp, config.mixers.get("mlp")),
         "hidden_act": "silu",
     }
+
+
+def multiplies(config: ModelConfig) -> bool:
+    """True if the model has multipliers, as Granite does."""
+    c = config.mixers.get("attention")
+    scales = (
+        config.embedding_multiplier,
+        config.residual_multiplier,
+        config.logits_divisor,
+    )
+    return scales != (1,) * 3 or (c is not None and c.scale is not None)
+
+
+def rotates_partly(config: ModelConfig) -> bool:
+    """True if only a part of each head of attention rotates."""
+    c = config.mixers.get("attention")
+    return c is not None and c.rope is not None and c.rope.dim != c.head_dim
+
+
+def is_dense(config: ModelConfig) -> bool:
+    """True if the layers alternate between attention and gated MLPs, and the model has
+    no multipliers and no partial rotary embedding."""
+    if not alternates(config, {"attention"}, {"mlp"}) or multiplies(config):
+        return False
+    return config.mixers["mlp"].gated and not rotates_partly(config)
+
+
+def expresses(config: ModelConfig) -> bool:
+    if not is_dense(config):
+        return False
+    c = config.mixers["attention"]
+    return c.qk_norm_eps is None and (c.out_bias or not c.qkv_bias)
+
+
+FAMILY = Family("llama", MODELS, NAMES, parse, export, expresses)

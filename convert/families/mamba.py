@@ -9,6 +9,8 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family
+from stree_jax.convert.families.notes import rescaling_notes
 from stree_jax.convert.families.table import Field, read_fields, write_fields
 from stree_jax.convert.families.tensor_map import (
     Names,
@@ -23,6 +25,7 @@ from stree_jax.models import Mamba1Config, ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "mamba"
+MODELS = "MambaForCausalLM (state-spaces/mamba-*-hf)"
 PROJECTIONS = {name: name for name in ("in_proj", "out_proj", "x_proj")}
 NORMS = {"dt_norm": "dt_layernorm", "B_norm": "b_layernorm", "C_norm": "c_layernorm"}
 
@@ -148,3 +151,10 @@ def export(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["MambaForCausalLM"],
         **export_with(FORMAT, MIXER, config),
     }
+
+
+def expresses(config: ModelConfig) -> bool:
+    return set(config.kinds) == {"mamba1"} and not config.mixers["mamba1"].norm
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses, notes=rescaling_notes)

@@ -4,19 +4,23 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families import read
+from stree_jax.convert.families import mamba, read
+from stree_jax.convert.families.family import Family
+from stree_jax.convert.families.notes import rescaling_notes
 from stree_jax.convert.families.table import Field
 from stree_jax.convert.families.tensor_map import Names, Part, mamba_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
+MODELS = "Mamba2ForCausalLM"
 NAMES = Names(
     embedding="backbone.embeddings",
     norm="backbone.norm_f",
     layer="backbone.layers.{i}.",
     mixer_norm="norm",
     parts={"mamba": Part("mixer", mamba_rows)},
+    spelling=mamba.spelled,
 )
 SINGULAR = replace(NAMES, embedding="backbone.embedding")
 
@@ -37,26 +41,30 @@ MAMBA = (
 
 def parse(fields: ConfigFields) -> ModelConfig:
     model = hf.read_model(MODEL, fields, NAMES, SINGULAR)
-    mamba = hf.read_mamba(MAMBA, fields, model["norm_eps"])
-    if mamba.d_inner != fields.number("expand", 2) * model["d_model"]:
-        sizes = f"{mamba.num_heads} * head_dim {mamba.head_dim}"
+    mixer = hf.read_mamba(MAMBA, fields, model["norm_eps"])
+    if mixer.d_inner != fields.number("expand", 2) * model["d_model"]:
+        sizes = f"{mixer.num_heads} * head_dim {mixer.head_dim}"
         raise fields.error("num_heads", f"{sizes} is not expand * hidden_size")
     hf.check_silu(fields)
-    mixer: tuple[str, ...] = ("mamba",)
-    layers = mixer * fields.size("num_hidden_layers", 64)
-    return ModelConfig(
-        **model,
-        layers=blocks(layers),
-        mixers=named(mamba=mamba),
-    )
+    layers: tuple[str, ...] = ("mamba",) * fields.size("num_hidden_layers", 64)
+    return ModelConfig(**model, layers=blocks(layers), mixers=named(mamba=mixer))
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    mamba = config.mixers["mamba"]
+    mixer = config.mixers["mamba"]
     return {
         "architectures": ["Mamba2ForCausalLM"],
         **hf.write_model("mamba2", MODEL, config),
         "num_hidden_layers": len(config.layers),
-        **hf.write_mamba("mamba2", MAMBA, mamba, config.norm_eps),
+        **hf.write_mamba("mamba2", MAMBA, mixer, config.norm_eps),
         "expand": hf.expand("mamba2", config),
     }
+
+
+def expresses(config: ModelConfig) -> bool:
+    return set(config.kinds) == {"mamba"} and not config.mtp
+
+
+FAMILY = Family(
+    "mamba2", MODELS, NAMES, parse, export, expresses, notes=rescaling_notes
+)

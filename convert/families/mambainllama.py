@@ -10,12 +10,14 @@ from dataclasses import replace
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, native, read
+from stree_jax.convert.families.family import RECOMPUTED, Family
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.families.tensor_map import Part, mamba_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import MambaConfig, ModelConfig
 from stree_jax.models.stack.config import blocks
 
+MODELS = "MambaInLlama, Mamba-2 flavour"
 FILE = "mamba_config.json"
 NAMES = llama.NAMES.with_parts(mamba=Part("mamba", mamba_rows))
 
@@ -77,3 +79,8 @@ def _check_alike(teacher: ConfigFields, mixer: ConfigFields) -> None:
     if (own := mixer.positive("rms_norm_eps", eps)) != eps:
         problem = f"{own} is not that of {teacher.file.name}, {eps}"
         raise mixer.error("rms_norm_eps", problem)
+
+
+FAMILY = Family(
+    "mambainllama", MODELS, NAMES, parse, exported="no", compared=RECOMPUTED, file=FILE
+)

@@ -16,6 +16,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import RECOMPUTED, Family, alternates
 from stree_jax.convert.families.kimi_linear import moe_rows
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import (
@@ -41,6 +42,7 @@ from stree_jax.models.mixers.lightning import alibi_slopes
 from stree_jax.models.stack.config import Norms, named
 
 FORMAT = "minimax"
+MODELS = "MiniMax-01 and MiniMax-M1: lightning attention and attention, with experts"
 KINDS: dict[str, str] = {"linear_attention": "lightning", "full_attention": "attention"}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 NUMBERED = ("linear_attention", "full_attention")  # types by number in published files
@@ -222,3 +224,23 @@ def export(config: ModelConfig) -> dict[str, Any]:
         values |= write_fields(FORMAT, ATTENTION, c, ("rope", "window"))
         values |= hf.rope_fields(FORMAT, c) | {WINDOW: c.window or None}
     return values
+
+
+def expresses(config: ModelConfig) -> bool:
+    mixers = {f"stream:{kind}" for kind in TYPES}
+    return alternates(config, mixers, {"stream:moe"})
+
+
+FAMILY = Family(
+    FORMAT,
+    MODELS,
+    NAMES,
+    parse,
+    export,
+    expresses,
+    exported="yes, if whole heads rotate",
+)
+TEXT_01_FAMILY = FAMILY.also(
+    "minimax_text_01", "MiniMax-Text-01 as published", compared=RECOMPUTED
+)
+M1_FAMILY = FAMILY.also("minimax_m1", "MiniMax-M1 as published", compared=RECOMPUTED)

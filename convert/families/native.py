@@ -8,6 +8,7 @@ from typing import Literal
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import mamba2, read
+from stree_jax.convert.families.family import RECOMPUTED, Family
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.families.tensor_map import (
     Part,
@@ -19,6 +20,8 @@ from stree_jax.convert.families.tensor_map import (
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig, Rope
 from stree_jax.models.stack.config import blocks, named
+
+MODELS = "Mamba2, with attention layers or MLPs (state-spaces)"
 
 
 def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
@@ -165,3 +168,14 @@ def _attention(fields: ConfigFields, layer: int, d_model: int) -> AttentionConfi
         d_conv=read.count(c, "d_conv", 0),
         d_mlp=mlp // 2,
     )
+
+
+FAMILY = Family(
+    "native",
+    MODELS,
+    NAMES,
+    parse,
+    exported="as mamba2, if it can be",
+    compared=RECOMPUTED,
+    field="ssm_cfg",
+)

@@ -11,6 +11,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import mamba2, read
+from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.table import (
     Field,
     Read,
@@ -33,6 +34,7 @@ from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "nemotron_h"
+MODELS = "Nemotron-H, dense or with experts (groups, latent width)"
 MTP = "mtp."  # prefix of the names of MTP tensors
 MTP_COUNT = "num_nextn_predict_layers"
 MTP_LAYERS = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
@@ -238,3 +240,15 @@ def export(config: ModelConfig) -> dict[str, Any]:
         values |= write_fields(FORMAT, SHARED, moe.shared, FORM)
         values |= write_fields(FORMAT, MOE, moe, ("shared", "router", *FORM))
     return values
+
+
+def expresses(config: ModelConfig) -> bool:
+    kinds = {str(block) for block in config.layers + config.mtp}
+    parts = (config.mixers.get(name) for name in ("mlp", "moe"))
+    gated = any(part.gated for part in parts if part is not None)
+    return kinds <= set(LETTERS.values()) and kinds != {"mamba"} and not gated
+
+
+FAMILY = Family(
+    FORMAT, MODELS, NAMES, parse, export, expresses, parse_with_mtp, has_dt_floor=True
+)

@@ -30,9 +30,6 @@ GENERATION_NEUTRAL = {
     "watermarking_config": (None,),
 }
 
-# Formats whose classes divide weights if `rescale_prenorm_residual` is true.
-RESCALED = ("mamba", "falcon_mamba", "mamba2", "mamba2-embedding")
-
 
 def generation_notes(fields: ConfigFields) -> Iterator[str]:
     """Yields warnings about fields of generation_config.json that are not applied."""
@@ -49,11 +46,10 @@ def generation_notes(fields: ConfigFields) -> Iterator[str]:
         )
 
 
-def config_notes(fields: ConfigFields, format: str) -> Iterator[str]:
-    """Yields a warning for each field of config.json that transformers
-    misinterprets."""
+def rescaling_notes(fields: ConfigFields) -> Iterator[str]:
+    """Yields a warning if transformers divides weights of this Mamba config."""
     name = "rescale_prenorm_residual"
-    if format in RESCALED and fields.get(name, False) is True:
+    if fields.get(name, False) is True:
         yield (
             f"{fields.file}: {name} is about training; transformers 5.23 also divides "
             "out_proj by the square root of the depth when it loads the weights, which "

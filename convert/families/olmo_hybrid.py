@@ -18,6 +18,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import (
     Names,
@@ -32,6 +33,7 @@ from stree_jax.models import AttentionConfig, DeltaConfig, MLPConfig, ModelConfi
 from stree_jax.models.stack.config import Block, named
 
 FORMAT = "olmo_hybrid"
+MODELS = "Olmo-Hybrid: Gated DeltaNet and attention"
 KINDS: dict[str, str] = {"linear_attention": "delta", "full_attention": "attention"}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 NORM_EPS = 1e-5  # of the norm of each head's output; not in the config
@@ -223,3 +225,12 @@ def export(config: ModelConfig) -> dict[str, Any]:
         rope = hf.rope_fields(FORMAT, c)
         values |= rope or {"rope_parameters": {"rope_theta": None}}
     return values
+
+
+def expresses(config: ModelConfig) -> bool:
+    pairs = set(zip(config.kinds[::2], config.kinds[1::2], strict=False))
+    fits = pairs == {("delta", "mlp"), ("after:attention", "after:mlp")}
+    return fits and len(config.layers) % 2 == 0
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses)

@@ -4,6 +4,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, read
+from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.table import Field
 from stree_jax.convert.families.windows import with_qwen_windows
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -31,3 +32,13 @@ def export(config: ModelConfig) -> dict[str, Any]:
         **values,
         "use_sliding_window": False,
     }
+
+
+def expresses(config: ModelConfig) -> bool:
+    if not llama.is_dense(config):
+        return False
+    c = config.mixers["attention"]
+    return c.qk_norm_eps is None and c.qkv_bias and not c.out_bias
+
+
+FAMILY = Family(FORMAT, "Qwen2, Qwen2.5 (dense)", NAMES, parse, export, expresses)

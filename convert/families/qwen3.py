@@ -5,6 +5,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, read
+from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.table import Field, require
 from stree_jax.convert.families.windows import with_qwen_windows
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -31,3 +32,11 @@ def export(config: ModelConfig) -> dict[str, Any]:
         **values,
         "use_sliding_window": False,
     }
+
+
+def expresses(config: ModelConfig) -> bool:
+    dense = llama.is_dense(config)
+    return dense and config.mixers["attention"].qk_norm_eps is not None
+
+
+FAMILY = Family(FORMAT, "Qwen3 (dense)", NAMES, parse, export, expresses)

@@ -10,6 +10,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import qwen3_next, read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.qwen3_next import Tables
 from stree_jax.convert.families.table import Field
 from stree_jax.convert.families.tensor_map import Part, Path, Row
@@ -18,6 +19,7 @@ from stree_jax.models import ModelConfig
 from stree_jax.models.mixers.delta import DeltaConfig
 
 FORMAT = "qwen3_5_text"
+MODELS = "Qwen3.5, 3.6 and 3.8: Gated DeltaNet and attention, dense"
 TEXT = "text_config"  # fields of the language model of a multimodal model
 # Fields that files have outside `text_config` as well as in it.
 SHARED_FIELDS = ("eos_token_id", *qwen3_next.MTP_COUNTS)
@@ -97,3 +99,12 @@ def text_fields(fields: ConfigFields, format: str) -> ConfigFields:
 
 def export(config: ModelConfig) -> dict[str, Any]:
     return qwen3_next.export_layers(FORMAT, "Qwen3_5ForCausalLM", TABLES, config)
+
+
+def expresses(config: ModelConfig) -> bool:
+    fits = alternates(config, qwen3_next.TYPES, {"mlp"})
+    return fits and "delta" in config.kinds
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses, parse_with_mtp)
+NESTED_FAMILY = FAMILY.also("qwen3_5", f"{MODELS}, within a multimodal model")

@@ -4,11 +4,13 @@ model."""
 from typing import Any
 
 from stree_jax.convert.families import qwen3_5, qwen3_next
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.qwen3_next import Tables
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
 FORMAT = "qwen3_5_moe_text"
+MODELS = "Qwen3.5, 3.6 and 3.8: Gated DeltaNet and attention, with experts"
 NAMES = qwen3_5.NAMES
 
 MODEL = qwen3_next.MODEL
@@ -29,3 +31,12 @@ def parse_with_mtp(fields: ConfigFields) -> ModelConfig:
 
 def export(config: ModelConfig) -> dict[str, Any]:
     return qwen3_next.export_layers(FORMAT, "Qwen3_5MoeForCausalLM", TABLES, config)
+
+
+def expresses(config: ModelConfig) -> bool:
+    fits = alternates(config, qwen3_next.TYPES, {"moe"})
+    return fits and "delta" in config.kinds
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses, parse_with_mtp)
+NESTED_FAMILY = FAMILY.also("qwen3_5_moe", f"{MODELS}, within a multimodal model")

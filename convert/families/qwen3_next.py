@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import (
     ENDINGS,
@@ -35,6 +36,7 @@ from stree_jax.models.mixers.delta import DeltaConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "qwen3_next"
+MODELS = "Qwen3-Next: Gated DeltaNet and attention, with experts"
 KINDS: dict[str, str] = {"linear_attention": "delta", "full_attention": "attention"}
 TYPES = {ours: theirs for theirs, ours in KINDS.items()}
 MTP = "mtp."  # prefix of the names of MTP tensors
@@ -458,3 +460,11 @@ def _attention_fields(
     scaling = hf.scaling_fields(format, rope) or {"rope_type": "default"}
     share = {"rope_theta": rope.theta, PARTIAL: rope.dim / c.head_dim}
     return values | {"rope_parameters": scaling | share}
+
+
+def expresses(config: ModelConfig) -> bool:
+    fits = alternates(config, TYPES, {"mlp", "moe"})
+    return fits and {"delta", "mlp", "moe"} <= set(config.kinds)
+
+
+FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses, parse_with_mtp)

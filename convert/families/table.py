@@ -81,7 +81,9 @@ def write_fields(
     lacking: dict[str, bool] = {}
     known = {row.attribute for row in table if row.name} | set(elsewhere)
     for option in fields(part):
-        if option.name not in known and option.default is not MISSING:
+        if option.name in known or not option.compare:
+            continue
+        if option.default is not MISSING:
             if getattr(part, option.name) != option.default:
                 lacking[_word(part, option.name)] = False
     for row in table:

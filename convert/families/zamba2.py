@@ -7,6 +7,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
+from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import (
     Names,
@@ -19,6 +20,8 @@ from stree_jax.convert.families.tensor_map import (
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import SharedConfig, blocks, named, required
+
+MODELS = "Zamba2: shared transformer blocks with adapters"
 
 
 def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
@@ -222,3 +225,10 @@ def _check(
         "blocks shared without tied embeddings": config.tie_embeddings or own,
     }
     require("zamba2", conditions)
+
+
+def expresses(config: ModelConfig) -> bool:
+    return HYBRID in config.kinds and set(config.kinds) <= {"mamba", HYBRID}
+
+
+FAMILY = Family("zamba2", MODELS, NAMES, parse, export, expresses, has_dt_floor=True)

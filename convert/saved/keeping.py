@@ -14,8 +14,9 @@ from stree_jax.convert.families.tensors import (
 from stree_jax.convert.tensors.source import Source
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.stack.param_table import param_at
-from stree_jax.models.weights.kept import KEPT, Layout, Part
+from stree_jax.models.weights.kept import KEPT
 from stree_jax.models.weights.panels import KINDS
+from stree_jax.models.weights.weight import Layout, Part
 
 
 def layout_of(source: Source, names: Names, config: ModelConfig) -> Layout:
@@ -67,11 +68,6 @@ def _parts(source: Source, row: Row, shape: tuple[int, ...]) -> tuple[Part, ...]
             part = part._replace(rows=parts.pop().rows + part.rows)
         parts.append(part)
     return tuple(parts)
-
-
-def kept_kinds(layout: Layout) -> set[str]:
-    """Returns the kinds of panels in a layout."""
-    return {part.kind for _, parts in layout for part in parts} & KINDS.keys()
 
 
 def note_of_dequantized(

@@ -33,13 +33,14 @@ from stree_jax.models.sharding.placement import on_mesh
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.experts import Experts, expert_at
 from stree_jax.models.weights.formats import is_weight
-from stree_jax.models.weights.kept import KeptFormat, Layout, Part
 from stree_jax.models.weights.panels import KINDS
 from stree_jax.models.weights.panels.kind import aligned
 from stree_jax.models.weights.weight import (
     BFLOAT16,
     FLOAT32,
     QUANTIZED,
+    Layout,
+    Part,
     Stored,
     Weight,
 )
@@ -141,8 +142,8 @@ def _converted(host: Any, config: ModelConfig, path: ParamPath, format: Format) 
     """Converts a parameter from the file to a format."""
     if not is_weight(host):
         return stored(param_at(config, path), host, format)
-    if isinstance(format, KeptFormat):
-        return format.adopt(host)
+    if (adopted := format.adopt(host)) is not None:
+        return adopted
     dtype = format.source_dtype(QUANTIZED, host.shape)
     return stored(param_at(config, path), _dequantized(host, dtype), format)
 

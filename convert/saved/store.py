@@ -45,10 +45,9 @@ from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.models.layers.params import Path as ParamPath
 from stree_jax.models.stack import config_json
 from stree_jax.models.stack.memory import weight_bytes
-from stree_jax.models.weights.kept import KeptFormat, with_layout
 
 FORMAT, VERSION = "stree-jax", 2
-KEPT_VERSION = 3  # of kept models, whose weights are in one safetensors file
+KEPT_VERSION = 3  # of weights that are not plain: they are in one safetensors file
 READABLE = (1, VERSION, KEPT_VERSION)  # version 1 has one config per kind of mixer
 PARAMS = "params"  # folder of the weights
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
@@ -192,7 +191,7 @@ def config_to_json(config: ModelConfig, format: Format) -> dict[str, Any]:
         "dtype": format.name,
         "model": config_json.to_json(config),
     }
-    if isinstance(format, KeptFormat):
+    if not format.plain:
         values |= {"version": KEPT_VERSION, "layout": layout_to_json(format.layout)}
     return values
 
@@ -220,7 +219,7 @@ def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, Format]:
         config = config_json.from_json(values.get("model"))
         param_shapes(config)  # raises for sizes that do not fit each other
         format = saved_format(values.get("dtype"))
-        if isinstance(format, KeptFormat):
+        if not format.plain:
             layout = layout_from_json(values.get("layout"), config)
             format = replace(format, layout=layout)
     except (ArithmeticError, TypeError, ValueError) as error:
@@ -284,11 +283,9 @@ def write_directory(
       params: the parameters.
     """
     folder = directory.absolute() / PARAMS
-    format = with_layout(format, by_path(params))
-    if isinstance(format, KeptFormat):
-        write_kept(folder, params)
-    else:
-        _write_orbax(folder, params)
+    format = format.with_params(by_path(params))
+    write = _write_orbax if format.plain else write_kept
+    write(folder, params)
     values = config_to_json(config, format)
     found, beside = _files(folder), directory / HASHED
     values["files"] = dict(zip(found, _entries(found.values()), strict=True))
@@ -419,7 +416,7 @@ def read_params(
         raise CheckpointError(f"{folder}: no such directory")
     _check_files(files, hashed=dtype is not None)
     stored = config_from_json(files)[1]
-    if isinstance(stored, KeptFormat):
+    if not stored.plain:
         check_kept(folder, config, stored)
         check_config(files)
         if dtype is None:

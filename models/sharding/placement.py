@@ -26,7 +26,6 @@ from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model import Model
 from stree_jax.models.stack.shapes import abstract_params, param_shapes
 from stree_jax.models.weights.formats import format_named
-from stree_jax.models.weights.kept import with_layout
 from stree_jax.models.weights.weight import Format, Stored, take, unit
 
 AnyModel = TypeVar("AnyModel", bound=Model)  # `Model`, or a subclass with a tokenizer
@@ -231,7 +230,7 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
     if model.mesh is not None:
         raise ValueError("model: already on a mesh; load it again")
     whole, mesh = flag("whole", whole), automatic(mesh)
-    format = with_layout(model.weight_format, by_path(model.params))
+    format = model.weight_format.with_params(by_path(model.params))
     cut = cut_for(model.config, mesh, format, whole)
 
     flat = {

@@ -134,6 +134,8 @@ class ModelConfig:
       head_rows: D, rows of a head that predicts only some of the tokens. Their ids are
         the parameter `head_ids`; the logits of other tokens are -inf. If 0, the head
         has a row for each of the V tokens. Only models that draft have such heads.
+      family: name of the checkpoint family that the config was read from, so that
+        exports can write the same one. If empty, it is unknown. It is not compared.
 
     Raises:
       ValueError: a block names a mixer that is missing from `mixers`, or a config in
@@ -156,6 +158,7 @@ class ModelConfig:
     stop_tokens: tuple[int, ...] = ()
     mtp: tuple[Block, ...] = ()
     head_rows: int = 0
+    family: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", blocks(self.layers))

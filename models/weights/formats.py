@@ -7,7 +7,7 @@ import numpy as np
 
 from stree_jax.models.weights.experts import Experts
 from stree_jax.models.weights.int8 import INT8
-from stree_jax.models.weights.kept import KEPT, KEPT_INT8, KeptFormat, storage_of
+from stree_jax.models.weights.kept import KEPT, KEPT_INT8
 from stree_jax.models.weights.plain import PlainWeight, plain_format
 from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Format, Stored, Weight
 
@@ -62,6 +62,4 @@ def format_of(params: Any) -> Format:
 def storage_named(params: Any) -> str:
     """Returns the name of the format of a model's weights, with what a kept model's
     matrices consist of."""
-    format = format_of(params)
-    more = isinstance(format, KeptFormat)
-    return f"{format} ({storage_of(params)})" if more else str(format)
+    return format_of(params).storage(params)

@@ -9,10 +9,10 @@ stored in it and large.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,9 @@ from stree_jax.models.weights.weight import (
     FLOAT32,
     QUANTIZED,
     Format,
+    Layout,
     Packed,
+    Part,
     Stored,
     Weight,
     slices,
@@ -51,39 +53,19 @@ from stree_jax.models.weights.weight import (
 MAX_WIDENED_BYTES = 2**26
 
 
-class Part(NamedTuple):
-    """The storage of consecutive rows of a matrix.
-
-    Attributes:
-      kind: a key of `KINDS`, or the dtype of a plain array.
-      rows: number of rows, for experts those of one expert.
-      columns: True if the columns have an order of their own.
-      factor: True if the rows have factors.
-    """
-
-    kind: str
-    rows: int
-    columns: bool = False
-    factor: bool = False
-
-
-Layout = tuple[tuple[tuple[str, ...], tuple[Part, ...]], ...]
-
-
 @dataclass(frozen=True)
 class KeptFormat(Format):
     """The format with a file's quantized matrices as they are.
 
     Attributes:
-      planes: int8 numbers per number of an input row: 2 rounds rows to 16 bits, 1 to 8.
       layout: path and storage of the matrices of one file. `abstract` takes all others
         to be float32.
+      planes: int8 numbers per number of an input row: 2 rounds rows to 16 bits, 1 to 8.
     """
 
     name: str = "kept"
     dtype: np.dtype = FLOAT32
     planes: int = 2
-    layout: Layout = ()
     keeps_columns: ClassVar[bool] = True
     can_be_saved: ClassVar[bool] = True
 
@@ -133,13 +115,35 @@ class KeptFormat(Format):
         )
 
     def adopt(self, weight: Any) -> Any:
-        """Returns a kept weight with this format's rounding of rows."""
+        if not isinstance(weight.format, KeptFormat):
+            return None
         if isinstance(weight, Experts):
             return Experts(self.adopt(weight.stack))
         if isinstance(weight, Stack):
             return Stack(tuple(map(self.adopt, weight.parts)))
         assert isinstance(weight, Panels | Whole)
         return replace(weight, planes=self.planes)
+
+    def fitted(self, layout: Callable[[], Layout]) -> "KeptFormat | None":
+        found = layout()
+        return replace(self, layout=found) if kept_kinds(found) else None
+
+    def with_params(self, params: Mapping[tuple[str, ...], Any]) -> "KeptFormat":
+        weights = ((path, x) for path, x in params.items() if isinstance(x, Stored))
+        return replace(self, layout=tuple((path, parts_of(x)) for path, x in weights))
+
+    def for_drafters(self) -> str:
+        return KEPT_INT8.name
+
+    def storage(self, params: Any) -> str:
+        """Returns, for example, "kept (q4_k+q6_k, 4.9 bits a weight)"."""
+        leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Stored))
+        weights = [leaf for leaf in leaves if isinstance(leaf, Stored)]
+        kinds = {part.kind for weight in weights for part in parts_of(weight)}
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+        count = sum(math.prod(weight.shape) for weight in weights)
+        named = "+".join(sorted(kinds & KINDS.keys())) or "nothing quantized"
+        return f"{self} ({named}, {8 * size / max(count, 1):.1f} bits a weight)"
 
     def _panels(self, packed: Packed, experts: int | None) -> "Panels":
         kind, rows = KINDS[packed.scheme], packed.shape[0]
@@ -164,29 +168,9 @@ def runs_compiled() -> bool:
     return available()
 
 
-def with_layout(format: Format, params: Mapping[tuple[str, ...], Any]) -> Format:
-    """Returns the format with the storage of a model's parameters, by path. Formats
-    that do not depend on it are unchanged."""
-    if not isinstance(format, KeptFormat):
-        return format
-    layout = tuple(
-        (path, parts_of(leaf))
-        for path, leaf in params.items()
-        if isinstance(leaf, Stored)
-    )
-    return replace(format, layout=layout)
-
-
-def storage_of(params: Any) -> str:
-    """Returns the kinds and size of a kept model's matrices, such as "q4_k+q6_k, 4.9
-    bits a weight". Arrays may be abstract."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Stored))
-    weights = [leaf for leaf in leaves if isinstance(leaf, Stored)]
-    kinds = {part.kind for weight in weights for part in parts_of(weight)}
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
-    count = sum(math.prod(weight.shape) for weight in weights)
-    named = "+".join(sorted(kinds & KINDS.keys())) or "nothing quantized"
-    return f"{named}, {8 * size / max(count, 1):.1f} bits a weight"
+def kept_kinds(layout: Layout) -> set[str]:
+    """Returns the kinds of panels in a layout."""
+    return {part.kind for _, parts in layout for part in parts} & KINDS.keys()
 
 
 def parts_of(weight: Stored) -> tuple[Part, ...]:

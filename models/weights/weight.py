@@ -2,10 +2,10 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,25 @@ import numpy as np
 
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 QUANTIZED = "quantized"  # in place of a dtype, see `Format.source_dtype`
+
+
+class Part(NamedTuple):
+    """The storage of consecutive rows of a matrix.
+
+    Attributes:
+      kind: a key of `panels.KINDS`, or the dtype of a plain array.
+      rows: number of rows, for experts those of one expert.
+      columns: True if the columns have an order of their own.
+      factor: True if the rows have factors.
+    """
+
+    kind: str
+    rows: int
+    columns: bool = False
+    factor: bool = False
+
+
+Layout = tuple[tuple[tuple[str, ...], tuple[Part, ...]], ...]
 
 
 class Stored(ABC):
@@ -201,13 +220,17 @@ class Format(ABC):
     Attributes:
       name: name of the format.
       dtype: dtype of KV caches, records, and all other parameters.
+      layout: path and storage of the matrices of one model, for formats whose storage
+        differs between matrices. Otherwise empty.
       plain: True if the matrices are plain arrays of `dtype`.
-      can_be_saved: True if models in this format can be saved.
+      can_be_saved: True if models in this format can be saved. Other formats than plain
+        ones are saved as one safetensors file with the arrays of every weight.
       keeps_columns: True if `keep` supports matrices with "columns", see `Packed`.
     """
 
     name: str
     dtype: np.dtype
+    layout: Layout = ()
     plain: ClassVar[bool] = False
     can_be_saved: ClassVar[bool] = False
     keeps_columns: ClassVar[bool] = False
@@ -252,6 +275,38 @@ class Format(ABC):
           NotImplementedError: the format supports no quantization scheme.
         """
         raise NotImplementedError(f"{self.name} cannot keep quantized matrices")
+
+    def adopt(self, weight: Stored) -> Stored | None:
+        """Returns a stored weight in this format, with the same numbers. None if it has
+        to be dequantized for that."""
+        return weight if weight.format == self else None
+
+    def fitted(self, layout: Callable[[], Layout]) -> "Format | None":
+        """Returns the format for the matrices of one file.
+
+        Args:
+          layout: returns the storage of the matrices that keeps quantized ones as they
+            are in the file. Formats whose storage is always the same do not call it.
+
+        Returns:
+          The format. None if the format is meant for quantized matrices, and none of
+          them can be kept.
+        """
+        return self
+
+    def with_params(self, params: Mapping[tuple[str, ...], Any]) -> "Format":
+        """Returns the format with the layout of a model's parameters, by path."""
+        return self
+
+    def for_drafters(self) -> str | None:
+        """Returns the name of the format in which drafters are loaded by default for a
+        target in this format. If None, it is that of the `dtype` argument."""
+        return None
+
+    def storage(self, params: Any) -> str:
+        """Returns the name of the format, with what the matrices of a model consist of
+        if that differs between models. Arrays may be abstract."""
+        return self.name
 
     def abstract(self, shape: tuple[int, ...], path: tuple[str, ...] = ()) -> Any:
         """Returns a parameter with `jax.ShapeDtypeStruct`s instead of arrays.

@@ -16,7 +16,6 @@ from stree_jax.convert.saved.store import (
 from stree_jax.convert.tokenizers.special_tokens import SETTINGS
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models import Model, by_path
-from stree_jax.models.weights.kept import with_layout
 
 
 @with_hints
@@ -45,7 +44,7 @@ def save(model: Model, dst: str | PathLike[str]) -> None:
     if model.mesh is not None:
         raise CheckpointError("save: the model is sharded; load it without a mesh")
     path = valid_path("save: dst", dst)
-    format = with_layout(saved_format(model.weight_format), by_path(model.params))
+    format = saved_format(model.weight_format).with_params(by_path(model.params))
     with atomic_directory(path) as temporary:
         check_space(path, model.config, format)
         if model.tokenizer is not None:  # write it first: the config has its checksum

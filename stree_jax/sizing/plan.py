@@ -15,7 +15,6 @@ from stree_jax.common.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, wi
 from stree_jax.convert.saved.store import weights_named
 from stree_jax.models import Format, ModelConfig, check_model
 from stree_jax.models.stack.config import blocks
-from stree_jax.models.weights.kept import with_layout
 from stree_jax.sizing.candidates import Candidate, by_speed, described
 from stree_jax.sizing.fit import Count, Task, fastest
 from stree_jax.sizing.memory import (
@@ -211,7 +210,7 @@ def _format(model: ModelConfig | models.Model, dtype: str | Format) -> Format:
     format = weights_named(dtype)
     if isinstance(model, ModelConfig) or format.name != model.weight_format.name:
         return format
-    return with_layout(format, models.by_path(model.params))
+    return format.with_params(models.by_path(model.params))
 
 
 def _check_plan(dtypes: Any, acceptance: Any) -> None:

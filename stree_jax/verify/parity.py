@@ -15,7 +15,7 @@ import numpy as np
 from stree_jax.checkpoints.load import load
 from stree_jax.convert import CheckpointFiles, open_local
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.families.configs import hf_config
+from stree_jax.convert.families.hf_config import hf_config
 from stree_jax.convert.gguf.checkpoint import architecture_of
 from stree_jax.convert.tensors.gguf_header import is_gguf, read_header
 from stree_jax.generation.scoring import score

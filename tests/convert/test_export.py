@@ -21,7 +21,7 @@ import stree_jax
 from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf
-from stree_jax.convert.families.configs import hf_config
+from stree_jax.convert.families.hf_config import hf_config
 from stree_jax.convert.families.minimax import NAMES
 from stree_jax.models import Rope
 from tests.support.checkpoints import (

@@ -30,11 +30,11 @@ from transformers import (
 import stree_jax
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.families import (
-    NAMES,
     bailing_hybrid,
     bamba,
     falcon_h1,
     falcon_mamba,
+    families,
     gemma3,
     gpt_oss,
     granite,
@@ -51,7 +51,8 @@ from stree_jax.convert.families import (
     read,
     zamba2,
 )
-from stree_jax.convert.families.configs import export_format, hf_config, read_config
+from stree_jax.convert.families.configs import read_config
+from stree_jax.convert.families.hf_config import hf_config
 from stree_jax.convert.families.table import Field, read_fields, write_fields
 from stree_jax.convert.families.tensor_map import source_shapes
 from stree_jax.convert.families.tensors import rows_of
@@ -123,7 +124,7 @@ def exported(config, directory):
     values = hf_config(config, "float32")
     (directory / "config.json").write_text(json.dumps(values))
     shapes, tensors = param_shapes(config), {}
-    for row in rows_of(NAMES[export_format(config)], config):
+    for row in rows_of(families()[values["model_type"]].names, config):
         for name, shape in zip(
             row.sources, source_shapes(row, shapes[row.path]), strict=True
         ):

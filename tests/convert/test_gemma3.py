@@ -7,8 +7,8 @@ import torch
 
 import stree_jax
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.families.configs import hf_config
 from stree_jax.convert.families.gemma3 import parse
+from stree_jax.convert.families.hf_config import hf_config
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.source import TensorInfo
 from stree_jax.models import AttentionConfig, Rope

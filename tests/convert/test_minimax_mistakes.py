@@ -16,7 +16,7 @@ import pytest
 import stree_jax
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.export import export_hf
-from stree_jax.convert.families.configs import hf_config
+from stree_jax.convert.families.hf_config import hf_config
 from stree_jax.models.stack.memory import size_of
 from stree_jax.models.weights.formats import as_weight
 from tests.support import minimax, quantized

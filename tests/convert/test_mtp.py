@@ -16,7 +16,7 @@ from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf
-from stree_jax.convert.families.configs import hf_config
+from stree_jax.convert.families.hf_config import hf_config
 from stree_jax.models import blocks, by_path, without_mtp
 from tests.support import mtp
 from tests.support.checkpoints import (

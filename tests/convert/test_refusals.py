@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 import stree_jax
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from stree_jax.convert.families import NAMES
 from stree_jax.convert.families.configs import read_config
 from stree_jax.convert.families.tensors import check_tensors, rows_of
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
@@ -324,10 +323,10 @@ def test_odd_fields_never_crash(source, tmp_path, name):
                 holder[field] = odd
                 file.write_text(json.dumps(values))
                 try:
-                    format, config = read_config(
+                    family, config = read_config(
                         CheckpointFiles(tmp_path / name), opened.tensors
                     )
-                    check_tensors(opened, rows_of(NAMES[format], config), config)
+                    check_tensors(opened, rows_of(family.names, config), config)
                 except CheckpointError as error:
                     refused += 1
                     assert "\n" not in str(error)

@@ -13,7 +13,9 @@ import pytest
 import stree_jax
 from bench.gguf_writer import write_gguf
 from bench.widen import widened
+from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
+from stree_jax.convert.export import export_hf
 from stree_jax.models import (
     FORMATS,
     AttentionConfig,
@@ -164,7 +166,7 @@ def test_bytes_are_counted_and_planned(pair):
 
 
 def test_a_checkpoint_is_loaded_into_the_format(tmp_path):
-    """From safetensors and from our own format; only plain weights can be saved."""
+    """From safetensors and from our own format."""
     HF_CASES["granite"]().save_pretrained(tmp_path / "theirs")
     convert_checkpoint(tmp_path / "theirs", tmp_path / "ours", progress=False)
     plain = stree_jax.load(tmp_path / "theirs", dtype="float32")
@@ -174,10 +176,39 @@ def test_a_checkpoint_is_loaded_into_the_format(tmp_path):
         assert jax.tree.structure(found.params) == jax.tree.structure(wanted.params)
         for got, want in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
             np.testing.assert_array_equal(got, want)
-    with pytest.raises(CheckpointError, match="models cannot be saved in toy16"):
-        stree_jax.save(wanted, tmp_path / "new")
     with pytest.raises(CheckpointError, match="kept-int8 or toy16, got 'toy17'"):
         stree_jax.load(tmp_path / "ours", dtype="toy17")
+
+
+def test_models_are_saved_and_converted_in_the_format(tmp_path):
+    """The files of such models load into every format, but cannot be exported."""
+    HF_CASES["granite"]().save_pretrained(tmp_path / "theirs")
+    model = stree_jax.load(tmp_path / "theirs", dtype="toy16")
+    stree_jax.save(model, tmp_path / "saved")
+    convert_checkpoint(
+        tmp_path / "theirs", tmp_path / "converted", dtype="toy16", progress=False
+    )
+    exact = {
+        path: np.asarray(leaf.matrix() if isinstance(leaf, Toy) else leaf)
+        for path, leaf in by_path(model.params).items()
+    }
+    plain = stree_jax.generate(model, PROMPTS, **ASKED, drafter=None)
+    for name in ("saved", "converted"):
+        again = stree_jax.load(tmp_path / name)
+        assert again.weight_format == TOY
+        assert jax.tree.structure(again.params) == jax.tree.structure(model.params)
+        for got, want in zip(*map(jax.tree.leaves, (again, model)), strict=True):
+            np.testing.assert_array_equal(got, want)
+        found = stree_jax.generate(again, PROMPTS, **ASKED, drafter=None)
+        assert found.tokens == plain.tokens
+        about = info(tmp_path / name)
+        assert about["dtype"] == "toy16"
+        assert about["weight_bytes"] == size_of(model.params)
+        floats = by_path(stree_jax.load(tmp_path / name, dtype="float32").params)
+        for path, leaf in floats.items():
+            np.testing.assert_array_equal(leaf, exact[path], str(path))
+        with pytest.raises(CheckpointError, match="kept quantized; load the model in"):
+            export_hf(again.config, again.params, None, tmp_path / "no")
 
 
 def test_quantized_blocks_are_kept(tmp_path):

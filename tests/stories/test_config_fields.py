@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import stree_jax
 from stree_jax.convert import CheckpointError, checked, open_local
-from stree_jax.convert.families.configs import hf_config
+from stree_jax.convert.families.hf_config import hf_config
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.models import Model
 from stree_jax.models.stack.config_json import from_json, to_json

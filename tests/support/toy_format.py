@@ -5,7 +5,7 @@ A test registers it with `FORMATS[TOY.name] = TOY`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ class ToyFormat(Format):
 
     name: str = "toy16"
     dtype: np.dtype = FLOAT32
+    can_be_saved: ClassVar[bool] = True
 
     def store(self, matrix: Any, columns: int | None = None) -> "Toy":
         m, k = matrix.shape

@@ -34,7 +34,7 @@ from stree_jax.models.drafters.dflash import (
 )
 from stree_jax.models.layers.params import abstract_table
 from stree_jax.models.stack.memory import size_of
-from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat, Layout
+from stree_jax.models.weights.kept import KEPT_INT8, Layout
 from stree_jax.speculation.drafters.dflash import DFlashSource
 from stree_jax.speculation.drafters.ngram_pairs import WithNGrams
 from stree_jax.speculation.drafters.table import DrafterConfig
@@ -142,7 +142,7 @@ class OpenedBlock(OpenedDrafter):
             "weight_bytes": size_of(abstract_table(table, format)),
         }
         kept = self.weight_format(KEPT_INT8)
-        if draft_vocab is None and isinstance(kept, KeptFormat):
+        if draft_vocab is None and not kept.plain:
             facts["kept_weight_bytes"] = size_of(abstract_table(table, kept))
         return facts
 

@@ -44,7 +44,6 @@ from stree_jax.models.layers.params import (
     stored,
 )
 from stree_jax.models.stack.memory import size_of
-from stree_jax.models.weights.kept import KeptFormat
 from stree_jax.speculation.drafters.table import DrafterConfig
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -73,9 +72,8 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     if dtype is not None:
         weights_named(dtype)
     source, names, config = _opened(path_or_hub_id)
-    kept = _usual(source) if dtype is None else weights_named(dtype)
-    if isinstance(kept, KeptFormat):
-        kept = _usual(source)
+    usual = _usual(source)
+    kept = usual if dtype is None else weights_named(dtype).fitted(tuple) or usual
     table = head_table(config)
     with noting_nonfinite(source, warnings.warn) as read:
         params = {

@@ -10,7 +10,7 @@ from stree_jax.checkpoints.kinds.kind import DrafterKind, Target
 from stree_jax.checkpoints.load import load
 from stree_jax.checkpoints.save import save
 from stree_jax.models import Format, Model, ModelConfig
-from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat
+from stree_jax.models.weights.kept import KEPT_INT8
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.staged import AHEAD, WIDTH, Staged
 from stree_jax.speculation.drafters.table import DrafterConfig
@@ -35,8 +35,8 @@ class ModelKind(DrafterKind):
         return load(files.name, dtype=dtype, mesh=mesh, whole=mesh is not None)
 
     def default_dtype(self, files: DrafterFiles, target: Format, dtype: Any) -> Any:
-        if isinstance(target, KeptFormat):
-            return described(files.path).weight_format(KEPT_INT8).name
+        if (usual := target.for_drafters()) is not None:
+            return described(files.path).weight_format(usual).name
         return dtype
 
     def save(self, value: Any, dst: Path, target: Target) -> None:

@@ -6,7 +6,7 @@ are.
 
 import re
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from stree_jax.convert.drafters.fields import has_drafter_fields, target_name
 from stree_jax.convert.drafters.names import MASK, MASK_FILE, plain_name
 from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.hub import HubName, hub_name
-from stree_jax.convert.saved.keeping import kept_kinds
 from stree_jax.convert.saved.store import weights_named
 from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -26,7 +25,7 @@ from stree_jax.convert.tensors.quantized import scheme_names
 from stree_jax.convert.tensors.source import Source
 from stree_jax.models import Format, Model, ModelConfig, format_named
 from stree_jax.models.stack.boundaries import boundary_count
-from stree_jax.models.weights.kept import KEPT_INT8, KeptFormat, Layout
+from stree_jax.models.weights.kept import KEPT_INT8, Layout
 from stree_jax.speculation.drafters.ngram_pairs import WithNGrams, without_pairs
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.table import DrafterConfig
@@ -125,12 +124,9 @@ class OpenedDrafter:
 
     def weight_format(self, dtype: Any = None) -> Format:
         """Returns the format of the weights in memory; see `load_drafter`."""
-        found = None if dtype is None else weights_named(dtype)
-        if isinstance(found, KeptFormat) and kept_kinds(self.layout):
-            return replace(found, layout=self.layout)
-        if found is None or isinstance(found, KeptFormat):
-            return weights_named(source_dtype(self.source))
-        return found
+        usual = weights_named(source_dtype(self.source))
+        found = usual if dtype is None else weights_named(dtype)
+        return found.fitted(lambda: self.layout) or usual
 
 
 class PublishedKind(DrafterKind):
@@ -169,7 +165,7 @@ class PublishedKind(DrafterKind):
     def read_config(self, files: DrafterFiles, target: ModelConfig) -> DrafterConfig:
         opened = self.open(files)
         opened.check_target(Model({}, target))
-        return DrafterConfig(opened.config(target), _kept_format(opened))
+        return DrafterConfig(opened.config(target), _kept_format(opened, KEPT_INT8))
 
     def load(self, files: DrafterFiles, target: Model | None, dtype: Any) -> Any:
         opened = self.open(files, warnings.warn)
@@ -181,8 +177,8 @@ class PublishedKind(DrafterKind):
         return found
 
     def default_dtype(self, files: DrafterFiles, target: Format, dtype: Any) -> Any:
-        if isinstance(target, KeptFormat):
-            return _kept_format(self.open(files)).name
+        if (usual := target.for_drafters()) is not None:
+            return _kept_format(self.open(files), usual).name
         return INT8 if target.name == INT8 else dtype
 
     def with_ngrams(
@@ -213,11 +209,11 @@ class PublishedKind(DrafterKind):
         }
 
 
-def _kept_format(opened: OpenedDrafter) -> Format:
+def _kept_format(opened: OpenedDrafter, usual: str) -> Format:
     """Returns the default format of a drafter's weights if its target's are kept, from
-    headers: "kept-int8" if quantized matrices of the drafter can be kept, else int8."""
-    found = opened.weight_format(KEPT_INT8)
-    return found if isinstance(found, KeptFormat) else format_named(INT8)
+    headers: `usual` if quantized matrices of the drafter can be kept, else int8."""
+    found = opened.weight_format(usual)
+    return format_named(INT8) if found.plain else found
 
 
 def draft_count(rows: int, vocab: int) -> int:

@@ -45,9 +45,9 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoints.load import load
     from stree_jax.checkpoints.drafters import save_drafter
     from stree_jax.checkpoints.kinds.ngrams import check_new
+    from stree_jax.checkpoints.load import load
     from stree_jax.training.ngrams import Recipe, ngrams_of
 
     check_new(args.out)  # fail now, and not after counting n-grams, which takes hours

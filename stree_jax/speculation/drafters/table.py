@@ -9,7 +9,6 @@ from stree_jax.models import Format, Model, ModelConfig, by_path, format_named
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig
 from stree_jax.models.drafters.eagle import Eagle, EagleConfig
 from stree_jax.models.drafters.heads import Heads, HeadsConfig
-from stree_jax.models.weights.kept import KeptFormat, with_layout
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.drafters.custom import METHODS, Custom
 from stree_jax.speculation.drafters.dflash import DFlashSource
@@ -137,10 +136,10 @@ def abstract_source(
 
 def _format_of(drafter: Any, target: Format) -> Format:
     """Returns the format of a drafter for a target in the format `target`."""
-    if not isinstance(target, KeptFormat):
+    if target.for_drafters() is None:
         return target
     if isinstance(drafter, DrafterConfig):
         return drafter.kept
     if (own := getattr(drafter, "weight_format", None)) is not None:
-        return with_layout(own, by_path(drafter.params))
+        return own.with_params(by_path(drafter.params))
     return replace(target, layout=())

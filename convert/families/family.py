@@ -1,0 +1,71 @@
+"""The interface of a checkpoint family."""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stree_jax.convert.families.tensor_map import Names
+from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.models import ModelConfig
+
+TRANSFORMERS = "transformers 5.23"
+RECOMPUTED = "an independent float64 recomputation"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A format of checkpoints: how config fields and tensors become a model, and back.
+
+    Attributes:
+      name: its `model_type`.
+      models: the models in this format, for the table of supported models.
+      names: names of the tensors.
+      parse: reads the architecture, without MTP layers.
+      parse_with_mtp: reads the architecture with the MTP layers. If None, MTP layers
+        are not supported.
+      export: writes the fields of the config, or raises CheckpointError if the class
+        lacks an option of the model. If None, models are exported as another family.
+      expresses: True if models with these layers are exported as this family, unless
+        they remember another one. At most one family with `export` says so of a config.
+      exported: whether `stree-jax export` writes this format, in words.
+      compared: the implementation that its logits are tested against.
+      file, field: the file beside config.json, or the field of a config without
+        `model_type`, by which the format is recognised. If empty, `model_type` is
+        `name`.
+      has_dt_floor: True if transformers clamps dt to at least `time_step_min`.
+      notes: yields warnings about fields of the config.
+    """
+
+    name: str
+    models: str
+    names: Names
+    parse: Callable[[ConfigFields], ModelConfig]
+    export: Callable[[ModelConfig], dict[str, Any]] | None = None
+    expresses: Callable[[ModelConfig], bool] | None = None
+    parse_with_mtp: Callable[[ConfigFields], ModelConfig] | None = None
+    exported: str = "yes"
+    compared: str = TRANSFORMERS
+    file: str = ""
+    field: str = ""
+    has_dt_floor: bool = False
+    notes: Callable[[ConfigFields], Iterator[str]] | None = None
+
+    @property
+    def mark(self) -> str:
+        """What a checkpoint is recognised by, for tables and messages."""
+        return self.file or self.field or self.name
+
+    def also(self, name: str, models: str, **changes: Any) -> "Family":
+        """Returns a family that reads `model_type` `name` in the same way, and whose
+        models are exported as this family. Other attributes are changed by keyword."""
+        changes = {"exported": f"as {self.name}", **changes}
+        return replace(self, name=name, models=models, export=None, **changes)
+
+
+def alternates(
+    config: ModelConfig, first: Collection[str], second: Collection[str]
+) -> bool:
+    """True if the layers alternate between kinds in `first` and kinds in `second`."""
+    kinds = config.kinds
+    fit = set(kinds[::2]) <= set(first) and set(kinds[1::2]) <= set(second)
+    return fit and bool(kinds) and len(kinds) % 2 == 0
