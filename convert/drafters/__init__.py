@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stree_jax.convert import source_dtype
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters import dflash, eagle, names
 from stree_jax.convert.drafters.fields import (
@@ -23,7 +22,7 @@ from stree_jax.convert.saved.store import weights_named
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.quantized import logical, scheme_names
-from stree_jax.convert.tensors.source import Source, open_source
+from stree_jax.convert.tensors.source import Source, open_source, source_dtype
 from stree_jax.models import Format, ModelConfig
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig, dflash_table
 from stree_jax.models.drafters.eagle import Eagle, EagleConfig
