@@ -51,7 +51,7 @@ FLOORS = {
         "tokenizers",
         "families",
         "gguf saved",
-        "drafters export",
+        "checkpoint drafters export",
         "hub",
     ),
 }

@@ -56,7 +56,7 @@ def near(tmp_path_factory):
 def compiled(monkeypatch):
     """Makes "kept" the default, even if the kernels were not compiled."""
     monkeypatch.setattr(kept_weights, "runs_compiled", lambda: True)
-    monkeypatch.setattr("stree_jax.convert.runs_compiled", lambda: True)
+    monkeypatch.setattr("stree_jax.convert.checkpoint.runs_compiled", lambda: True)
 
 
 def assert_same(found, wanted):

@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,11 +99,12 @@ def read_config(
         low = fields.positive("time_step_min", 0.001)
         mamba = replace(mamba, dt_limit=(low, math.inf))
         config = config.with_mixers(mamba=mamba)
-    if warn is not None:
-        for line in _notes(files, fields, family):
-            warn(line)
     stops, file = config.stop_tokens, fields.file
     generation = files.fields_if_any(GENERATION)
+    if warn is not None:
+        notes = () if family.notes is None else family.notes(fields)
+        for line in (*notes, *generation_notes(generation)):
+            warn(line)
     if newer := generation.token_ids("eos_token_id"):  # takes precedence
         stops, file = newer, generation.file
     # Both files often have the ids of the base model, which lack the end of a chat
@@ -149,13 +150,3 @@ def check_mtp(directory: Path, config: ModelConfig) -> None:
         raise CheckpointError(
             f"{directory}: it has no MTP layers, which mtp=True and drafter 'mtp' need"
         )
-
-
-def _notes(
-    files: CheckpointFiles, fields: ConfigFields, family: Family
-) -> Iterator[str]:
-    """Yields warnings about fields that have no effect here."""
-    if family.notes is not None:
-        yield from family.notes(fields)
-    if files.has(GENERATION):
-        yield from generation_notes(files.fields(GENERATION))

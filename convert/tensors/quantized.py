@@ -15,9 +15,9 @@ from stree_jax.convert.tensors.quantization_config import (
     CONFIG,
     RECIPE_FILES,
     WEIGHTS,
-    Recipe,
     read_recipe,
 )
+from stree_jax.convert.tensors.recipe import Recipe
 from stree_jax.convert.tensors.source import (
     PICKLED,
     PackedInfo,

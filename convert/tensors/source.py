@@ -24,7 +24,7 @@ from stree_jax.convert.tensors.gguf_blocks import (
     read_blocks,
     read_plain,
 )
-from stree_jax.models.weights.weight import Packed
+from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Packed
 
 DTYPES = {
     "F32": "float32",
@@ -379,6 +379,19 @@ def _shards(index: Path) -> tuple[list[Path], dict[str, Any]]:
             raise CheckpointError(f"{index}: weight_map: shard {name!r} is missing")
         shards.append(index.parent / name)
     return shards, weight_map
+
+
+def source_dtype(source: Source) -> np.dtype:
+    """Returns the default dtype for loading a checkpoint.
+
+    It is bfloat16 if the matrices are bfloat16 or any weight is quantized, and float32
+    otherwise. float16 becomes float32, because its range is too small for the residual
+    stream.
+    """
+    if any(map(source.is_quantized, source.tensors)):
+        return BFLOAT16
+    matrices = {info.dtype for info in source.tensors.values() if len(info.shape) == 2}
+    return BFLOAT16 if matrices == {"bfloat16"} else FLOAT32
 
 
 def open_source(directory: Path) -> Source:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stree_jax.convert.tensors import dequantize as module
+from stree_jax.convert.tensors.compressed_tensors import COMPRESSED, NVFP4_PACKED
 from stree_jax.convert.tensors.dequantize import (
     Scheme,
     decode,
@@ -17,13 +18,7 @@ from stree_jax.convert.tensors.dequantize import (
     problem,
     rounded,
 )
-from stree_jax.convert.tensors.quantization_config import (
-    COMPRESSED,
-    FP8,
-    INT8,
-    NVFP4,
-    NVFP4_PACKED,
-)
+from stree_jax.convert.tensors.recipe import FP8, INT8, NVFP4
 from tests.support.quantized import E4M3, e2m1
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

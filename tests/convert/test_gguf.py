@@ -16,7 +16,7 @@ import torch
 import stree_jax
 from stree_jax.checkpoints.info import info
 from stree_jax.cli.main import main
-from stree_jax.convert import READERS, CheckpointError, convert_checkpoint
+from stree_jax.convert.checkpoint import READERS, CheckpointError, convert_checkpoint
 from stree_jax.convert.tensors import gguf_blocks as blocks
 from stree_jax.convert.tensors.gguf_blocks import DECODERS, KINDS, read_blocks
 from stree_jax.cpu_kernels import available

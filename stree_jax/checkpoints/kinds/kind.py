@@ -59,7 +59,7 @@ class DrafterKind:
         raise NotImplementedError
 
     def load(self, files: DrafterFiles, target: Model | None, dtype: Any) -> Any:
-        """Loads the drafter for a target, if that is known, with weights in `dtype`
+        """Loads the drafter for a target (None: unknown) with weights in `dtype`
         (None: as stored)."""
         raise NotImplementedError
 

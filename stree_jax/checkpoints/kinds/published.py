@@ -165,7 +165,9 @@ class PublishedKind(DrafterKind):
     def read_config(self, files: DrafterFiles, target: ModelConfig) -> DrafterConfig:
         opened = self.open(files)
         opened.check_target(Model({}, target))
-        return DrafterConfig(opened.config(target), _kept_format(opened, KEPT_INT8.name))
+        return DrafterConfig(
+            opened.config(target), _kept_format(opened, KEPT_INT8.name)
+        )
 
     def load(self, files: DrafterFiles, target: Model | None, dtype: Any) -> Any:
         opened = self.open(files, warnings.warn)
