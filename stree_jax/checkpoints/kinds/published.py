@@ -13,7 +13,7 @@ from typing import Any
 from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.checkpoints.kinds.kind import DrafterKind
 from stree_jax.common.checks import integer
-from stree_jax.convert import CheckpointError, source_dtype
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters.fields import has_drafter_fields, target_name
 from stree_jax.convert.drafters.names import MASK, MASK_FILE, plain_name
 from stree_jax.convert.families.configs import Warn
@@ -22,7 +22,7 @@ from stree_jax.convert.saved.store import weights_named
 from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.quantized import scheme_names
-from stree_jax.convert.tensors.source import Source
+from stree_jax.convert.tensors.source import Source, source_dtype
 from stree_jax.models import Format, Model, ModelConfig, format_named
 from stree_jax.models.stack.boundaries import boundary_count
 from stree_jax.models.weights.kept import KEPT_INT8, Layout
