@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING, Any
 from stree_jax.common.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from stree_jax.checkpoints.draft_tokens import draft_vocabulary as draft_vocabulary
-    from stree_jax.checkpoints.draft_tokens import (
-        with_draft_vocabulary as with_draft_vocabulary,
-    )
     from stree_jax.checkpoints.drafters import load_drafter as load_drafter
     from stree_jax.checkpoints.drafters import save_drafter as save_drafter
     from stree_jax.checkpoints.load import load as load
@@ -42,7 +38,6 @@ _NAMES = {
     "models.sharding.devices": "make_mesh",
     "generation.generate": "generate stream tune",
     "checkpoints.drafters": "load_drafter save_drafter",
-    "checkpoints.draft_tokens": "draft_vocabulary with_draft_vocabulary",
     "models.sharding.placement": "shard",
     "sizing.plan": "plan",
     "generation.result": "Generation Past",

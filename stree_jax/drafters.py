@@ -4,6 +4,10 @@ A custom drafter is a pytree with the three methods of `Drafter`: `init`, `propo
 `commit`. The functions at the end help to write `propose`.
 """
 
+from stree_jax.checkpoints.draft_tokens import draft_vocabulary as draft_vocabulary
+from stree_jax.checkpoints.draft_tokens import (
+    with_draft_vocabulary as with_draft_vocabulary,
+)
 from stree_jax.models.drafters.dflash import DFlash as DFlash
 from stree_jax.models.drafters.eagle import Eagle as Eagle
 from stree_jax.models.drafters.heads import Heads as Heads

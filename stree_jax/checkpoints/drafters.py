@@ -52,6 +52,13 @@ def load_drafter(
     Raises:
       CheckpointError: one line that says what is wrong and where.
       ValueError: the drafter is of another target, or a custom one cannot be imported.
+
+    Example:
+      >>> model = stree_jax.load("demo", dtype="float32")
+      >>> heads = stree_jax.load_drafter("demo-heads", model)
+      >>> result = stree_jax.generate(model, "import os", drafter=heads)
+      >>> result.promise
+      'tokens'
     """
     if target is not None and not isinstance(target, Model):
         raise ValueError(
@@ -95,6 +102,15 @@ def save_drafter(
     Raises:
       CheckpointError: the drafter has no files, its layout cannot express it, or dst
         cannot be written; dst is not created.
+
+    Example:
+      >>> import os, tempfile
+      >>> model = stree_jax.load("demo", dtype="float32")
+      >>> heads = stree_jax.load_drafter("demo-heads", model)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     stree_jax.save_drafter(heads, folder + "/heads", "demo")
+      ...     sorted(os.listdir(folder + "/heads"))
+      ['config.json', 'medusa_lm_head.safetensors']
     """
     path, kind = valid_path("dst", dst), kind_of_value(drafter)
     if kind is None:

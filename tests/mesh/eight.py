@@ -178,7 +178,7 @@ def blocks():
     model = tiny(1)
     cut, ids = stree_jax.shard(model, mesh_of("1x2")), prompts(model.config, 2)
     drafter = random_dflash(model, **DRAFTERS["dspark"])
-    small = stree_jax.with_draft_vocabulary(drafter, cut, np.arange(0, 47, 2))
+    small = stree_jax.drafters.with_draft_vocabulary(drafter, cut, np.arange(0, 47, 2))
     options = {"max_new_tokens": 6, "tree": "A", "stop_tokens": ()}
     texts = [
         stree_jax.generate(one, ids, drafter=own, **options).tokens

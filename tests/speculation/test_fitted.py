@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_refused(target, write, drafter, ngrams):
 
 
 def test_a_draft_vocabulary_keeps_the_ngrams(target, drafter, write):
-    fewer = stree_jax.with_draft_vocabulary(drafter, target, range(12))
+    fewer = stree_jax.drafters.with_draft_vocabulary(drafter, target, range(12))
     assert fewer.drafter.config.head_rows == 12 and fewer.ngrams is drafter.ngrams
     options = drafting(fewer, "A", "naive")
     assert write(**options).tokens == write().tokens

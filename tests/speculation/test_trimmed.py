@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling, draft_vocabulary, with_draft_vocabulary
+from stree_jax import Sampling
 from stree_jax.checkpoints.pair import pair_configs
 from stree_jax.convert.drafters.eagle import read_eagle
+from stree_jax.drafters import draft_vocabulary, with_draft_vocabulary
 from stree_jax.models import cast_params, logits_of
 from stree_jax.models.drafters.dflash import dflash_table, draft_logits
 from stree_jax.models.drafters.dflash_pairs import pair_scores
