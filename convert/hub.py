@@ -19,7 +19,7 @@ from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters.fields import has_drafter_fields
-from stree_jax.convert.families import mambainllama
+from stree_jax.convert.families import families
 from stree_jax.convert.families.configs import detect
 from stree_jax.convert.saved.store import PARAMS, SOURCE_CONFIG, is_ours
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
@@ -40,7 +40,7 @@ from stree_jax.convert.tensors.source import (
 from stree_jax.convert.tokenizers.tokenizer import tokenizer_files_among
 
 CONFIG_FILES = (
-    *("config.json", mambainllama.FILE, MODELOPT_FILE, *RECIPE_FILES, SOURCE_CONFIG),
+    *("config.json", MODELOPT_FILE, *RECIPE_FILES, SOURCE_CONFIG),
     ADAPTER,  # downloaded so that `load` reports it as an error
 )
 NAME = re.compile(
@@ -277,7 +277,8 @@ def chosen(found: Repository, get: Callable[[Collection[str]], Path]) -> Path:
     architecture is supported.
     """
     names, name = found.sizes.keys(), found.name
-    small = [file for file in CONFIG_FILES if file in names]
+    marks = (family.file for family in families().values())
+    small = [file for file in (*CONFIG_FILES, *marks) if file in names]
     small += tokenizer_files_among(names)
     ours = [file for file in names if file.startswith(f"{PARAMS}/")]
     weights = weights_among(names) if name.quant is None else None

@@ -131,6 +131,12 @@ def test_only_the_table_of_formats_imports_a_weight_format():
     assert {m for m in modules if room(m, "stree_jax")} == {table}
 
 
+def test_modules_do_not_ask_for_the_type_of_a_format():
+    """Weight formats answer for themselves, see `Format`."""
+    users = {m for m, file in FILES.items() if "KeptFormat" in file.read_text()}
+    assert users == {"stree_jax.models.weights.kept"}
+
+
 def test_imports_have_no_cycles():
     """Considers only imports that run when a module is loaded."""
     graph = {
