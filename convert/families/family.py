@@ -14,7 +14,7 @@ RECOMPUTED = "an independent float64 recomputation"
 
 @dataclass(frozen=True)
 class Family:
-    """A format of checkpoints: turns config fields and tensors into a model, and back.
+    """A format of checkpoints, which converts config fields and tensors both ways.
 
     Attributes:
       name: its `model_type`.
