@@ -11,7 +11,6 @@ import stree_jax
 from stree_jax.cli.commands.check_drafter import check
 from stree_jax.cli.main import main
 from stree_jax.convert.drafters.eagle import read_eagle
-from stree_jax.verify import reported
 from tests.support import eagle
 from tests.support.tiny import tiny_delta
 
@@ -91,29 +90,6 @@ def test_mtp_layers_are_also_read_before_the_norm():
     assert list(report["readings"]) == ["before the target's final norm"]
 
 
-def test_reported_figures_are_found_by_name():
-    name = "LiquidAI/LFM2.5-1.2B-Instruct-DSpark"
-    [row] = reported.reported(name, "LiquidAI/LFM2.5-1.2B-Instruct")
-    assert row.lengths["all"] == 5.28
-    [local] = reported.reported("drafters/eagle3_qwen3_4b_ttt7", "Qwen/Qwen3-4B")
-    assert "T = 1" in str(local) and "GSM8K 5.14" in str(local)
-    assert len(reported.reported("mtp", "Qwen/Qwen3.6-27B")) == 2
-    assert reported.reported("mtp", "Qwen/Qwen3.5-4B") == []
-    found = reported.as_json("DSpark", name, "x")
-    assert found["reported"][0]["drafts"] == 7
-    assert found["usual"]["first"] == (0.85, 0.90)
-    assert "first draft 85 to 90 %" in reported.as_lines("DSpark", "other", "x")[0]
-    assert reported.as_lines("", "other", "x") == []
-
-
-def test_reported_figures_are_plausible():
-    for row in reported.REPORTED:
-        assert row.drafter == row.drafter.lower() and row.target == row.target.lower()
-        assert all(1 < length <= row.drafts + 1 for length in row.lengths.values())
-    for usual in reported.USUAL.values():
-        assert all(0 < low < high <= 8 for low, high in usual)
-
-
 def test_the_command_names_the_mistake(tmp_path, capsys, monkeypatch):
     found = {
         "tokens": 9,
@@ -132,4 +108,3 @@ def test_the_command_names_the_mistake(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "read one layer later: first drafts agree 80.0%, second" in out
     assert "warning: read one layer later, the drafter agrees much better" in out
-    assert out.splitlines()[-1].startswith("usual for DSpark")

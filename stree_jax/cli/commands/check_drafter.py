@@ -24,8 +24,7 @@ probable token, where the drafts before it are the text's own. A drafter and a t
 that belong together agree on 60 to 90 % of the first drafts in the kind of text that
 the drafter was trained for (the target's own answers, in its chat template); a mistake
 in reading the drafter leaves 10 to 60 %. For published drafters and MTP layers the
-command also tries the usual mistakes, says if one of them agrees better, and prints
-what makers and users report.""",
+command also tries the usual mistakes and says if one of them agrees better.""",
     "stree-jax check-drafter --model OWNER/MODEL --drafter OWNER/NAME --text chat.txt",
 )
 LEVELS, NODES = 7, 16
@@ -48,7 +47,6 @@ def run(args: argparse.Namespace) -> None:
     from stree_jax.checkpoints.pair import load_pair
     from stree_jax.convert.base.files import read_text
     from stree_jax.generation.generate import encode_prompts
-    from stree_jax.verify.reported import as_json, as_lines
 
     if args.tokens < 2 or args.levels < 1:
         raise ValueError("want --tokens of 2 or more and --levels of 1 or more")
@@ -58,10 +56,8 @@ def run(args: argparse.Namespace) -> None:
     if len(ids) < 2:
         raise ValueError(f"{args.text}: want at least 2 tokens of text")
     report = check(target, drafter, ids, args.levels)
-    name = drafter if isinstance(drafter, str) else args.drafter
-    names = report["kind"], name or "", args.model
     if args.json:
-        print(json.dumps(report | as_json(*names)))
+        print(json.dumps(report))
         return
     print(f"{report['tokens']} tokens; drafter: {report['drafter']}\n")
     print("draft  agrees  places")
@@ -76,8 +72,6 @@ def run(args: argparse.Namespace) -> None:
     if report["better"]:
         print(f"warning: read {report['better']}, the drafter agrees much better; its")
         print("config seems to be wrong, or it belongs to another target")
-    for line in as_lines(*names):
-        print(line)
 
 
 def _shown(shares: list[float]) -> str:
