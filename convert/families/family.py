@@ -14,7 +14,7 @@ RECOMPUTED = "an independent float64 recomputation"
 
 @dataclass(frozen=True)
 class Family:
-    """A format of checkpoints, which converts config fields and tensors both ways.
+    """A checkpoint format: reads and writes its config fields and tensor names.
 
     Attributes:
       name: its `model_type`.
@@ -29,7 +29,7 @@ class Family:
         they remember another one. At most one family with `export` says so of a config.
       exported: whether `stree-jax export` writes this format, in words.
       compared: the implementation that its logits are tested against.
-      file, field: the file beside config.json, or the field of a config without
+      file, field: the file next to config.json, or the field of a config without
         `model_type`, by which the format is recognised. If empty, `model_type` is
         `name`.
       has_dt_floor: True if transformers clamps dt to at least `time_step_min`.
