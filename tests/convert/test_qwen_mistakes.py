@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import convert
+from stree_jax.convert import checkpoint
 from stree_jax.convert.families.tensor_map import Groups
 from tests.support import qwen
 from tests.support.qwen import TOKENS, mtp_score, score
@@ -370,8 +370,8 @@ ROWS = {"no groups": ungrouped, "norms as stored": as_stored, "halves of q": hal
 def test_planted_mistakes_in_rows_are_seen(source, monkeypatch, mistake):
     """The same for how the loader arranges rows of the files."""
     right = score(stree_jax.load(source("qwen3-next")))
-    rows_of = convert.rows_of
+    rows_of = checkpoint.rows_of
     monkeypatch.setattr(
-        convert, "rows_of", lambda *args: [ROWS[mistake](r) for r in rows_of(*args)]
+        checkpoint, "rows_of", lambda *args: [ROWS[mistake](r) for r in rows_of(*args)]
     )
     assert np.abs(score(stree_jax.load(source("qwen3-next"))) - right).max() > SEEN
