@@ -125,7 +125,7 @@ def check_sizes(args: argparse.Namespace) -> None:
 
 
 def model_named(name: str, dtype: str) -> Model:
-    """Returns a shape with random weights, or the model that `load` finds."""
+    """Returns a random model of a known shape, or else what `load` finds."""
     if name in NAMES:
         return in_dtype(random_model(config_of(name), "float32"), dtype)
     return load(name, dtype=dtype)

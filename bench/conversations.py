@@ -151,7 +151,7 @@ def converse(
 
 
 def units(talk: Talk, run: Run) -> dict[str, Callable[[], Any]]:
-    """Returns a unit for each conversation, which decodes it with all setups."""
+    """Returns a function per conversation that decodes it with all setups."""
     warm: set[str] = set()
     return {
         f"turns/{i}": partial(_unit, talk, turns, run.repeats, warm)

@@ -133,7 +133,8 @@ def decoded(
 def accuracies(
     work: Workload, prompts: dict[str, list[Prompt]]
 ) -> dict[str, list[list[float]]]:
-    """Returns how often a head's guess of rank r is right, [K][R] by prompt set."""
+    """Returns for each prompt set how often the guess of rank r of head k is right,
+    [k][r]."""
     assert work.heads is not None
     found = {}
     for title, texts in prompts.items():

@@ -1,10 +1,10 @@
 """Reproduces the figures of SpecMemo (Yildirim and Chen 2025): the memory of a
 generation by part, and what fits in a limit.
 
-`budgets` counts bytes of models that need not be run. Measured here, with Medusa heads:
-speed and bytes by caches, tree and number of heads (Fig. 10), by pruned trees and
-the best of equal size (Fig. 11, 12), and by rows of a batch (Fig. 8). Conversations at
-several budgets are measured by `conversations`.
+`budgets` counts bytes of models that need not be run. The rest runs Medusa heads and
+measures speed and bytes for each cache, tree and number of heads (Fig. 10), for pruned
+trees and the best trees of their size (Fig. 11, 12), and for each batch size (Fig. 8).
+`conversations` measures conversations at several budgets.
 """
 
 import argparse

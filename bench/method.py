@@ -286,7 +286,7 @@ def check_report(path: Path) -> None:
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:
-    """Writes a report; removes the `.part` of a complete one."""
+    """Writes a report. If it is complete, also deletes its `.part`."""
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(report, indent=1) + "\n")
     new.replace(path)

@@ -110,7 +110,7 @@ class Program:
     Attributes:
       run: runs passes from a carry, which it consumes, and returns the next carry.
       begin: makes the first carry.
-      passes: passes of a call.
+      passes: number of passes per call.
       compile_s: seconds of tracing and compiling.
       memory: see `compiled_bytes`.
     """

@@ -225,8 +225,8 @@ def _of_file(file: ModelFile, args: argparse.Namespace) -> Subject:
 
 
 def _arms(args: argparse.Namespace, drafts: bool) -> tuple[Arm, ...]:
-    """Returns our setups of `--arms` with plain decoding first; without a draft model,
-    those of prompt lookup."""
+    """Returns our setups from `--arms`, plain decoding first. If not `drafts`, returns
+    only those with prompt lookup."""
     plain, arms = parse_arm(PLAIN), [parse_arm(name) for name in args.arms]
     usable = [arm for arm in arms if drafts or arm.drafting == LOOKUP]
     return (plain, *(arm for arm in usable if arm != plain))

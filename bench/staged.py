@@ -292,7 +292,7 @@ def mode_of(temperature: float, report: dict[str, Any]) -> str:
 
 
 def figures(report: dict[str, Any]) -> "dict[str, Figure | str]":
-    """Draws bytes a token and speeds (Table 1, Fig. 2), and a text (Fig. 3)."""
+    """Draws bytes per token and speeds (Table 1, Fig. 2). Fig. 3 is a text."""
     temperatures = report["temperatures"]
     figure, axes = panels(2 * len(temperatures), report, "Staged speculation")
     for i, temperature in enumerate(temperatures):

@@ -153,7 +153,7 @@ def widened_drafter(drafter: Any, target: Model, factor: int) -> Any:
 
 
 def _in_float32(params: Params) -> Params:
-    """Returns the numbers of weights in any format as float32 arrays."""
+    """Returns the weights, which may have any format, as float32 arrays."""
 
     def plain(leaf: Any) -> jax.Array:
         return leaf.matrix() if is_weight(leaf) else leaf.astype(jnp.float32)

@@ -199,12 +199,12 @@ def reason(error: Exception) -> str:
 
 
 def fetch(name: HubName, wanted: Wanted = ()) -> Path:
-    """Downloads the files of a repository that `load` opens.
+    """Downloads from a repository the files that `load` opens.
 
     Args:
       name: the model's name on the hub.
-      wanted: groups of files to download instead of a model. Of each group, the first
-        file that the repository has is downloaded.
+      wanted: groups of alternative files to download instead of a model. The first
+        file of each group that exists is downloaded.
 
     Returns:
       A directory, or a GGUF file.

@@ -195,7 +195,7 @@ class _Call:
         return function(*args, **dict(self.options))
 
     def chosen(self, platform: str, module: Any) -> Function:
-        # If a later jax moves these parameters, the definition runs.
+        # If a later jax moves these parameters, no kernel is used.
         parameters = getattr(module, "lowering_parameters", None)
         one_cpu = platform == "cpu" and _on_one_device(module.axis_context)
         runs_here = one_cpu and not getattr(parameters, "for_export", True)

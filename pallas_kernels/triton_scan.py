@@ -101,7 +101,7 @@ def _kernel(h0: Any, past: Any, tree: Tree, h: Any, y: Any, *, blocks: Blocks) -
     grown, weight = weights(mask, mask_q, a, dt, T)
     D = inputs.D[...].astype(jnp.float32)
     skip = (D if D.ndim == 0 else D[None]) * x_q.astype(jnp.float32)
-    # See `faults`. NaN in B, dt or a of an ancestor is in the weight already.
+    # An ancestor's NaN in B, dt or a is already in `weight` (see `faults`).
     allowed = (mask_q != 0) & (lax.iota(jnp.int32, key.size)[None] < T)
     weight = jnp.where(allowed, weight * scores, 0.0)
     fault = faults_of(x)

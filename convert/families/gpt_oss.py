@@ -48,7 +48,7 @@ UP = "experts.gate_up_proj"
 
 
 def sink_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
-    """Yields the rows of attention with sinks."""
+    """Yields a `Row` for each parameter of attention with sinks."""
     yield from attention_rows(ours, theirs, c)
     yield Row((*ours, "sinks"), (f"{theirs}.sinks",))
 

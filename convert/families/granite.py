@@ -141,7 +141,7 @@ def expresses(config: ModelConfig) -> bool:
     if not alternates(config, mixers, {"mlp"}):
         return False
     mlp = config.mixers["mlp"]
-    # Without multipliers, others are Llamas or Bamba.
+    # Unless `plain`, a model without multipliers is a Llama or a Bamba.
     plain = has_mamba and not mlp.bias and not llama.rotates_partly(config)
     return mlp.gated and (plain or llama.multiplies(config))
 

@@ -403,10 +403,10 @@ def _whole(number: float) -> float:
 def mamba_table(
     width: Callable[[ConfigFields], int], out_bias: str = "mamba_proj_bias"
 ) -> tuple[Field, ...]:
-    """Returns the table of the `mamba_` fields of Granite, Bamba and Falcon-H1.
+    """Returns how the `mamba_` fields of Granite, Bamba and Falcon-H1 map to ours.
 
     Args:
-      width: reads the width of all heads together, for a head size of "auto".
+      width: returns the total width of the heads, for a head size of "auto".
       out_bias: name of the field for the bias of out_proj.
     """
     heads = Field("mamba_n_heads", "num_heads", read.size, 128)

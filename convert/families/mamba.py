@@ -31,7 +31,7 @@ NORMS = {"dt_norm": "dt_layernorm", "B_norm": "b_layernorm", "C_norm": "c_layern
 
 
 def mamba1_rows(ours: Path, theirs: str, c: Mamba1Config) -> Iterator[Row]:
-    """Yields the rows of a Mamba-1 mixer."""
+    """Yields a `Row` for each parameter of a Mamba-1 mixer."""
     yield from module_rows(ours, theirs, PROJECTIONS)
     yield from conv_rows(ours, theirs)
     yield Row((*ours, "dt_proj"), (f"{theirs}.dt_proj.weight",))

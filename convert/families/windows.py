@@ -57,7 +57,7 @@ def check_window(
 
 
 def check_llama_windows(fields: ConfigFields) -> None:
-    """Checks the windows of llama, a class without sliding windows.
+    """Checks for short windows in llama configs, which the class ignores.
 
     transformers nevertheless applies the config's window to the KV cache, so decoding
     token by token gives other results than a forward pass over the whole text.

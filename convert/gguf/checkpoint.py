@@ -208,7 +208,7 @@ def _own_tensors(
 
 
 def source_config(header: Header) -> dict[str, Any]:
-    """Returns the fields of config.json that are not about the architecture."""
+    """Returns fields of a GGUF header for a config.json, without the architecture."""
     return source_fields(header, architecture_of(header))
 
 

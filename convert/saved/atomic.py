@@ -91,7 +91,7 @@ def _temporary(dst: Path, warn: Warn) -> tuple[Path, int | None]:
     prefix = f".{dst.name[:50]}.tmp-"  # a name has at most 255 bytes
     for left in sorted(dst.parent.iterdir()):
         if re.fullmatch(re.escape(prefix) + r"\w{8}", left.name):
-            with suppress(OSError):  # locks are unsupported, so it may be in use
+            with suppress(OSError):  # no locks here: it may be in use, so keep it
                 if (lock := _lock(left)) is not None:
                     shutil.rmtree(left, ignore_errors=True)
                     os.close(lock)

@@ -347,8 +347,8 @@ def _entries(files: Iterable[Path]) -> list[dict[str, Any]]:
 def _check_files(checkpoint: CheckpointFiles, hashed: bool = True) -> None:
     """Checks that the files of params/ and the tokenizer have not changed.
 
-    Sizes are checked first, because that costs nothing. Orbax would read most damaged
-    bytes as weights and print tracebacks about others.
+    Sizes are checked first, because that costs nothing. Without this check, Orbax would
+    load most damage as weights, and print tracebacks for the rest.
 
     Args:
       checkpoint: the directory.

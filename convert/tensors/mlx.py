@@ -1,6 +1,6 @@
-"""Matrices in MLX's affine quantization, and a check for its layout of other tensors.
+"""Reads MLX's affine quantization, and detects MLX's layout of unquantized tensors.
 
-A number is scale * q + bias, with a scale and a bias for each group of columns. An
+A number is scale * q + bias, with a scale and a bias for each group of columns. A
 uint32 holds 8 numbers of 4 bits or 4 of 8 bits, the first in the lowest bits.
 
 Sources: MLX 0.32 (`mx.quantize`), mlx-lm 0.32 (`utils.py`, and `sanitize` of its

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 LLAMA, CODE_LLAMA = "LlamaTokenizer", "CodeLlamaTokenizer"
 PIECE_CLASSES = (LLAMA, CODE_LLAMA, "GemmaTokenizer")
 SPACE = "\u2581"  # SentencePiece's symbol for a space
-# Texts in which the classes differ: words, digits, spaces, marks, composed characters.
+# Texts that the classes tokenize differently: words, digits, spaces, marks, composed
+# characters.
 TEXTS = (
     "Hello world, it's 12345 o'clock!",
     "  two spaces,\n\n\ta tab \r\n",

@@ -463,8 +463,8 @@ def _conv_out(
 def _convolved(
     c: DFlashConfig, x: jax.Array, base: jax.Array, coefficients: jax.Array
 ) -> jax.Array:
-    """Returns the sum over taps s of (base[s] + coefficients[:, :, s]) times x, s slots
-    earlier; 0 before the first slot."""
+    """Returns sum_s (base[s] + coefficients[:, :, s]) * x[slot - s], with x = 0 before
+    the first slot."""
     n, y = x.shape[1], jnp.zeros_like(x)
     for s in range(c.conv_taps):
         earlier = jnp.pad(x, ((0, 0), (s, 0), (0, 0)))[:, :n]

@@ -436,8 +436,8 @@ def _layer(c: EagleConfig, block: Block, dtype: Any) -> ResidualLayer:
 
 
 def project(model: EagleModel, streams: Tapped) -> jax.Array:
-    """Returns the vectors u [B, T, d] float32 of the target's streams, each
-    [B, T, dt]."""
+    """Projects the target's streams, each [B, T, dt], to the drafter's inputs
+    u [B, T, d] float32."""
     variables = {"params": model.params}
     return model.module.apply(variables, streams, method="project")
 

@@ -232,7 +232,7 @@ def attention_params(c: AttentionConfig, d_model: int) -> Table:
         )
     if c.qk_norm_eps is not None:
         for name, of in (("q_norm", heads[0]), ("k_norm", heads[1])):
-            # One scale for all heads: every device has it whole.
+            # All heads share one scale [hd], so every device has it whole.
             runs = (of,) if c.qk_norm_whole else ()
             width = run_width(runs) if runs else c.head_dim
             table[name] = Param((width,), ONES, runs, float32=c.qk_norm_float32)

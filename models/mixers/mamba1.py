@@ -39,8 +39,8 @@ class Mamba1Config:
       dt_rank: R, width between the two projections of dt.
       d_state: N, states per channel.
       d_conv: K, taps of the convolution.
-      norm: RMSNorm of each of dt (before its second projection), B and C: "plain",
-        without a scale (Falcon Mamba), or "scaled" (Jamba). If None, there is no norm.
+      norm: RMSNorm of dt (before its second projection), B and C. "plain" has no scale
+        (Falcon Mamba), "scaled" has one (Jamba). If None, there is no norm.
       norm_eps: epsilon of these norms.
       proj_in_bias, proj_out_bias, conv_bias: True if the bias exists.
     """
@@ -68,8 +68,8 @@ class Mamba1State:
     Attributes:
       ssm: [B, N, D] float32, the transpose of transformers' state.
       conv: [B, K-1, D], the last K-1 inputs of the convolution.
-      A: [B, N, D] float32, the decays, which are parameters. Every forward pass writes
-        this copy, because `commit` has no parameters.
+      A: [B, N, D] float32, the decays, which are parameters. Every forward pass copies
+        them here, because `commit` is not given the parameters.
     """
 
     ssm: jax.Array = leaf("state", part_axis=2)

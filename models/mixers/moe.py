@@ -27,8 +27,8 @@ from stree_jax.models.weights.formats import stack_of
 from stree_jax.models.weights.linear import expert_product, linear
 
 PADDING = -1  # the expert of padding, which the kernels skip
-# Rows of all experts that run together if all run, which bounds the memory of their
-# results. Only for projections that are not plain arrays.
+# Most rows (tokens times experts) computed at once if every expert runs on every token.
+# It bounds the memory of the results. Not used for projections that are plain arrays.
 MAX_ROWS_AT_ONCE = 4096
 
 

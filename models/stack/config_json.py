@@ -96,8 +96,7 @@ def _from_version_1(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_numbers(config: ModelConfig) -> None:
-    """Raises ValueError for impossible numbers that the parameters' shapes do not
-    show."""
+    """Raises ValueError for invalid numbers that no parameter shape would reveal."""
     if not 0 < config.num_tokens <= config.vocab_size:
         raise ValueError(f"model.num_tokens: want 1..{config.vocab_size}")
     if not 0 < config.norm_eps < math.inf:

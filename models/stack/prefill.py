@@ -143,7 +143,7 @@ def prefill(
     """
     batch, config = tokens.shape[0], model.config
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-    # Only now: the token at place `length` may be the one after the prompt.
+    # Not before `following`, which may need the token at `length`.
     tokens = _filled(tokens, length)
     nodes = chain_nodes(batch, chunk, config.conv_taps)
     path = nodes.depth  # row j of a chain is its j-th token

@@ -86,7 +86,7 @@ def talk(chat: ChatModel, conversation: Conversation, read: Callable[[], str]) -
             text = read()
         except EOFError:
             return 0
-        except KeyboardInterrupt:  # the line is cleared
+        except KeyboardInterrupt:  # drops the typed text
             if not typed:
                 return 0
             continue

@@ -295,7 +295,7 @@ class Shown:
         self.reply, self.earlier = reply, self.text
 
     def show(self, part: Generation) -> None:
-        """Prints the whole characters that are new in an item of a stream."""
+        """Prints the new text of a stream's item, complete characters only."""
         if isinstance(part.stop_reasons[0], str):  # the text is cut at a stop string
             self.text = self.earlier + (part.texts or [""])[0]
             self.print_to(len(self.text))

@@ -188,8 +188,8 @@ class Writer:
             self.place = self.place.after([token])
 
     def _ready(self, text: TextSoFar) -> tuple[Choice, ...]:
-        """Returns the log-probabilities of the tokens that belong to the text, without
-        those that were returned before."""
+        """Returns the log-probabilities of tokens whose text is final and that were not
+        returned before."""
         ready = self.choices[self.returned : text.place.tokens]
         self.returned += len(ready)
         if text.stop is not None and text.place.bytes and self.choices:

@@ -129,7 +129,8 @@ def fixed(name: str) -> Tree:
 def _trees(
     source: Source, acceptance: Acceptance, pace: _Pace
 ) -> Iterator[tuple[str, float, float]]:
-    """Yields (name, expected tau, expected seconds of a step) of a source's trees."""
+    """Yields (name, expected tau, expected seconds of a step) for each tree of a
+    drafter."""
     trees = {name: fixed(name) for name in source.trees} or _best_trees(acceptance)
     gains = {
         name: (expected_tau(tree, acceptance), pace.step(tree))

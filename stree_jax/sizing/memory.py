@@ -164,7 +164,8 @@ def abstract_program(
 
 
 def greedy_start(room: BufferSizes, width: int) -> Start:
-    """Returns the abstract start of greedy decoding after prompts of `width` tokens."""
+    """Returns the `Start` of greedy decoding after prompts of `width` tokens, with
+    shapes instead of arrays."""
 
     def ids(*shape: int) -> Any:
         return jax.ShapeDtypeStruct((room.batch, *shape), jnp.int32)

@@ -205,8 +205,8 @@ def plan(
 
 
 def _format(model: ModelConfig | models.Model, dtype: str | Format) -> Format:
-    """Returns the format of a name. For weights that `model` keeps, it has their
-    storage."""
+    """Returns the format that `dtype` names. If it is the format of `model`, it has the
+    layout of the model's weights."""
     format = weights_named(dtype)
     if isinstance(model, ModelConfig) or format.name != model.weight_format.name:
         return format

@@ -197,7 +197,7 @@ def advanced_on(
 def _spread(
     function: Callable[..., Decoding], rows: str | None, spec: Spec, *args: Any
 ) -> Decoding:
-    """Calls `function` with a spec whose rows are sharded over the axis `rows`."""
+    """Calls `function` with the batch's rows sharded over the mesh axis `rows`."""
     policy = spec.policy.with_rows(rows)
     return function(replace(spec, rows=rows, policy=policy), *args)
 

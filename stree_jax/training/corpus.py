@@ -32,9 +32,9 @@ _MAX_TOKEN_CHARS = 16  # keeps rulers such as "# -----" out of the vocabulary
 # every match fits into a document.
 _LINE = re.compile(rf"[^\n]{{1,{MAX_DOCUMENT_BYTES // 4 - 1}}}\n?|\n")
 
-# A newline and the indentation after it are separate tokens. Prompts usually end with a
-# newline, and the indentation that continues them is then a token that the model has
-# seen at that position. Indentation is one run, so that the word after it has no space.
+# A newline and the indentation after it are separate tokens, because prompts usually
+# end with a newline: the model should know indentation as the next token. All of the
+# indentation is one token, so the next word has no leading space.
 # Other tokens are words with a preceding space, dot or underscore, single digits,
 # punctuation, and other spaces (except the last one, which belongs to the next word).
 _PRETOKENS = (

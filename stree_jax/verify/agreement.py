@@ -51,7 +51,7 @@ PIECE = 512  # tokens of text that are read at once; a longer text is cut
 
 @dataclass(frozen=True)
 class Agreement:
-    """The drafts at the places of a text.
+    """Draft trees at n places of a text.
 
     Attributes:
       tokens: [n, T] int32, the drafted trees; node 0 is a token of the text.

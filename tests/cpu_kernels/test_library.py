@@ -122,9 +122,10 @@ def clone(tmp_path_factory):
     """A clone whose kernels were never built: the files that Python imports first."""
     root = tmp_path_factory.mktemp("clone").resolve()
     (root / "stree_jax").mkdir()
-    for name in ("__init__.py", "version.py"):
-        shutil.copy(ROOT / "stree_jax" / name, root / "stree_jax")
+    shutil.copy(ROOT / "stree_jax" / "__init__.py", root / "stree_jax")
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    common = root / "stree_jax" / "common"
+    shutil.copytree(ROOT / "stree_jax" / "common", common, ignore=ignored)
     shutil.copytree(ROOT / "cpu_kernels", root / "cpu_kernels", ignore=ignored)
     (root / "stree_jax" / "cpu_kernels").symlink_to("../cpu_kernels")
     return root

@@ -16,8 +16,8 @@ from stree_jax.models.weights.panels.kind import BLOCK, PanelKind
 from stree_jax.models.weights.panels.product import rounded
 from stree_jax.models.weights.plain import MIN_GPU_ROWS
 
-# Up to this many rows the sums of all blocks, 4 bytes per row and block of 32 columns,
-# take less memory than the decoded matrix.
+# With at most this many rows, the sums of blocks (4 bytes per row and 32 columns) take
+# less memory than the decoded matrix.
 MAX_BATCHED_ROWS = 16
 
 

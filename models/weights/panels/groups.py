@@ -46,7 +46,7 @@ class Integers(PanelKind):
 
     def parts(self, arrays: Arrays) -> Parts:
         scale = arrays["scale"].astype(np.float32, copy=False)
-        # Exact if the scale has 19 bits or fewer, as float16 and bfloat16 have.
+        # Exact for scales of up to 19 significant bits, such as float16 and bfloat16.
         minimum = -(scale * arrays["zero"].astype(np.float32, copy=False))
         return [scale[..., None], minimum[..., None]], _packed(arrays["numbers"])
 

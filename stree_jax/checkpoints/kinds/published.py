@@ -30,7 +30,7 @@ from stree_jax.speculation.drafters.ngram_pairs import WithNGrams, without_pairs
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.table import DrafterConfig
 
-INT8 = "int8"  # format of a drafter without kept matrices if its target is quantized
+INT8 = "int8"  # format of an unquantized drafter whose target is quantized
 LATENT = ".kv_a_proj"  # in the names of tensors of latent attention
 # Parts of a model's name that say how its weights are stored.
 _STORAGE = re.compile(

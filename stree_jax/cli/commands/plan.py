@@ -138,8 +138,8 @@ def report(found: "Planned") -> str:
 
 
 def options_of(choice: "Choice") -> list[str]:
-    """Returns the options with which `generate` decodes as in a choice. Draft models
-    and heads are named as for the plan."""
+    """Returns the options of `generate` for a choice. Draft models and heads have the
+    names that `plan` was given."""
     words = ["--dtype", choice.dtype]
     if choice.drafter in ("lookup", "none"):
         words += ["--drafter", choice.drafter]
