@@ -59,8 +59,8 @@ class DrafterKind:
         raise NotImplementedError
 
     def load(self, files: DrafterFiles, target: Model | None, dtype: Any) -> Any:
-        """Loads the drafter for a target (None: unknown) with weights in `dtype`
-        (None: as stored)."""
+        """Loads the drafter with weights in `dtype`, for a target if that is known. If
+        `dtype` is None, weights stay as they are stored."""
         raise NotImplementedError
 
     def default_dtype(self, files: DrafterFiles, target: Format, dtype: Any) -> Any:
