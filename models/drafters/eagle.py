@@ -277,7 +277,7 @@ class Eagle:
 
 
 @model_pytree
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EagleModel(Model):
     """An EAGLE drafter with its target's embedding and head: a model whose forward
     passes take `previous`, the vectors u, as those of `mtp.mtp_model` do.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import struct
+from flax import serialization, struct
 
 from stree_jax.common.checks import shown
 from stree_jax.models.base.content import Content
@@ -64,7 +64,8 @@ Static = tuple[ModelConfig, Content, jax.sharding.Mesh | None, Cut]
 
 
 def model_pytree(kind: type) -> type:
-    """Class decorator that registers `Model`, or a subclass of it, as a pytree."""
+    """Class decorator that registers `Model`, or a subclass of it, as a pytree and with
+    Flax's serialization, which writes its parameters."""
 
     def parts(model: Any) -> tuple[list[tuple[Any, Params]], Static]:
         static = model.config, model._content, model.mesh, model.cut
@@ -76,12 +77,20 @@ def model_pytree(kind: type) -> type:
         model.__dict__["_content"] = content  # so that its text is read only once
         return model
 
+    def state(model: Any) -> dict[str, Any]:
+        return {"params": serialization.to_state_dict(model.params)}
+
+    def restored(model: Any, state: dict[str, Any]) -> Any:
+        params = serialization.from_state_dict(model.params, state["params"])
+        return replace(model, params=params)
+
     jax.tree_util.register_pytree_with_keys(kind, parts, whole)
+    serialization.register_serialization_state(kind, state, restored)
     return kind
 
 
 @model_pytree
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A model ready to run: a pytree whose only leaves are the arrays of `params`.
 
@@ -140,11 +149,15 @@ class Model:
         return Content(self.tokenizer)
 
     def __repr__(self) -> str:
-        config, count = self.config, parameter_count(self.params)
-        storage = storage_named(self.params)
+        config = self.config
+        try:
+            count = f"{parameter_count(self.params):,} parameters"
+            stored = f"{count} in {storage_named(self.params)}"
+        except (AttributeError, KeyError, TypeError):  # of a mapped tree: no arrays
+            stored = "without arrays"
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(config.kinds).items())
         return (
-            f"{type(self).__name__}({count:,} parameters in {storage}, "
+            f"{type(self).__name__}({stored}, "
             f"layers: {kinds}; d_model {config.d_model}, {config.num_tokens} tokens)"
         )
 

@@ -11,7 +11,7 @@ from stree_jax.checkpoints.kinds.kind import Target
 from stree_jax.checkpoints.kinds.model import DRAFT_MODEL
 from stree_jax.checkpoints.kinds.table import kind_of, kind_of_value
 from stree_jax.checkpoints.resolve import valid_path
-from stree_jax.common.checks import shown, with_hints
+from stree_jax.common.checks import as_integer, shown, with_hints
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.saved.store import weights_named
 from stree_jax.models import Model
@@ -117,7 +117,11 @@ def save_drafter(
         raise CheckpointError(f"drafter: nothing to write, got {shown(drafter)}")
     if not isinstance(target, str):
         raise CheckpointError(f"target: want a text, got {type(target).__name__}")
-    kind.save(drafter, path, Target(target, target_layers))
+    layers = as_integer(target_layers)
+    if target_layers is not None and (layers is None or layers < 1):
+        got = shown(target_layers)
+        raise CheckpointError(f"target_layers: want a number from 1 on, got {got}")
+    kind.save(drafter, path, Target(target, layers))
 
 
 def drafter_info(

@@ -43,10 +43,6 @@ _HINTS: tuple[tuple[str, tuple[Hint, ...]], ...] = (
         (
             f"{name} {other_names}",
             (
-                Hint(
-                    "lengths",  # of generate_tokens
-                    f"pass sampling=sampling_rows([Sampling({name}={{}}), ...])",
-                ),
                 Hint("sampling", f"pass sampling=Sampling({name}={{}})"),
                 Hint("sampled", "pass sampled=True"),
                 Hint(name, f"pass {name}={{}}"),

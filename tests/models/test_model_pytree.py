@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import serialization
 from jax import export
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -69,3 +70,23 @@ def test_an_exported_function_takes_a_model_with_its_tokenizer():
     assert (found.params["embedding"] == 2 * made.params["embedding"]).all()
     with pytest.raises(ValueError, match="tree"):
         export.deserialize(written).call(model(words("a", "c")))
+
+
+def test_a_model_without_arrays_has_a_repr():
+    """Trees of masks, labels and shapes are models, too."""
+    for convert in (lambda x: None, lambda x: "decay", jnp.shape):
+        assert "without arrays" in repr(jax.tree.map(convert, model(words("a"))))
+    assert "without arrays" in repr(model(None).replace(params={}))
+
+
+def test_flax_writes_and_restores_a_model():
+    made = model(words("a"))
+    other = jax.tree.map(lambda x: x + 1, made)
+    found = serialization.from_bytes(made, serialization.to_bytes(other))
+    assert found.tokenizer is made.tokenizer
+    assert (found.params["embedding"] == other.params["embedding"]).all()
+
+
+def test_models_compare_by_identity():
+    one, other = model(None), model(None)
+    assert one == one and one != other and len({one, other}) == 2

@@ -31,8 +31,8 @@ def add_options(p: Parser) -> None:
             f"git clone {repository()} and run stree-jax bench in that folder"
         )
         return
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    # First in the path: the current folder may have a file bench.py, too.
+    sys.path[:] = [str(folder), *(p for p in sys.path if p != str(folder))]
     from bench.registry import add_bench_parsers
 
     add_bench_parsers(p)

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("want --tokens of 2 or more and --levels of 1 or more")
     text = read_text(args.text)
     target, drafter = load_pair(args.model, args.drafter, args.dtype)
+    if drafter is None:
+        raise ValueError("--drafter: none proposes nothing; name a drafter to check")
     ids = encode_prompts(target, [text])[0][: args.tokens] if text else []
     if len(ids) < 2:
         raise ValueError(f"{args.text}: want at least 2 tokens of text")
