@@ -249,7 +249,7 @@ def test_signatures_stay_visible():
         ("plan", "draft_model", "pass drafter="),
         ("score", "input_ids", "pass tokens=1"),
         ("score", "token", "did you mean 'tokens'?"),
-        ("generate_tokens", "temperature", "pass sampling=sampling_rows([Sampling("),
+        ("generate_tokens", "temperature", "pass sampling=Sampling(temperature="),
         ("generate", "prompt", "pass prompts="),
         ("generate", "input_ids", "pass prompts="),
         ("generate", "options", "did you mean "),
