@@ -17,10 +17,12 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent.parent
 # MkDocs runs this file by its path, so neither its folder nor the package is on the
-# import path yet.
+# import path yet. It restores the path afterwards, so the package is imported here.
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 import cli_page  # noqa: E402
 from links import image_uri, outside_links  # noqa: E402
+
+import stree_jax.cli.main  # noqa: E402, F401
 
 CLI_PAGE = "reference/cli.md"
 REPOSITORY = "https://github.com/stree-jax/stree-jax"  # if pyproject.toml names none
