@@ -52,7 +52,7 @@ class Family:
 
     @property
     def mark(self) -> str:
-        """What a checkpoint is recognised by, for tables and messages."""
+        """The file or field by which a checkpoint is recognised, for messages."""
         return self.file or self.field or self.name
 
     def also(self, name: str, models: str, **changes: Any) -> "Family":

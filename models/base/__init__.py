@@ -1,1 +1,1 @@
-"""What models are built on: array shards, random keys, tracing and serialization."""
+"""The base of models: array shards, random keys, tracing and serialization."""

@@ -1,4 +1,4 @@
-"""What the commands share that train: `train`, `distill` and `heads`.
+"""Helpers of the commands that train: `train`, `distill` and `heads`.
 
 Imports nothing heavy before one of them runs: --help is fast.
 """

@@ -1,4 +1,4 @@
-"""What published drafters have in common: block drafters and EAGLE.
+"""Shared code of published drafters: block drafters and EAGLE.
 
 Their kind is found by the tensors. A config says, or should say, of which target they
 are.

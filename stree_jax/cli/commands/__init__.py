@@ -117,7 +117,7 @@ def commands() -> Iterator[Command]:
         names.add(entry.name)
         try:
             found = entry.load()
-        except Exception as error:  # whatever the other package raises
+        except Exception as error:  # any error of the other package
             found = _broken(entry.name, f"{entry.value} cannot be imported: {error}")
         yield found
 
