@@ -108,3 +108,10 @@ def test_the_command_names_the_mistake(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "read one layer later: first drafts agree 80.0%, second" in out
     assert "warning: read one layer later, the drafter agrees much better" in out
+
+
+def test_a_drafter_is_needed(tmp_path, capsys):
+    file = tmp_path / "text.txt"
+    file.write_text("def add(a, b):")
+    assert main(["check-drafter", "--drafter", "none", "--text", str(file)]) == 2
+    assert "--drafter: none proposes nothing" in capsys.readouterr().err

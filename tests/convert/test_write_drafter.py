@@ -123,3 +123,10 @@ def test_an_eagle_drafter_that_the_layout_cannot_express_is_refused(changes, mes
     drafter = random_eagle(eagle.target(), {}, {})
     with pytest.raises(CheckpointError, match=message):
         eagle_fields(replace(drafter.config, **changes))
+
+
+@pytest.mark.parametrize("layers", ["x", -4, 1.5, 0])
+def test_a_wrong_number_of_layers_is_refused(target, tmp_path, layers):
+    with pytest.raises(CheckpointError, match="^target_layers: want a number from 1"):
+        save_drafter(target, tmp_path / "d", target_layers=layers)
+    assert not (tmp_path / "d").exists()
