@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# The package, as in package-dir of pyproject.toml, and the programs beside it
+# Folders of the package, as in package-dir of pyproject.toml, and of the programs that
+# are not installed
 FOLDERS = {
     "stree_jax": ROOT / "stree_jax",
     "stree_jax.models": ROOT / "models",

@@ -1,1 +1,1 @@
-"""What all readers use: files of a directory, and the error for bad checkpoints."""
+"""Helpers of all readers: files of a directory, and the error for bad checkpoints."""

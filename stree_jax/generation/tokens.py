@@ -23,7 +23,7 @@ from stree_jax.speculation.tree import Topology
 
 @struct.dataclass
 class GeneratedTokens:
-    """What `generate_tokens` returns: a pytree of arrays.
+    """The result of `generate_tokens`: a pytree of arrays.
 
     Attributes:
       tokens: [B, max_new_tokens] int32. The generated tokens of each row, then zeros.

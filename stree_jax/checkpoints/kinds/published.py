@@ -1,7 +1,7 @@
 """Shared code of published drafters: block drafters and EAGLE.
 
-Their kind is found by the tensors. A config says, or should say, of which target they
-are.
+Their tensors show which kind they are. Their configs should name the target that they
+were trained for.
 """
 
 import re

@@ -72,6 +72,7 @@ def mark(parser: argparse.ArgumentParser) -> None:
         elif action.type is Path or name in NAMES:
             found = shtab.FILE
         if found is not None:
+            # shtab reads this attribute, which argparse does not declare.
             action.complete = found  # type: ignore[attr-defined]
 
 
