@@ -51,9 +51,8 @@ def models_of_llama_cpp(tmp_path_factory):
     folder = Path(kept) if kept else tmp_path_factory.mktemp("peers")
     if not (folder / "templates").is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        command = (
-            f"-m pip download --quiet --no-deps --no-binary :all: {PACKAGE} --dest"
-        )
+        source = "--no-deps --no-binary llama-cpp-python"
+        command = f"-m pip download --quiet {source} {PACKAGE} --dest"
         subprocess.run([sys.executable, *command.split(), folder], check=True)
         (archive,) = folder.glob("llama_cpp_python-*.tar.gz")
         with tarfile.open(archive) as opened:
