@@ -111,8 +111,4 @@ def _not_ends(texts: set[str]) -> set[str]:
 def _first_ids(tokens: Sequence[str]) -> dict[str, int]:
     """Returns the id of each token in the lists above; the first id of repeated
     ones."""
-    found: dict[str, int] = {}
-    for number, token in enumerate(tokens):
-        if token in KNOWN:
-            found.setdefault(token, number)
-    return found
+    return {text: tokens.index(text) for text in KNOWN.intersection(tokens)}

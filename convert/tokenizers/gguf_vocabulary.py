@@ -126,7 +126,9 @@ def read_vocabulary(
         if model == "llama":
             return piece_tokenizer(fields)
         if model == "gpt2" and pre in PRETOKENIZERS:
-            return _finished(fields, _byte_level(fields, pre), pre in WHOLE_WORDS)
+            kinds = _kinds(fields)
+            tokenizer = _byte_level(fields, kinds, pre)
+            return _finished(fields, kinds, tokenizer, pre in WHOLE_WORDS)
     except CheckpointError:
         raise
     except Exception as error:  # the Rust library raises plain Exception
@@ -158,7 +160,8 @@ def piece_tokenizer(fields: ConfigFields) -> "Tokenizer":
       fields: metadata of a GGUF file's vocabulary, without the prefix
         "tokenizer.ggml.".
     """
-    return _finished(fields, _sentencepiece(fields), True)
+    kinds = _kinds(fields)
+    return _finished(fields, kinds, _sentencepiece(fields, kinds), True)
 
 
 def _warn_of_missing(fields: ConfigFields, warn: Callable[[str], object]) -> None:
@@ -257,12 +260,13 @@ def _numbers(fields: ConfigFields, name: str, count: int, kinds: str) -> np.ndar
     return value
 
 
-def _kinds(fields: ConfigFields, count: int) -> np.ndarray:
-    """Returns the types of all tokens, corrected where converters set them wrongly."""
-    kinds = np.ones(count, np.int32)
-    if "token_type" in fields.values:
-        kinds = _numbers(fields, "token_type", count, "iu").astype(np.int32)
+def _kinds(fields: ConfigFields) -> np.ndarray:
+    """Returns the types [n] int32 of all tokens, corrected where converters set them
+    wrongly."""
     tokens = _tokens(fields)
+    kinds = np.ones(len(tokens), np.int32)
+    if "token_type" in fields.values:
+        kinds = _numbers(fields, "token_type", len(tokens), "iu").astype(np.int32)
     fill_in = _fill_in(fields, tokens)
     for number, kind in corrected_types(tokens, fill_in).items():
         kinds[number] = kind
@@ -291,10 +295,10 @@ def _special(fields: ConfigFields, name: str) -> int | None:
     return found if found is not None and found < count else None
 
 
-def _byte_level(fields: ConfigFields, pre: str) -> "Tokenizer":
+def _byte_level(fields: ConfigFields, kinds: np.ndarray, pre: str) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    vocabulary = _vocabulary(fields)
+    vocabulary = _vocabulary(fields, kinds)
     merges = []
     for merge in _texts(fields, "merges"):
         first, _, second = merge[1:].partition(" ")  # a token may begin with a space
@@ -320,21 +324,21 @@ def _words(expressions: tuple[str, ...]) -> "PreTokenizer":
     return pre_tokenizers.Sequence([*cuts, letters])
 
 
-def _vocabulary(fields: ConfigFields) -> dict[str, int]:
+def _vocabulary(fields: ConfigFields, kinds: np.ndarray) -> dict[str, int]:
     """Returns the ids of all used tokens; the first id of repeated tokens."""
     tokens = _tokens(fields)
-    used = np.flatnonzero(_kinds(fields, len(tokens)) != UNUSED).tolist()
+    used = np.flatnonzero(kinds != UNUSED).tolist()
     return {tokens[number]: number for number in reversed(used)}
 
 
-def _sentencepiece(fields: ConfigFields) -> "Tokenizer":
+def _sentencepiece(fields: ConfigFields, kinds: np.ndarray) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens, vocabulary = _tokens(fields), _vocabulary(fields)
+    tokens, vocabulary = _tokens(fields), _vocabulary(fields, kinds)
     unknown = _special(fields, "unknown")
     model = models.BPE(
         vocab=vocabulary,
-        merges=_merges(fields, vocabulary),
+        merges=_merges(fields, kinds, vocabulary),
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -350,14 +354,15 @@ def _sentencepiece(fields: ConfigFields) -> "Tokenizer":
     return tokenizer
 
 
-def _merges(fields: ConfigFields, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(
+    fields: ConfigFields, kinds: np.ndarray, vocabulary: dict[str, int]
+) -> list[tuple[str, str]]:
     """Returns all pairs of tokens that form a token, ordered by its score, highest
     first."""
-    tokens = _tokens(fields)
-    scores = _numbers(fields, "scores", len(tokens), "f")
+    scores = _numbers(fields, "scores", len(kinds), "f")
     texts, numbers = list(vocabulary), np.fromiter(vocabulary.values(), np.int64)
     whole = (CONTROL, UNKNOWN, UNUSED, BYTE)  # never formed by merges
-    may_form = ~np.isin(_kinds(fields, len(tokens))[numbers], whole)
+    may_form = ~np.isin(kinds[numbers], whole)
     for text in compress(texts, may_form):
         if len(text) > MAX_PIECE:
             number = vocabulary[text]
@@ -365,22 +370,22 @@ def _merges(fields: ConfigFields, vocabulary: dict[str, int]) -> list[tuple[str,
     left, right, formed = pairs(texts, may_form)
     by_score = -scores[numbers[formed]].astype(np.float64)
     order = np.lexsort((numbers[right], numbers[left], by_score))
-    found = zip(left[order].tolist(), right[order].tolist(), strict=True)
-    return [(texts[a], texts[b]) for a, b in found]
+    sides = (map(texts.__getitem__, side[order].tolist()) for side in (left, right))
+    return list(zip(*sides, strict=True))
 
 
 def _finished(
-    fields: ConfigFields, tokenizer: "Tokenizer", begins: bool
+    fields: ConfigFields, kinds: np.ndarray, tokenizer: "Tokenizer", begins: bool
 ) -> "Tokenizer":
     """Adds special and user-defined tokens, and the tokens before and after a text.
 
     Args:
       fields: the metadata.
+      kinds: the types of all tokens.
       tokenizer: the tokenizer.
       begins: default for whether a text begins with the BOS token.
     """
     tokens = _tokens(fields)
-    kinds = _kinds(fields, len(tokens))
     special, plain = (np.flatnonzero(kinds == k) for k in (CONTROL, USER_DEFINED))
     tokenizer.add_special_tokens([_added(tokens[number], True) for number in special])
     tokenizer.add_tokens([_added(tokens[number], False) for number in plain])

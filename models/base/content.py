@@ -14,6 +14,8 @@ class Content:
       value: a tokenizer, or None.
     """
 
+    program_key = ""  # no compiled program depends on a tokenizer
+
     def __init__(self, value: Any) -> None:
         self.value = value
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from stree_jax.checkpoints.resolve import check_is_model, resolve
 from stree_jax.common.checks import check_not_forked, flag, shown, with_hints
+from stree_jax.common.heap import no_collection
 from stree_jax.convert import CheckpointFiles, checked, open_local
 from stree_jax.convert.saved.store import read_params, weights_named
 from stree_jax.convert.tokenizers.tokenizer import read_tokenizer
@@ -21,6 +22,7 @@ from stree_jax.models.sharding.placement import automatic, cut_for
 
 
 @with_hints
+@no_collection()
 def load(
     path_or_hub_id: str | Path,
     dtype: Any = None,

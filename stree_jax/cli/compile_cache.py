@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 from stree_jax.common.cache_folder import cache_folder
+from stree_jax.common.programs import keep_in
 
 MIN_FREE_BYTES = 64 << 20  # on the disk; with less, entries would be cut short
 
@@ -32,6 +33,7 @@ def keep_programs() -> None:
         return
     if not _is_usable(directory):
         return
+    keep_in(directory.with_name("programs"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

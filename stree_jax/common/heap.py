@@ -1,8 +1,28 @@
-"""Returns memory that the process has freed to the system."""
+"""Garbage collection, and memory that the process has freed."""
 
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Disables garbage collection in a `with` block or a decorated function.
+
+    For work that creates many objects that stay alive, as tracing a program and reading
+    a vocabulary do. Scanning them repeatedly takes 0.1 s for the programs of tree
+    "auto", and a second for a vocabulary of 262,144 tokens.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def return_free_memory() -> None:

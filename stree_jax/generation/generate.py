@@ -16,6 +16,7 @@ from stree_jax.common.checks import (
     integer,
     with_hints,
 )
+from stree_jax.common.heap import no_collection
 from stree_jax.common.version import __version__
 from stree_jax.generation.arguments import (
     MOST_TOKENS,
@@ -52,7 +53,7 @@ from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, source_of
 from stree_jax.speculation.loop import FOREVER, advance, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
-from stree_jax.speculation.start import Start, no_collection
+from stree_jax.speculation.start import Start
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
     Auto,
@@ -405,9 +406,11 @@ def _growing(
         plan = replace(plan, spec=spec)
     shown = [0] * len(plan.text)
     running = True
+    with no_collection():
+        run = advance_jit.ready(plan.spec, decoding, np.int32(steps))
     while running:
         with no_collection():
-            decoding = advance_jit(plan.spec, decoding, np.int32(steps))
+            decoding = run(plan.spec, decoding, np.int32(steps))
         running = bool((to_host(decoding.finish) == RUNNING).any())
         seconds = read - began, time.perf_counter() - read
         result = summarise(plan, decoding, shown, seconds, running)

@@ -393,7 +393,7 @@ def summarise(
         last = decoding.pending
         path = last.records, last.path, last.length
         past = Past(
-            target=commit_jit(decoding.state, *path, plan.spec.target.mesh),
+            target=commit_jit(decoding.state, *path, mesh=plan.spec.target.mesh),
             drafter=kept(decoding.drafting),
             tokens=[a + b for a, b in zip(plan.text, tokens, strict=True)],
         )

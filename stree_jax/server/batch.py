@@ -6,7 +6,7 @@ penalties. The program depends on all rows of the batch, but a row's tokens do n
 depend on the program. `programs` compiles them in advance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -257,6 +257,7 @@ class Batch:
         self._key = key_of(0)  # the default key of `sampling_rows`
         self._decoding: Decoding | None = None
         self._lists: logprobs.LogProbs | None = None
+        self._programs: dict[tuple[bool, bool], Callable[..., Decoding]] = {}
 
     def time_steps(self, shapes: Decoding) -> None:
         """Sets the step times of tree "auto" for greedy or for sampled texts. If they
@@ -276,6 +277,7 @@ class Batch:
                 self.admit(row, request)
             _, d = self._parts()
         self.specs[sampled] = step_times.timed(spec, d, self.spare)
+        self._programs.clear()  # of the spec before
         self.clear()  # of the rows that were admitted
 
     def clear(self) -> None:
@@ -292,7 +294,7 @@ class Batch:
     def _allocate(self) -> None:
         """Allocates the arrays of the rows."""
         one = self._read(TextRequest([0], 1))
-        self._decoding = vacant_jit(self.specs[False], one, self.sizes.rows)
+        self._decoding = vacant_jit(self.specs[False], one, rows=self.sizes.rows)
         lists = logprobs.empty(
             self.sizes.rows, self._layout.output_size, self.sizes.top_logprobs
         )
@@ -354,7 +356,11 @@ class Batch:
         """Runs a segment: `Sizes.steps` decoding steps of all rows. Frees finished
         rows. Returns the new tokens by row."""
         spec, d = self._parts()
-        d = advance_jit(spec, d, jnp.int32(self.sizes.steps))
+        steps = jnp.int32(self.sizes.steps)
+        kind = d.requests.sampling is None, d.logprobs is None
+        if kind not in self._programs:  # finding it takes a few milliseconds
+            self._programs[kind] = advance_jit.ready(spec, d, steps)
+        d = self._programs[kind](spec, d, steps)
         wanted = {
             name: getattr(d, name)
             for name in ("tokens", "length", "finish", "origin", "used", "logprobs")

@@ -9,7 +9,7 @@ import enum
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from stree_jax.common.programs import Jitted
 from stree_jax.generation.arguments import stop_token_table
 from stree_jax.models import Model
 from stree_jax.models.base.keys import key_of
@@ -31,9 +32,9 @@ from stree_jax.server.batch import (
     for_program,
     requests_of,
 )
-from stree_jax.speculation.batch_rows import admit_jit, past_jit, past_of, vacant
+from stree_jax.speculation.batch_rows import admit_jit, past_jit, past_of, vacant_jit
 from stree_jax.speculation.decoding import Decoding
-from stree_jax.speculation.loop import advance_jit, init_decoding, init_decoding_jit
+from stree_jax.speculation.loop import advance_jit, init_decoding_jit
 from stree_jax.speculation.step import Spec
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
@@ -71,9 +72,9 @@ def batch_shapes(model: Model, spec: Spec, sizes: Sizes) -> BatchShapes:
     layout = Layout.of(model.config, spec, sizes)
     stops = jnp.asarray(stop_token_table(model, None, 1))
     requests = requests_of(TextRequest([0], 1, GREEDY), stops, key_of(0))
-    begin = partial(init_decoding, **_sizes(layout))
-    one = jax.eval_shape(begin, spec, *_text(layout.widths[0]), requests)
-    whole = jax.eval_shape(partial(vacant, rows=sizes.rows), spec, one)
+    text = _text(layout.widths[0])
+    one = init_decoding_jit.shapes(spec, *text, requests, **_sizes(layout), past=None)
+    whole = vacant_jit.shapes(spec, one, rows=sizes.rows)
     lists = jax.eval_shape(
         partial(logprobs.empty, sizes.rows, layout.output_size, sizes.top_logprobs)
     )
@@ -106,20 +107,28 @@ class Program:
 
     Attributes:
       name: its name in messages.
-      lower: traces the program and returns a `jax.stages.Lowered`.
+      function: the function.
+      args: shapes of its arguments.
+      options: its arguments by name: shapes, or static values.
       when: when it is compiled.
       extra: bytes of arrays that are allocated while it runs, in addition to its
         temporaries and the arrays of the batch.
     """
 
     name: str
-    lower: Callable[[], Any]
+    function: Jitted
+    args: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
     when: When = When.LATER
     extra: int = 0
 
+    def lower(self) -> Any:
+        """Traces the program and returns a `jax.stages.Lowered`."""
+        return self.function.lower(*self.args, **self.options)
+
     def compile(self) -> None:
-        """Compiles the program, without running it."""
-        self.lower().compile()
+        """Compiles the program, or reads a kept one, without running it."""
+        self.function.prepare(*self.args, **self.options)
 
 
 def programs(
@@ -144,22 +153,24 @@ def programs(
         short = width == layout.widths[0] and past is None
         yield Program(
             f"prefill of {width - 1} tokens" + (" after a prefix" if past else ""),
-            partial(init_decoding_jit.lower, *args, **_sizes(layout), past=past),
+            init_decoding_jit,
+            args,
+            _sizes(layout) | {"past": past},
             When.FIRST if short else When.LATER,
         )
-    admit = partial(admit_jit.lower, spec, shapes.whole, NUMBER, shapes.one)
-    yield Program("new texts in rows", admit, When.FIRST, size_of(shapes.one))
+    admitted = spec, shapes.whole, NUMBER, shapes.one
+    extra = size_of(shapes.one)
+    yield Program("new texts in rows", admit_jit, admitted, {}, When.FIRST, extra)
     for name, sampled, lists, when in (
         ("greedy texts", False, None, When.FIRST),
         ("sampled texts", True, None, When.FIRST),
         ("with log-probabilities and penalties", True, shapes.lists, When.NEEDED),
     ):
         d = for_program(shapes.whole, sampled, lists)
-        lower = partial(advance_jit.lower, specs[sampled], d, NUMBER)
-        yield Program(f"decoding {name}", lower, when)
+        step = specs[sampled], d, NUMBER
+        yield Program(f"decoding {name}", advance_jit, step, {}, when)
     if prefixes:
-        lower = partial(past_jit.lower, shapes.whole, NUMBER)
-        yield Program("caching a state", lower)
+        yield Program("caching a state", past_jit, (shapes.whole, NUMBER))
 
 
 def warm(batch: Batch, say: Callable[[str], None]) -> list[Program]:
@@ -181,7 +192,7 @@ def warm(batch: Batch, say: Callable[[str], None]) -> list[Program]:
     try:
         for i, program in enumerate(first):
             say(f"compiling: {program.name} ({i + 1} of {len(first)})")
-            compiled.append(_in_thread(program.lower().compile))
+            compiled.append(_in_thread(program.compile))
     finally:
         wait(compiled)
     for future in compiled:
@@ -191,7 +202,7 @@ def warm(batch: Batch, say: Callable[[str], None]) -> list[Program]:
 
 def _in_thread(call: Callable[[], Any]) -> Future[None]:
     """Calls a function in a thread of its own: XLA compiles or reads a program there
-    while the next one is traced. The thread does not delay the end of the process, as
+    while others are traced. The thread does not delay the end of the process, as
     those of a ThreadPoolExecutor would."""
     future: Future[None] = Future()
 

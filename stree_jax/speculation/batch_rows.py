@@ -9,13 +9,13 @@ Letters: B rows.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.common.programs import Jitted
 from stree_jax.models import State, commit
 from stree_jax.sampling.settings import no_filters
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
@@ -143,7 +143,7 @@ def _check_alike(decoding: Decoding, one: Decoding) -> None:
         )
 
 
-admit_jit = partial(jax.jit, donate_argnames=("decoding",))(admit)
-cancel_jit = partial(jax.jit, donate_argnames=("decoding",))(cancel)
-vacant_jit = partial(jax.jit, static_argnames=("rows",))(vacant)
-past_jit = jax.jit(past_of)
+admit_jit = Jitted(admit, donated=("decoding",))
+cancel_jit = Jitted(cancel, donated=("decoding",))
+vacant_jit = Jitted(vacant, static=("rows",))
+past_jit = Jitted(past_of)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from stree_jax.common.programs import Jitted
 from stree_jax.models import (
     Observer,
     Pending,
@@ -313,19 +314,14 @@ def with_short_path(d: Decoding) -> Decoding:
 
 
 _STATIC = ("max_new_tokens", "capacity", "samples", "top_logprobs")
-init_decoding_jit = partial(jax.jit, static_argnames=_STATIC)(init_decoding)
+init_decoding_jit = Jitted(init_decoding, static=_STATIC)
 # Like `init_decoding_jit`, but updates the cached states `past` in place; the caller
 # cannot use them afterwards.
-resume_decoding_jit = partial(
-    jax.jit, static_argnames=_STATIC, donate_argnames=("past",)
-)(init_decoding)
-advance_jit = partial(
-    jax.jit, donate_argnames=("decoding",), static_argnames=("verify",)
-)(advance)
+resume_decoding_jit = Jitted(init_decoding, static=_STATIC, donated=("past",))
+advance_jit = Jitted(advance, static=("verify",), donated=("decoding",))
 
 
-@partial(jax.jit, donate_argnames=("state",), static_argnames=("mesh",))
-def commit_jit(
+def _committed(
     state: State,
     records: Records,
     path: jax.Array,
@@ -341,3 +337,6 @@ def commit_jit(
     if mesh is None:
         return on_one_device(commit, state, records, path, length)
     return committed_on(mesh, commit, state, records, path, length)
+
+
+commit_jit = Jitted(_committed, static=("mesh",), donated=("state",))

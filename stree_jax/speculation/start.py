@@ -1,10 +1,8 @@
 """The inputs with which a generation starts: prompts and requests for
 `loop.init_decoding`, and the sizes of its arrays."""
 
-import gc
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,23 +27,6 @@ from stree_jax.speculation.on_mesh import everywhere
 from stree_jax.speculation.step import Spec
 
 Text = Sequence[int]
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Disables garbage collection in a `with` block in which programs may be traced.
-
-    Tracing creates many objects that stay alive. Scanning them repeatedly takes about
-    0.1 s of the first call with tree "auto".
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def served(target, options, steps):
     prompts, found = request_prompts(), {}
     waiting = list(enumerate(zip(prompts, REQUESTS, strict=True)))
     one, spec = one_row(target, options, prompts[0], 1, None)
-    batch = rows.vacant_jit(spec, one, ROWS)
+    batch = rows.vacant_jit(spec, one, rows=ROWS)
     holds = [None] * ROWS
     while waiting or any(job is not None for job in holds):
         for row in range(ROWS):
@@ -137,7 +137,7 @@ def test_rows_that_finish_early_count_less_unless_refilled(
 def test_a_cancelled_row_stops(target, alone):
     prompts = request_prompts()
     one, spec = one_row(target, {}, prompts[0], NEW, None)
-    batch = rows.vacant_jit(spec, one, ROWS)
+    batch = rows.vacant_jit(spec, one, rows=ROWS)
     for row in range(ROWS):
         batch = rows.admit_jit(spec, batch, jnp.int32(row), one)
     batch = loop.advance_jit(spec, batch, jnp.int32(3))
