@@ -53,8 +53,8 @@ NORM_EPS = 1e-6  # of the norm of lightning attention; not in the config
 
 
 def lightning_rows(ours: Path, theirs: str, c: LightningConfig) -> Iterator[Row]:
-    """Yields the rows of lightning attention, whose tensors have q, k and v of one head
-    after the other."""
+    """Yields a `Row` for each parameter of lightning attention. `qkv_proj` has q, k and
+    v of the first head, then of the second head, and so on."""
     into = tuple(f"{theirs}.{name}.weight" for name in ("qkv_proj", "output_gate"))
     sizes = (3 * c.d_inner, c.d_inner)
     heads = Groups(c.num_heads, (c.head_dim,) * 3)
@@ -67,7 +67,8 @@ def lightning_rows(ours: Path, theirs: str, c: LightningConfig) -> Iterator[Row]
 def slope_rows(
     config: ModelConfig, ours: Path, number: int, block: Block
 ) -> Iterator[Row]:
-    """Yields the row of the slopes of a layer. Those of later layers are smaller."""
+    """Yields the `Row` of the decay slopes, if a layer has lightning attention. The
+    slopes are computed from the number of the layer; later layers have smaller ones."""
     c = config.mixers.get("lightning")
     if c is not None and "lightning" in block.mixers:
         last = len(config.layers) // 2 - 1
