@@ -312,7 +312,8 @@ def _levels(r: _Reading) -> int:
 
 
 def _ends(r: _Reading, d: int) -> dict[str, Any]:
-    """Reads whose embedding and head the drafter uses, and their sizes."""
+    """Reads whether the drafter uses its own embedding and head or the target's, and
+    their sizes. Returns attributes of `EagleConfig` by name."""
     names, target = r.shapes, r.target
     own_embedding, own_head = EMBEDDING in names, HEAD in names
     V = r.shape(EMBEDDING, 2)[0] if own_embedding else target.vocab_size
@@ -357,8 +358,12 @@ def _other_vocabulary(r: _Reading, rows: int) -> CheckpointError:
 
 
 def tensor_names(c: EagleConfig) -> dict[ParamPath, tuple[str, ...]]:
-    """Returns the tensors of each parameter, whose rows are stacked; without
-    `head_ids`."""
+    """Returns the names of the tensors that each parameter consists of, by the path of
+    the parameter.
+
+    If there are several tensors, such as q, k and v, they are concatenated along the
+    first axis. `head_ids` is left out, because `read_eagle` computes it from `d2t`.
+    """
     names: dict[ParamPath, tuple[str, ...]] = {
         ("embedding",): (EMBEDDING,),
         ("lm_head",): (HEAD,),
