@@ -257,8 +257,8 @@ def options_of_call(
     if chat.sampling.temperature == 0 and chat.sampling.repetition_penalty == 1:
         sampling = None
     elif conversation.draws:
-        # Every call of `stream` starts the random numbers from its seed, so each call gets
-    # another seed.
+        # Every call of `stream` starts the random numbers from its seed, so each call
+        # gets another seed.
         seed = ((chat.sampling.seed or 0) + conversation.draws) % 2**32
         sampling = replace(chat.sampling, seed=seed)
     return chat.options | Options(
