@@ -5,9 +5,9 @@ The residual stream itself is normed before every layer, and both terms of a res
 sum have factors. The slopes of lightning attention are not read: they follow from the
 number of the layer. transformers writes them, and tables of their powers, as buffers.
 
-The published files have a `model_type` and names of fields of their own. In them, a
-part of each head rotates (`rotary_dim`), which the class of transformers 5.23 ignores:
-it rotates whole heads.
+Published configs have another `model_type` and other field names than transformers. In
+the published code only a part of each head rotates (`rotary_dim`). transformers 5.23
+ignores that field and rotates whole heads.
 """
 
 from collections.abc import Iterator
@@ -105,7 +105,7 @@ MOE = (
     Field("num_experts_per_tok", "top_k", read.size, 2),
     Field("intermediate_size", "d_hidden", read.size, 14336),
 )
-# Prefixes of the fields of residual scales, by the first mixer of a layer.
+# Beginnings of the names of the fields with residual scales, by the mixer of a layer.
 SCALES = {"lightning": "linear_attn", "attention": "full_attn", "moe": "mlp"}
 PUBLISHED = {"linear_attn": "linear_attention", "full_attn": "full_attention"}
 
