@@ -13,7 +13,7 @@ With the target's distribution p and the drafter's q at draft k = 1, 2, ..:
 with w_k ~ exp(-(k - 1) / 4). TV is the total variation sum |p - q| / 2, so that 1 - TV
 is the probability that the draft is accepted, which the confidence c estimates. u is
 the drafter's distribution without the Markov head, from which some programs take the
-candidates; without a loss of its own, the right token is often missing there. For a
+candidates; without a loss for u, the right token is often not among them. For a
 DFlash drafter, q is u, and the loss is KL(p || q) + TV(p, q).
 
 Letters: those of `training.tapped_drafters`; r rank.

@@ -1,8 +1,8 @@
 """Trains Medusa heads on a frozen target (Cai et al. 2024, Medusa-1).
 
-The target first reads a text and generates some of its own, and its hidden states are
-stored in files. Then only the heads are trained, which is quick on a CPU. The hidden
-state h_t chooses token t + 1. Head k learns to predict from h_t the target's
+The target first reads a text, and generates text that it reads, too. Its hidden states
+are stored in files. Then only the heads are trained, which is quick on a CPU. The
+hidden state h_t chooses token t + 1. Head k learns to predict from h_t the target's
 distribution k tokens later:
 
     sum over k of KL(target(. | h_{t+k}) || head_k(. | h_t)) / K

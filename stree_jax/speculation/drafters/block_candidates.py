@@ -46,7 +46,7 @@ class Candidates:
         Args:
           drafter: the block drafter.
           previous: [B, Q] int32. The tokens before the candidates.
-          memory: [B, Q, r]. Memory of the nodes above, see `dflash.pair_scores`.
+          memory: [B, Q, r]. Memory of the nodes above, see `dflash_pairs.pair_scores`.
           depth: [] int32. The level.
         """
         if self.pairs is None:
@@ -58,7 +58,8 @@ class Candidates:
 
 
 def at_depth(tables: Sequence[jax.Array], depth: jax.Array) -> Iterator[jax.Array]:
-    """Yields the level `depth` [] of tables [B, M, ...]."""
+    """Yields the entries [B, ...] of the level `depth` [] from each of several arrays
+    [B, M, ...]."""
     for table in tables:
         yield lax.dynamic_index_in_dim(table, depth, axis=1, keepdims=False)
 
