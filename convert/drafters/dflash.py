@@ -1,10 +1,13 @@
 """Reads the configs of block drafters (DFlash, DFlash2, DSpark).
 
-Publishers spell one architecture in many ways: flat (z-lab, DeepSpec), with a
-`dflash_config` (z-lab, SpecForge, LiquidAI, NVIDIA), or in the config of the
-speculators library, whose `transformer_layer_config` has the layer's sizes. What the
-tensors show is read from them. What neither shows is not guessed if a wrong guess
-would cost acceptance without an error: the layers of the target, the mask token.
+Publishers write the same architecture into config.json in several ways: flat (z-lab,
+DeepSpec), with an object `dflash_config` (z-lab, SpecForge, LiquidAI, NVIDIA), or as
+the speculators library does, whose object `transformer_layer_config` has the sizes of a
+layer. Options that follow from names and shapes of tensors are read from these. If the
+config lacks the target's layers or the mask token, that is an error: with a wrong guess
+the drafter would run, but few draft tokens would be accepted.
+
+`models.drafters.dflash` explains blocks, slots and context rows.
 
 Letters: m taps, dt width of the target, d width of the drafter, V tokens, D rows of the
 drafter's head, r rank of the pair scores.
@@ -34,7 +37,7 @@ from stree_jax.models.layers.rope import Rope
 SLIDING, FULL = "sliding_attention", "full_attention"
 MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 SLOTS = ("block_size", "dspark_block_size")
-# Slots of a drafter that does not state its block: the shortest that are published.
+# Number of slots of a drafter whose config lacks it: the smallest published number.
 # Shorter blocks than trained lose little, longer ones do not work.
 UNSTATED_SLOTS = 8
 FROM_ROOT = ("sample_from_anchor", "shift_label")
@@ -53,7 +56,8 @@ REFUSED = {
     "looped": "a looped drafter",
     "dsv4": "DSpark for DeepSeek V4",
 }
-# Fields of architectures that are not supported, with the values that mean nothing.
+# Fields that select options which are not supported, with the values that have no
+# effect. Other values are errors.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "log_snr_conditioning": (False,),
     "enable_qwen35_gated_q_proj": (False,),
@@ -130,8 +134,8 @@ def target_layers(config_json: Mapping[str, Any], file: Path) -> int | None:
 
 
 def check_supported(config_json: Mapping[str, Any], shapes: Shapes, file: Path) -> None:
-    """Raises CheckpointError for drafters whose published code does more than the three
-    kinds.
+    """Raises CheckpointError for drafters that resemble DFlash, DFlash2 or DSpark but
+    have parts that these do not have.
 
     Args:
       config_json, shapes, file: as in `dflash_config`.
@@ -156,8 +160,15 @@ def check_supported(config_json: Mapping[str, Any], shapes: Shapes, file: Path) 
 
 
 def _taps(f: Fields, d: int) -> tuple[tuple[int, ...], int]:
-    """Reads the boundaries of the target that the drafter reads, and the target's
-    width. Several lists must agree; a missing one is never guessed."""
+    """Reads after which layers of the target the drafter reads the residual stream, and
+    the width of that stream.
+
+    A config may list the layers in several fields, which must agree. If it lists none,
+    that is an error.
+
+    Returns:
+      The boundaries (see `models.stack.boundaries`), ascending, and the width.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for shift, spelled in ((1, OUTPUTS), (0, BOUNDARIES)):
         for fields, name in f.all(*spelled):
@@ -195,7 +206,8 @@ def _taps(f: Fields, d: int) -> tuple[tuple[int, ...], int]:
 
 
 def _layers(f: Fields) -> tuple[DFlashLayer, ...]:
-    """Reads what the slots see in each layer."""
+    """Reads, for each layer, the sliding window and whether slots attend to later
+    slots."""
     count = f.layer.size("num_hidden_layers")
     listed = f.value("layer_types")
     kinds = [SLIDING if f.flag("use_swa") else FULL] * count
@@ -216,11 +228,12 @@ def _layers(f: Fields) -> tuple[DFlashLayer, ...]:
 
 
 def _causal(f: Fields, by_layer: bool) -> dict[str, bool]:
-    """Reads which layers hide later slots from a slot, by the layers' type.
+    """Reads, for each type of layers, whether attention is causal: slots do not attend
+    to later slots. Types that are missing in the result are not causal.
 
     Args:
       f: the fields.
-      by_layer: True if the config lists layer types.
+      by_layer: True if the config lists the type of each layer.
     """
     stated = f.flag(*CAUSAL)
     if stated is not None:
@@ -261,8 +274,9 @@ def _attention(f: Fields, d: int) -> AttentionConfig:
 
 
 def _rope(f: Fields, head_dim: int) -> Rope:
-    """Reads the rotary embedding. Whole heads rotate: a `partial_rotary_factor` is left
-    over from the target's config, except in drafters that are refused."""
+    """Reads the rotary embedding. `partial_rotary_factor` is ignored: configs have
+    copied it from the target's config, but these drafters rotate whole heads, unless
+    `rope_dim` says otherwise."""
     layer = f.layer
     values = {k: v for k, v in layer.values.items() if k != "partial_rotary_factor"}
     thetas = [layer.get("rope_theta", None)]
@@ -298,7 +312,8 @@ def _slots(f: Fields) -> int:
 
 
 def _from_root(f: Fields) -> bool:
-    """True if the root's slot predicts the first token: as stated, or for DSpark."""
+    """True if the root's slot predicts the first draft, see `DFlashConfig.from_root`.
+    If the config does not say so, this is assumed for DSpark drafters only."""
     stated = f.flag(*FROM_ROOT)
     if stated is not None:
         return stated

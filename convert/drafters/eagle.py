@@ -1,9 +1,10 @@
 """Reads EAGLE drafters (EAGLE-3, P-EAGLE, EAGLE-2) as their publishers write them.
 
-The authors and SpecForge name the layer `midlayer`, others `layers.0`; a prefix
-`model.` may be there. A config is flat, or that of the speculators library, in which
-`transformer_layer_config` has the layer's sizes. What the tensors show is read from
-them: the kind, biases, norms of heads, the number of layers, whose embedding and head.
+The authors and SpecForge name the layer `midlayer`, others `layers.0`. All names may
+have the prefix `model.`. A config is flat, or has the form of the speculators library,
+in which the object `transformer_layer_config` has the sizes of a layer. Some options
+are read from names and shapes of the tensors: the kind of drafter, biases, norms of
+heads, the number of layers, and whether the drafter has its own embedding and head.
 
 Letters: n decoder layers of the target, dt its width, m residual streams, d width of
 the drafter, V tokens, D rows of the drafter's head.
@@ -62,7 +63,8 @@ FC = "fc.weight"
 
 
 def plain_name(name: str) -> str:
-    """Returns the tensor name of speculators for that of any publisher."""
+    """Converts a publisher's name of a tensor to the name that the speculators library
+    gives it."""
     name = without_prefix(name)
     if name.startswith("midlayer."):
         return "layers.0." + name.removeprefix("midlayer.")
@@ -261,10 +263,11 @@ def _boundaries(r: _Reading) -> tuple[int, ...]:
 
 
 def as_boundaries(fields: ConfigFields, n: int) -> list[int]:
-    """Converts the ids in NVIDIA's `eagle_config` for a target of n layers.
+    """Converts the list of layers in NVIDIA's `eagle_config` to boundaries (see
+    `models.stack.boundaries`), for a target of n layers.
 
-    Ids that begin with 1 are layers whose output is read, others are boundaries, as is
-    a list that ends with the target's last boundary (gpt-oss).
+    If the smallest id is 1, the ids are numbers of layers, counted from 0, whose output
+    is read. Otherwise, or if the largest id is n (gpt-oss), they are boundaries.
     """
     ids = fields.get(TAPS)
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
@@ -287,8 +290,9 @@ def _norm_residual(r: _Reading, parallel: bool) -> bool:
 
 
 def _normed_output(r: _Reading, each: bool) -> bool:
-    """True if the vector that is handed down has the final norm. Flat configs used the
-    field for something else before the norms of each layer came up."""
+    """True if a node hands down its vector after the final norm, see
+    `EagleConfig.hands_down_normed`. In older flat configs, without a norm for each
+    stream, the field has another meaning and is ignored."""
     stated = r.flag("norm_output")
     return bool(stated) and (each or r.by_speculators)
 
@@ -312,7 +316,8 @@ def _levels(r: _Reading) -> int:
 
 
 def _ends(r: _Reading, d: int) -> dict[str, Any]:
-    """Reads whose embedding and head the drafter uses, and their sizes."""
+    """Reads whether the drafter uses its own embedding and head or the target's, and
+    their sizes. Returns attributes of `EagleConfig` by name."""
     names, target = r.shapes, r.target
     own_embedding, own_head = EMBEDDING in names, HEAD in names
     V = r.shape(EMBEDDING, 2)[0] if own_embedding else target.vocab_size
@@ -357,8 +362,12 @@ def _other_vocabulary(r: _Reading, rows: int) -> CheckpointError:
 
 
 def tensor_names(c: EagleConfig) -> dict[ParamPath, tuple[str, ...]]:
-    """Returns the tensors of each parameter, whose rows are stacked; without
-    `head_ids`."""
+    """Returns the names of the tensors that each parameter consists of, by the path of
+    the parameter.
+
+    If there are several tensors, such as q, k and v, they are concatenated along the
+    first axis. `head_ids` is left out, because `read_eagle` computes it from `d2t`.
+    """
     names: dict[ParamPath, tuple[str, ...]] = {
         ("embedding",): (EMBEDDING,),
         ("lm_head",): (HEAD,),

@@ -74,7 +74,7 @@ class Fields:
         return CheckpointError(f"{self.whole.file.parent}: {text}")
 
     def all(self, *names: str) -> Iterator[tuple[ConfigFields, str]]:
-        """Yields every field that has one of the names and a value."""
+        """Yields each field that has one of several names and is not null."""
         places = [self.whole, self.nested]
         if NESTED in self.whole.values:
             places.append(self.layer)
@@ -84,7 +84,8 @@ class Fields:
                     yield fields, name
 
     def one(self, *names: str) -> tuple[ConfigFields, str] | None:
-        """Finds the field that has one of the names. Returns None if it is missing.
+        """Finds the field that has one of several names. Returns None if the config has
+        none of them.
 
         Raises:
           CheckpointError: two such fields have different values.
@@ -101,7 +102,8 @@ class Fields:
         return found[0] if found else None
 
     def value(self, *names: str) -> Any:
-        """Returns the value of `one`, or None."""
+        """Returns the value of the field that has one of several names, or None if the
+        config has none of them."""
         found = self.one(*names)
         return None if found is None else found[0].get(found[1])
 
@@ -149,7 +151,7 @@ def target_name(whole: ConfigFields) -> str:
 
 
 def has_drafter_fields(config_json: Mapping[str, Any]) -> bool:
-    """True if a config.json is a drafter's, as far as its fields show."""
+    """True if the fields of a config.json show that it is a drafter's."""
     architectures = config_json.get("architectures")
     listed = architectures if isinstance(architectures, list) else []
     classes = " ".join(map(str, listed))

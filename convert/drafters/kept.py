@@ -101,7 +101,8 @@ def _parts(source: Source, tensors: Sequence[str]) -> tuple[Part, ...]:
 
 
 def matrix_dtype(source: Source, tensors: Sequence[str]) -> np.dtype:
-    """Returns the dtype of a matrix that is not kept in a drafter whose others are."""
+    """Returns the dtype in memory of a matrix that cannot be kept quantized, in a
+    drafter whose other matrices are kept."""
     stored = {
         QUANTIZED if source.is_quantized(name) else source.tensors[name].dtype
         for name in tensors

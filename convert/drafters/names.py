@@ -59,7 +59,8 @@ FREQUENCIES = "rotary_emb.inv_freq"  # ending of tensors that follow from the co
 UNREAD = ("verifier_lm_head.weight", "verifier_norm.weight")
 # Tensors that are not parameters
 UNUSED = (IDS, USED, MASK, *UNREAD)
-# The dtypes of the tensors without weights, as safetensors and torch name them
+# The tensors of integers and flags, which say which token each row of the head is, and
+# patterns of their allowed dtypes as safetensors and torch name them
 DISCRETE = {
     IDS: re.compile(r"[IU]\d+|u?int\d+"),
     USED: re.compile(r"[IU]\d+|u?int\d+|BOOL|bool"),
@@ -79,8 +80,12 @@ def plain_name(name: str) -> str:
 
 
 def tensor_names(c: DFlashConfig) -> dict[ParamPath, tuple[str, ...]]:
-    """Returns the plain names of the tensors of each parameter, whose rows are
-    stacked."""
+    """Returns the plain names (`plain_name`) of the tensors that each parameter
+    consists of, by the path of the parameter.
+
+    If there are several tensors, they are concatenated along the first axis. The
+    exception is "head", which has several possible names in order of preference.
+    """
     tied = c.own_embedding and c.head_rows == c.vocab_size
     named: dict[ParamPath, tuple[str, ...]] = {
         ("fc",): ("fc.weight",),
@@ -119,7 +124,16 @@ def tensor_names(c: DFlashConfig) -> dict[ParamPath, tuple[str, ...]]:
 def _present(
     path: ParamPath, names: tuple[str, ...], found: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Returns the tensors of a parameter. A tied head is the embedding."""
+    """Returns those of a parameter's plain names that the file uses.
+
+    Only "head" has alternatives: the first name that the file has. For a tied head this
+    may be the name of the embedding.
+
+    Args:
+      path: path of the parameter.
+      names: its names by `tensor_names`.
+      found: a dictionary whose keys are the plain names of the file's tensors.
+    """
     if path != ("head",):
         return names
     return (next((name for name in names if name in found), names[0]),)
@@ -225,7 +239,8 @@ def read_dflash(
 
 
 def _read_dtype(format: Format) -> np.dtype:
-    """Returns the dtype in which quantized tensors are read that are not kept."""
+    """Returns the dtype to which quantized tensors are dequantized, if they are not
+    kept as they are in the file."""
     return format.source_dtype(QUANTIZED, ())
 
 
@@ -290,8 +305,9 @@ def _half_split(x: np.ndarray, head_dim: int, dim: int) -> np.ndarray:
 def _head_ids(
     source: Source, files: Mapping[str, str], c: DFlashConfig
 ) -> tuple[Any, np.ndarray | None]:
-    """Returns the tokens of the head's rows in ascending order, and the order of the
-    rows; or (None, None) if the head has all tokens."""
+    """Returns the token of each row of a trimmed head, in ascending order, and the
+    order [D] that sorts the file's rows in this way. (None, None) if the head has a row
+    for every token."""
     if not 0 < c.head_rows < c.vocab_size:
         return None, None
     arrays = {n: source.read(files[n]) for n in (IDS, USED) if n in files}
@@ -303,11 +319,19 @@ def _head_ids(
 def head_ids(
     arrays: Mapping[str, np.ndarray], rows: int, vocab: int, where: Path
 ) -> np.ndarray:
-    """Returns the tokens [D] of the rows of a head. Files store them as differences
-    from the row's number.
+    """Returns the token of each row of a trimmed head: [D] int64. Files store the
+    difference between the token and the index of the row.
+
+    Args:
+      arrays: the tensors `d2t` (the differences) and, if the file has it, `t2d` (flags
+        of the vocabulary's tokens that have a row).
+      rows: D, the number of rows.
+      vocab: number of tokens of the vocabulary.
+      where: the checkpoint's path, for messages.
 
     Raises:
-      CheckpointError: they are not different tokens, or `t2d` marks other tokens.
+      CheckpointError: a token occurs twice or is not in the vocabulary, or `t2d` marks
+        other tokens.
     """
     offsets = arrays[IDS]
     if offsets.shape != (rows,) or offsets.dtype.kind not in "iu":

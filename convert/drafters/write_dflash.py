@@ -18,8 +18,9 @@ ARCHITECTURES = {
 
 
 def tensors(drafter: DFlash, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Returns the tensors by their public names, all of one dtype as readers expect.
-    Queries, keys and values are apart, as are the two input matrices of an MLP."""
+    """Returns the tensors of a block drafter by their public names, all in one dtype,
+    as other programs expect. Queries, keys and values are separate tensors, and so are
+    gate and up."""
     found: dict[str, np.ndarray] = {}
     flat = by_path(drafter.params)
     for path, parts in names.tensor_names(drafter.config).items():
@@ -107,7 +108,7 @@ def _heads(c: DFlashConfig) -> dict[str, Any]:
 
 
 def _same(name: str, values: list[Any]) -> Any:
-    """Returns the only value of a property of layers."""
+    """Returns the value of a property that must be the same in all layers."""
     if len(set(values)) != 1:
         raise CheckpointError(f"drafter: want the same {name} in all layers")
     return values[0]

@@ -72,8 +72,8 @@ def eagle_fields(c: EagleConfig) -> dict[str, Any]:
 
 
 def eagle_tensors(drafter: Eagle, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Returns the tensors by their public names, all of one dtype as readers expect,
-    except those of the head's tokens."""
+    """Returns the tensors of an EAGLE drafter by their public names, all in one dtype,
+    as other programs expect, except the integers `d2t` and flags `t2d`."""
     c, flat = drafter.config, by_path(drafter.params)
     found: dict[str, np.ndarray] = {}
     for path, names in tensor_names(c).items():

@@ -25,8 +25,10 @@ class Family:
         are not supported.
       export: writes the fields of the config, or raises CheckpointError if the class
         lacks an option of the model. If None, models are exported as another family.
-      expresses: True if models with these layers are exported as this family, unless
-        they remember another one. At most one family with `export` says so of a config.
+      expresses: function (config) that returns True if a model with this config is
+        exported as this family. It returns True for at most one family that has an
+        `export`. A model that was loaded from another family is exported as that one
+        if possible (`ModelConfig.family`).
       exported: whether `stree-jax export` writes this format, in words.
       compared: the implementation that its logits are tested against.
       file, field: the file next to config.json, or the field of a config without

@@ -49,7 +49,8 @@ THETA, NEAR_THETA = "rope_theta", "rope_local_base_freq"
 
 
 def offset_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
-    """Yields the rows of attention whose norms of q and k store scale - 1."""
+    """Yields a `Row` for each parameter of attention. The norms of q and k store
+    scale - 1."""
     for row in attention_rows(ours, theirs, c):
         offset = row.path[-1] in ("q_norm", "k_norm")
         yield replace(row, how="offset") if offset else row
@@ -101,7 +102,8 @@ def _scale(fields: ConfigFields, name: str, default: Any) -> float:
 
 
 def _scalar(scale: float | None) -> int | None:
-    """Returns the inverse of `_scale`, or None for the default scale."""
+    """Returns the field `query_pre_attn_scalar` for a softmax scale: scale ** -2, or
+    None if the scale is unset."""
     return None if scale is None else round(scale**-2)
 
 
@@ -148,8 +150,9 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def text_fields(fields: ConfigFields) -> ConfigFields:
-    """Returns the fields of a multimodal model's language model, with the stop tokens
-    and the tied embeddings that the file may have outside `text_config`."""
+    """Returns the fields of a multimodal model's language model: those of
+    `text_config`, and the stop tokens and `tie_word_embeddings` if the file has them
+    outside it."""
     fields.get(TEXT)  # raises if it is missing
     text = fields.object(TEXT)
     text.choice("model_type", FORMAT, (FORMAT,))

@@ -1,9 +1,9 @@
 """GptOssForCausalLM (gpt-oss): attention with sinks, with a sliding window on every
 second layer, and experts with biases.
 
-Rows of gate and up alternate in the experts' first projection. Files in MXFP4, as
-published, have a matrix's inputs in its last axis; those that transformers writes in
-floats have the outputs there.
+Rows of gate and up alternate in the experts' first projection. Published files, in
+MXFP4, store an expert's matrix as [outputs, inputs]. Float files that transformers
+writes store it as [inputs, outputs].
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -56,13 +56,14 @@ def sink_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
 def moe_rows(
     ours: Path, theirs: str, c: MoEConfig, packed: bool = False
 ) -> Iterator[Row]:
-    """Yields the rows of experts.
+    """Yields a `Row` for each parameter of a layer with experts.
 
     Args:
       ours: path of the parameters.
       theirs: prefix of the tensors' names.
       c: the config.
-      packed: True if the tensors have a matrix's inputs in the last axis.
+      packed: True if the file stores matrices as [outputs, inputs], as files in MXFP4
+        do.
     """
     how: Any = "copy" if packed else "transposed"
     turns: Any = {"groups": (Groups(c.d_hidden, (1, 1)),), "group_axis": 1}
@@ -75,8 +76,11 @@ def moe_rows(
 
 
 def spelled(names: Names, tensors: Collection[str]) -> Names:
-    """Returns the names that a file uses; see `Names.spelling`. The axis of the
-    outputs is as long as the biases."""
+    """Returns the names that a file uses; see `Names.spelling`.
+
+    The shapes show whether matrices are stored as [outputs, inputs]: the axis of the
+    outputs is as long as the bias.
+    """
     if isinstance(tensors, Mapping):
         for name, info in tensors.items():
             bias = tensors.get(f"{name}_bias")

@@ -24,13 +24,15 @@ MODELS = "Granite 4: hybrid, attention only, rotary or none, with experts or wit
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
-    """Yields the rows of an MLP whose gate and up are one tensor, gate first."""
+    """Yields a `Row` for each parameter of an MLP whose gate and up are one tensor,
+    gate first."""
     modules = {"gate_up": "input_linear", "down": "output_linear"}
     return module_rows(ours, theirs, modules)
 
 
 def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
-    """Yields the rows of experts that are stored as one tensor for all experts."""
+    """Yields a `Row` for each parameter of a layer with experts. Each projection is one
+    tensor for all experts."""
     theirs = f"{prefix}block_sparse_moe"
     if c.shared is not None:
         yield from mlp_rows((*ours, "shared"), f"{prefix}shared_mlp", c.shared)

@@ -54,13 +54,14 @@ def model_table(
 def read_model(
     table: Sequence[Field], source: ConfigFields, *names: Names
 ) -> dict[str, Any]:
-    """Reads attributes of `ModelConfig` with a table. All rows of the embedding count
-    as tokens.
+    """Reads the attributes of `ModelConfig` that a family's table of fields lists.
+
+    The number of tokens is the number of rows of the embedding.
 
     Args:
-      table: the table.
+      table: the family's table of config fields.
       source: the fields of the config file.
-      *names: the family's possible tensor names.
+      *names: the tensor names that the family may use, to find the embedding.
     """
     attends = any({"attention", "mla"} & n.parts.keys() for n in names)
     check_unread(source, attends)
@@ -75,7 +76,13 @@ def write_model(
 
 
 def vocabulary(source: ConfigFields, *names: Names) -> tuple[int, int]:
-    """Returns the number of rows of the embedding, and how many of them are tokens."""
+    """Returns the number of rows of the embedding, and how many of them are tokens by
+    the config's `vocab_size`.
+
+    Args:
+      source: the fields of the config file, with the checkpoint's tensors.
+      *names: the tensor names that the family may use.
+    """
     known = [f"{n.embedding}.weight" for n in (*names, *map(bare, names))]
     heads = [f"{n.head}.weight" for n in names]  # some tied files have only the head
     found = next((name for name in known + heads if name in source.tensors), None)
@@ -127,13 +134,14 @@ def with_mlps(mixers: Layers, second: str = "mlp") -> Layers:
 def named_layers(
     source: ConfigFields, name: str, kinds: Mapping[str, str], plan: Any
 ) -> Layers:
-    """Converts a family's names of layers to ours.
+    """Converts the layer types of a config file to our names of mixers.
 
     Args:
       source: the fields of the config file.
-      name: name of the field that has `plan`, for messages.
-      kinds: our name for each of the family's.
-      plan: a list of names, or a string of letters.
+      name: name of the field that `plan` was read from, for messages.
+      kinds: a dictionary from the family's layer types to our names.
+      plan: the type of each layer: a list of names, or a string with a letter per
+        layer.
     """
     if len(plan) > MAX_LAYERS:
         raise source.error(name, f"{len(plan)} layers, want at most {MAX_LAYERS}")
@@ -444,14 +452,23 @@ def expanded(source: ConfigFields) -> int:
 
 
 def expand(format: str, config: ModelConfig) -> int:
-    """Returns the multiple that `expanded` reads."""
+    """Returns the value of `mamba_expand`: the inner width of the Mamba mixer divided
+    by the width of the model. It is the inverse of `expanded`."""
     d_inner = config.mixers["mamba"].d_inner
     require(format, {"d_inner": d_inner % config.d_model == 0})
     return d_inner // config.d_model
 
 
 def read_mamba(table: Sequence[Field], source: ConfigFields, eps: float) -> MambaConfig:
-    """Reads a mixer with a table. Its norm has the same groups as C."""
+    """Reads the config of a Mamba2 mixer from a family's table of fields.
+
+    The mixer's output norm has as many groups as B and C (`n_groups`).
+
+    Args:
+      table: the family's table of config fields.
+      source: the fields of the config file.
+      eps: epsilon of the mixer's output norm.
+    """
     values = read_fields(table, source)
     return MambaConfig(**values, norm_groups=values["n_groups"], norm_eps=eps)
 

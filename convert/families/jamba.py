@@ -28,7 +28,7 @@ ATTENTION_LAYERS, EXPERT_LAYERS = "attn_layer", "expert_layer"
 
 
 def moe_rows(ours: Path, theirs: str, c: MoEConfig) -> Iterator[Row]:
-    """Yields the rows of experts."""
+    """Yields a `Row` for each parameter of a layer with experts."""
     yield Row((*ours, "router"), (f"{theirs}.router.weight",))
     experts = [f"{theirs}.experts.{e}" for e in range(c.num_experts)]
     both = (f"{e}.{w}_proj.weight" for e in experts for w in ("gate", "up"))
@@ -70,7 +70,15 @@ MOE = (
 def periodic(
     fields: ConfigFields, name: str, count: int, period: int, offset: int
 ) -> list[bool]:
-    """Reads which layers are chosen: every `name`_period-th, from `name`_offset on."""
+    """Reads which of `count` layers have attention, or experts: every n-th layer, where
+    n is the field `name`_period, beginning with layer `name`_offset.
+
+    Args:
+      fields: the fields of the config file.
+      name: beginning of the names of the two fields.
+      count: number of layers.
+      period, offset: defaults of the two fields.
+    """
     period = fields.size(f"{name}_period", period)
     offset = fields.size(f"{name}_offset", offset, low=0)
     if offset >= period:

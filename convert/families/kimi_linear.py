@@ -48,8 +48,8 @@ EXPERTS = "block_sparse_moe"  # the module of experts
 def kda_rows(
     ours: Path, theirs: str, c: KDAConfig, out: str = "o_proj"
 ) -> Iterator[Row]:
-    """Yields the rows of Kimi Delta Attention. `out` is the name of its last
-    projection."""
+    """Yields a `Row` for each parameter of Kimi Delta Attention. `out` is the name of
+    its last projection."""
     sizes = (c.d_key, c.d_key, c.d_inner)
     qkv = tuple(f"{theirs}.{letter}_proj.weight" for letter in "qkv")
     gate = () if c.gate_rank else (f"{theirs}.g_proj.weight",)
@@ -76,7 +76,8 @@ def kda_rows(
 def mla_rows(
     ours: Path, theirs: str, c: MLAConfig, out: str = "o_proj"
 ) -> Iterator[Row]:
-    """Yields the rows of latent attention. `out` is the name of its last projection."""
+    """Yields a `Row` for each parameter of latent attention. `out` is the name of its
+    last projection."""
     modules = {"q": "q_proj", "kv": "kv_a_proj_with_mqa", "out": out, "gate": "g_proj"}
     yield from module_rows(ours, theirs, modules)
     yield Row((*ours, "kv_norm"), (f"{theirs}.kv_a_layernorm.weight",))
@@ -100,7 +101,7 @@ EXPERT_NAMES = ExpertNames()
 def moe_rows(
     ours: Path, theirs: str, c: MoEConfig, names: ExpertNames = EXPERT_NAMES
 ) -> Iterator[Row]:
-    """Yields the rows of experts and of a shared MLP."""
+    """Yields a `Row` for each parameter of a layer with experts and a shared MLP."""
     if c.shared is not None:
         shared = f"{theirs}.shared_experts"
         yield from mlp_rows((*ours, "shared"), shared, c.shared)
@@ -139,8 +140,8 @@ NAMES = Names(
 
 
 def either(other: str, reader: Read) -> Read:
-    """Returns a reader of a field that transformers calls `other`. The row's own name
-    takes precedence if a config has both."""
+    """Returns a reader of a field that transformers calls `other`, for `table.Field`.
+    The name in the `Field` takes precedence if a config has both."""
 
     def read_either(fields: ConfigFields, name: str, default: Any) -> Any:
         return reader(
@@ -374,7 +375,7 @@ def export_layers(
 
 
 def _shared_experts(format: str, c: MoEConfig) -> int:
-    """Returns how many experts are as wide as the shared MLP."""
+    """Returns the number of experts whose widths sum to the width of the shared MLP."""
     known = c.shared is not None and c.shared == MLPConfig(c.shared.d_hidden)
     require(format, {"shared expert": known and not c.shared_gate})
     width = 0 if c.shared is None else c.shared.d_hidden

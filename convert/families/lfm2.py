@@ -38,7 +38,7 @@ WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def conv_rows(ours: Path, theirs: str, c: ShortConvConfig) -> Iterator[Row]:
-    """Yields the rows of a gated short convolution."""
+    """Yields a `Row` for each parameter of a gated short convolution."""
     modules = {name: name for name in ("in_proj", "out_proj")}
     yield from module_rows(ours, theirs, modules)
     yield Row((*ours, "conv_weight"), (f"{theirs}.conv.weight",), "conv")
@@ -46,8 +46,8 @@ def conv_rows(ours: Path, theirs: str, c: ShortConvConfig) -> Iterator[Row]:
 
 
 def qk_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
-    """Yields the rows of attention, with this family's names of the output and of the
-    norms of q and k."""
+    """Yields a `Row` for each parameter of attention. This family calls the output
+    projection "out_proj" and the norms of q and k "q_layernorm" and "k_layernorm"."""
     for row in attention_rows(ours, theirs, c):
         names = (
             name.replace(".o_proj.", ".out_proj.").replace("_norm.", "_layernorm.")
@@ -57,7 +57,8 @@ def qk_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
 
 
 def w_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
-    """Yields the rows of an MLP whose matrices are called w1, w3 and w2."""
+    """Yields a `Row` for each parameter of an MLP. This family calls gate, up and down
+    "w1", "w3" and "w2"."""
     for row in mlp_rows(ours, theirs, c):
         yield replace(row, sources=tuple(map(_by_number, row.sources)))
 
@@ -111,8 +112,8 @@ def mixer_kinds(fields: ConfigFields) -> hf.Layers:
 
 
 def renamed(fields: ConfigFields) -> ConfigFields:
-    """Returns the fields with current names in place of older ones, which take
-    precedence in transformers, too."""
+    """Returns the fields with older names replaced by current ones. If a config has
+    both, the value under the older name is used, as in transformers."""
     values = dict(fields.values)
     older = {
         "tie_embedding": "tie_word_embeddings",
@@ -127,12 +128,12 @@ def renamed(fields: ConfigFields) -> ConfigFields:
 
 
 def parse_layers(fields: ConfigFields, second: hf.Layers, **mixers: Any) -> ModelConfig:
-    """Parses what `lfm2` and `lfm2_moe` share.
+    """Parses the config of a model. `lfm2` and `lfm2_moe` share this code.
 
     Args:
-      fields: the fields of the config file, `renamed`.
-      second: name of the MLP or experts of each layer.
-      **mixers: their configs by name.
+      fields: the fields of the config file, the result of `renamed`.
+      second: for each layer, what follows its mixer: "mlp" or "moe".
+      **mixers: the configs of the MLP and of the experts, under these names.
     """
     model = hf.read_model(MODEL, fields, NAMES)
     kinds = mixer_kinds(fields)

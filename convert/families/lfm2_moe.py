@@ -21,7 +21,15 @@ NORMALIZE_EPS = 1e-6  # added to the sum by which the router's weights are divid
 def moe_rows(
     ours: Path, theirs: str, c: MoEConfig, fused: bool = False
 ) -> Iterator[Row]:
-    """Yields the rows of experts; if `fused`, a tensor has all of them."""
+    """Yields a `Row` for each parameter of a layer with experts.
+
+    Args:
+      ours: path of the parameters.
+      theirs: prefix of the tensors' names.
+      c: the config.
+      fused: True if a tensor has the matrices of all experts. If False, every expert
+        has its own tensors.
+    """
     yield Row((*ours, "router"), (f"{theirs}.gate.weight",))
     yield Row((*ours, "router_bias"), (f"{theirs}.expert_bias",))
     experts = f"{theirs}.experts"

@@ -45,8 +45,8 @@ GATE, SANDWICH = "use_attention_gate", "use_sandwich_norm"
 def gated_rows(
     ours: Path, theirs: str, c: AttentionConfig, gate: str = "gate_proj"
 ) -> Iterator[Row]:
-    """Yields the rows of attention with a gate for each head; `gate` is the name of its
-    module."""
+    """Yields a `Row` for each parameter of attention with a gate for each head. `gate`
+    is the name of the gate's module."""
     for row in attention_rows(ours, theirs, c):
         if c.gated and row.path[-1] == "qkv":
             sources = (f"{theirs}.{gate}.weight", *row.sources)
@@ -88,8 +88,8 @@ MLP = (Field("intermediate_size", "d_hidden", read.size, 7680),)
 
 
 def renamed(fields: ConfigFields) -> ConfigFields:
-    """Returns the fields with the current name of the epsilon. As in transformers, its
-    other name takes precedence."""
+    """Returns the fields with the name `norm_eps` for the epsilon of the norms. If a
+    config also has `rms_norm_eps`, that value is used, as in transformers."""
     values = dict(fields.values)
     if "rms_norm_eps" in values:
         values["norm_eps"] = values.pop("rms_norm_eps")

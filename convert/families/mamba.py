@@ -65,10 +65,12 @@ WIDTH = 768  # default width of the model
 
 
 def expanded(expand: str, width: int) -> read.Read:
-    """Returns a reader of the channels of a mixer.
+    """Returns a reader of the inner width of a mixer, for `table.Field`.
 
-    transformers lets the field take precedence over `expand` times the model's width,
-    and Falcon Mamba's configs need that.
+    The reader returns the `Field`'s own field, such as `intermediate_size`, if the
+    config has it, and otherwise the multiplier times the model's width. transformers
+    does the same. In Falcon Mamba's configs the two values differ, and the former is
+    right.
 
     Args:
       expand: name of the multiplier's field.
@@ -83,7 +85,12 @@ def expanded(expand: str, width: int) -> read.Read:
 
 
 def rank(width: int) -> read.Read:
-    """Returns a reader of the rank of dt; "auto" is a 16th of the model's width."""
+    """Returns a reader of the rank of dt, for `table.Field`. "auto" means a 16th of the
+    model's width.
+
+    Args:
+      width: default width of the model.
+    """
 
     def rank_of(source: ConfigFields, name: str, default: Any) -> int:
         if source.get(name, "auto") == "auto":
@@ -107,7 +114,8 @@ MIXER = (
 def parse_with(
     fields: ConfigFields, table: Sequence[Field], **options: Any
 ) -> ModelConfig:
-    """Parses what `mamba` and `falcon_mamba` share.
+    """Parses the config of a model of Mamba-1 layers. `mamba` and `falcon_mamba` share
+    this code.
 
     Args:
       fields: the fields of the config file.

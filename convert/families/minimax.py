@@ -5,9 +5,9 @@ The residual stream itself is normed before every layer, and both terms of a res
 sum have factors. The slopes of lightning attention are not read: they follow from the
 number of the layer. transformers writes them, and tables of their powers, as buffers.
 
-The published files have a `model_type` and names of fields of their own. In them, a
-part of each head rotates (`rotary_dim`), which the class of transformers 5.23 ignores:
-it rotates whole heads.
+Published configs have another `model_type` and other field names than transformers. In
+the published code only a part of each head rotates (`rotary_dim`). transformers 5.23
+ignores that field and rotates whole heads.
 """
 
 from collections.abc import Iterator
@@ -53,8 +53,8 @@ NORM_EPS = 1e-6  # of the norm of lightning attention; not in the config
 
 
 def lightning_rows(ours: Path, theirs: str, c: LightningConfig) -> Iterator[Row]:
-    """Yields the rows of lightning attention, whose tensors have q, k and v of one head
-    after the other."""
+    """Yields a `Row` for each parameter of lightning attention. `qkv_proj` has q, k and
+    v of the first head, then of the second head, and so on."""
     into = tuple(f"{theirs}.{name}.weight" for name in ("qkv_proj", "output_gate"))
     sizes = (3 * c.d_inner, c.d_inner)
     heads = Groups(c.num_heads, (c.head_dim,) * 3)
@@ -67,7 +67,8 @@ def lightning_rows(ours: Path, theirs: str, c: LightningConfig) -> Iterator[Row]
 def slope_rows(
     config: ModelConfig, ours: Path, number: int, block: Block
 ) -> Iterator[Row]:
-    """Yields the row of the slopes of a layer. Those of later layers are smaller."""
+    """Yields the `Row` of the decay slopes, if a layer has lightning attention. The
+    slopes are computed from the number of the layer; later layers have smaller ones."""
     c = config.mixers.get("lightning")
     if c is not None and "lightning" in block.mixers:
         last = len(config.layers) // 2 - 1
@@ -104,7 +105,7 @@ MOE = (
     Field("num_experts_per_tok", "top_k", read.size, 2),
     Field("intermediate_size", "d_hidden", read.size, 14336),
 )
-# Prefixes of the fields of residual scales, by the first mixer of a layer.
+# Beginnings of the names of the fields with residual scales, by the mixer of a layer.
 SCALES = {"lightning": "linear_attn", "attention": "full_attn", "moe": "mlp"}
 PUBLISHED = {"linear_attn": "linear_attention", "full_attn": "full_attention"}
 

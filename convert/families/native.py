@@ -25,14 +25,15 @@ MODELS = "Mamba2, with attention layers or MLPs (state-spaces)"
 
 
 def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
-    """Yields the rows of attention whose q, k, v (and an optional MLP) are one tensor,
-    with an optional convolution."""
+    """Yields a `Row` for each parameter of attention with an optional convolution. One
+    tensor has q, k, v and an optional MLP."""
     yield from module_rows(ours, theirs, {"qkv": "in_proj", "out": "out_proj"})
     yield from conv_rows(ours, theirs)
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
-    """Yields the rows of an MLP whose up and gate are one tensor, up first."""
+    """Yields a `Row` for each parameter of an MLP whose up and gate are one tensor, up
+    first."""
     yield from module_rows(ours, theirs, {"gate_up": "fc1"}, "swap")
     yield from module_rows(ours, theirs, {"down": "fc2"})
 

@@ -42,12 +42,13 @@ MTP_DEFAULT = ["attention", "moe"]  # as in transformers
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
-    """Yields the rows of an MLP without a gate."""
+    """Yields a `Row` for each parameter of an MLP without a gate."""
     return module_rows(ours, theirs, {"up": "up_proj", "down": "down_proj"})
 
 
 def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
-    """Yields the rows of experts with a separate tensor for every expert."""
+    """Yields a `Row` for each parameter of a layer with experts. Every expert has its
+    own tensors."""
     theirs = f"{prefix}mixer"
     if c.shared is not None:
         yield from mlp_rows((*ours, "shared"), f"{theirs}.shared_experts", c.shared)
@@ -61,10 +62,10 @@ def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
 
 
 def mtp_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
-    """Yields the rows of the MTP layers.
+    """Yields a `Row` for each parameter of the MTP layers.
 
-    The tensors in front of the layers belong to the first layer in the file, the final
-    norm to the last one.
+    The norms and the projection before the layers have names of the first MTP layer,
+    and the norm after them has a name of the last one.
     """
     if not config.mtp:
         return

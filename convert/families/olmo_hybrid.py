@@ -45,14 +45,15 @@ OLDER = {"attention_layer_norm": BEFORE, "feedforward_layer_norm": AFTER}
 def delta_rows(
     ours: Path, theirs: str, c: DeltaConfig, convs: tuple[int, ...] = ()
 ) -> Iterator[Row]:
-    """Yields the rows of Gated DeltaNet with separate tensors for all projections.
+    """Yields a `Row` for each parameter of Gated DeltaNet, for files with separate
+    tensors for all projections.
 
     Args:
       ours: path of the parameters.
       theirs: prefix of the tensors' names.
       c: the config.
-      convs: channels of the three tensors of the convolution. If empty, they are those
-        of q, k and v.
+      convs: number of channels of each of the convolution's three tensors. If empty,
+        the tensors are those of q, k and v.
     """
     key, inner, heads = c.d_key, c.d_inner, c.value_heads
 

@@ -27,8 +27,8 @@ TIED = "tie_word_embeddings"
 
 
 def delta_rows(ours: Path, theirs: str, c: DeltaConfig) -> Iterator[Row]:
-    """Yields the rows of Gated DeltaNet with separate tensors for q, k and v together,
-    z, b and a."""
+    """Yields a `Row` for each parameter of Gated DeltaNet. The file has one tensor for
+    q, k and v, and one tensor each for z, b and a."""
     for param, modules, sizes in (
         ("in_proj", ("in_proj_qkv", "in_proj_z"), (c.d_qkv, c.d_inner)),
         ("gates", ("in_proj_b", "in_proj_a"), (c.value_heads, c.value_heads)),

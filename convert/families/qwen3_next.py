@@ -56,8 +56,8 @@ NOT_SUPPORTED = {
 
 
 def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
-    """Yields the rows of attention whose q_proj has a query and a gate for each
-    head."""
+    """Yields a `Row` for each parameter of gated attention. `q_proj` has query and gate
+    of the first head, then of the second head, and so on."""
     hd, kv = c.head_dim, c.num_kv_heads * c.head_dim
     sizes = (2 * c.num_heads * hd, kv, kv)
     groups = (Groups(c.num_heads, (hd, hd), (1, 0)), plain(2 * kv))  # gate, q, k, v
@@ -71,8 +71,9 @@ def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]
 
 
 def grouped_delta_rows(ours: Path, theirs: str, c: DeltaConfig) -> Iterator[Row]:
-    """Yields the rows of Gated DeltaNet whose projections are grouped by key heads: q,
-    k, v and z of the first, of the second, and so on."""
+    """Yields a `Row` for each parameter of Gated DeltaNet. `in_proj_qkvz` has q, k, v
+    and z of the first key head, then of the second key head, and so on. `in_proj_ba`
+    has b and a in the same way."""
     ratio = c.value_heads // c.key_heads
     value = ratio * c.value_dim
     into = Groups(c.key_heads, (c.key_dim, c.key_dim, value, value))
@@ -86,7 +87,8 @@ def grouped_delta_rows(ours: Path, theirs: str, c: DeltaConfig) -> Iterator[Row]
 
 
 def inner_delta_rows(ours: Path, theirs: str) -> Iterator[Row]:
-    """Yields the rows of Gated DeltaNet except for its input projections."""
+    """Yields a `Row` for each parameter of Gated DeltaNet except for its input
+    projections."""
     yield Row((*ours, "conv_weight"), (f"{theirs}.conv1d.weight",), "conv")
     for name in ("A_log", "dt_bias"):
         yield Row((*ours, name), (f"{theirs}.{name}",))
@@ -97,7 +99,7 @@ def inner_delta_rows(ours: Path, theirs: str) -> Iterator[Row]:
 def moe_rows(
     ours: Path, theirs: str, c: MoEConfig, fused: bool = False
 ) -> Iterator[Row]:
-    """Yields the rows of experts and of a shared MLP with a gate.
+    """Yields a `Row` for each parameter of a layer with experts and a gated shared MLP.
 
     Args:
       ours: path of the parameters.
@@ -129,8 +131,14 @@ FUSED_EXPERTS = Part("mlp", partial(moe_rows, fused=True))
 def mtp_rows(
     names: Names, config: ModelConfig, experts: Part = EXPERTS
 ) -> Iterator[Row]:
-    """Yields the rows of the MTP layers, whose experts may be stored otherwise than
-    those of the model."""
+    """Yields a `Row` for each parameter of the MTP layers.
+
+    Args:
+      names: the model's names.
+      config: the architecture.
+      experts: names of the tensors of experts in MTP layers, which may be stored in
+        another way than in the model's own layers.
+    """
     if not config.mtp:
         return
     yield Row(("mtp", "eh_proj"), (f"{MTP}fc.weight",))

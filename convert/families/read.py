@@ -27,7 +27,8 @@ def bias(ending: str, field: str = "") -> Read:
 
     Args:
       ending: ending of the tensor's name.
-      field: name of the field that declares the bias, if it is not the row's own.
+      field: name of the field that declares the bias, if the `Field` in which the
+        reader is used has another name.
     """
     return lambda source, name, default: has_bias(
         source, field or name, default, ending
@@ -64,10 +65,14 @@ def has_bias(
 
 
 def kv_heads(of: Field) -> Read:
-    """Returns a reader of the number of KV heads, which must divide the field `of`.
+    """Returns a reader of the number of KV heads, for `table.Field`. It checks that the
+    number divides the number of heads.
 
-    The row's default applies if the field is absent. If it is null, or if the row has
-    no default, the number equals that of `of`.
+    If the field is absent, the number is the default of the `Field`. If the field is
+    null, or absent without a default, the number equals the number of heads.
+
+    Args:
+      of: the `Field` of the number of heads.
     """
 
     def read(source: ConfigFields, name: str, default: Any) -> int:
@@ -81,8 +86,12 @@ def kv_heads(of: Field) -> Read:
 
 
 def divisor(of: Field) -> Read:
-    """Returns a function that reads a size and checks that it divides the field `of`.
-    If the field has no default, an absent size is equal to `of`."""
+    """Returns a reader of a size, for `table.Field`. It checks that the size divides
+    the value of `of`. An absent size without a default equals that value.
+
+    Args:
+      of: the `Field` of the value to be divided.
+    """
 
     def read(source: ConfigFields, name: str, default: Any) -> int:
         whole = of.value(source)

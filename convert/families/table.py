@@ -58,19 +58,21 @@ class Field(NamedTuple):
 
 
 def read_fields(table: Sequence[Field], source: ConfigFields) -> dict[str, Any]:
-    """Reads the attributes of a table, by name."""
+    """Reads all fields of a table. Returns the values by the names of our config's
+    attributes."""
     return {row.attribute: row.value(source) for row in table}
 
 
 def write_fields(
     format: str, table: Sequence[Field], part: Any, elsewhere: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Returns the fields of a table by name: the inverse of `read_fields`.
+    """Returns the values of a table's fields for a config file, by the fields' names.
+    This is the inverse of `read_fields`.
 
     Args:
       format: the family, for messages.
       table: the table.
-      part: a `ModelConfig` or a mixer's config.
+      part: our config: a `ModelConfig` or a mixer's config.
       elsewhere: attributes that the family checks or writes without the table.
 
     Raises:
@@ -100,8 +102,8 @@ def require(format: str, conditions: Mapping[str, bool]) -> None:
 
     Args:
       format: the family, for the message.
-      conditions: by the property of the model that the format cannot express if the
-        condition does not hold.
+      conditions: a dictionary from a property of the model to a bool. The format can
+        express the property only if the bool is True.
     """
     if lacking := [name for name, holds in conditions.items() if not holds]:
         names = ", ".join(lacking)

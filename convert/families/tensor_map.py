@@ -1,4 +1,8 @@
-"""Maps source tensors to parameters and back: one row per parameter."""
+"""Maps source tensors to parameters and back.
+
+The map is a list of `Row` objects, one per parameter. A `Row` with a capital letter is
+such an entry; the word "rows" otherwise means rows of a matrix.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -38,15 +42,18 @@ ENDINGS = (("weight", ""), ("bias", "_bias"))  # endings of tensors, and of para
 
 
 class Groups(NamedTuple):
-    """An order of consecutive rows in which a file groups what we keep together.
+    """How a file interleaves rows of a matrix that are contiguous in our parameter.
 
-    The file has `number` groups, such as heads, each of several parts of `sizes` rows.
-    We have the first part of all groups, then the second part of all groups, and so on.
+    The file stores `number` groups one after the other, such as one group per head. A
+    group consists of parts, such as the head's q, k and v, of `sizes` rows each. Our
+    parameter has the first part of all groups, then the second part of all groups, and
+    so on.
 
     Attributes:
-      number: how many groups there are.
-      sizes: rows of each part of a group.
-      order: the parts in our order. If empty, it is that of the file.
+      number: number of groups.
+      sizes: number of rows of each part of a group, in the order of the file.
+      order: indices of the parts in the order of our parameter. If empty, it is the
+        order of the file.
     """
 
     number: int
@@ -58,7 +65,7 @@ class Groups(NamedTuple):
         return self.number * sum(self.sizes)
 
     def places(self) -> np.ndarray:
-        """Returns the file's index of each of our rows."""
+        """Returns, for each row of our parameter, its index in the file: [rows]."""
         ids = np.arange(self.rows).reshape(self.number, -1)
         parts = np.split(ids, np.cumsum(self.sizes)[:-1], axis=1)
         order = self.order or range(len(parts))
@@ -66,13 +73,15 @@ class Groups(NamedTuple):
 
 
 def plain(rows: int) -> Groups:
-    """Returns the order of rows that we keep as they are."""
+    """Returns the `Groups` of `rows` rows whose order is the same in the file and in
+    our parameter."""
     return Groups(1, (rows,))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter and its source tensors.
+    """One entry of the tensor map: a parameter, the names of its source tensors, and
+    the conversion between them.
 
     Attributes:
       path: path of the parameter.
@@ -91,11 +100,12 @@ class Row:
       heads: for "concat", number of heads of each source whose rows are ordered in
         pairs of channels that rotate together (`by_pairs`); 0 if a source is in our
         order. If empty, all are.
-      groups: orders of the converted sources along `group_axis`, which together cover
-        it. If empty, all of it is in our order.
-      group_axis: see `groups`.
-      numbers: for "computed", the parameter, which follows from the config. An export
-        leaves it out, and raises CheckpointError if the parameter is another.
+      groups: `Groups` of consecutive stretches of `group_axis` in the converted
+        sources, which together cover the axis. If empty, the file has our order.
+      group_axis: the axis that `groups` reorders.
+      numbers: for "computed", the values of the parameter, which follow from the
+        config. An export does not write them, and raises CheckpointError if the
+        model's parameter has other values.
     """
 
     path: Path
@@ -109,7 +119,7 @@ class Row:
 
 
 def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns the shapes of a row's source tensors, given the parameter's shape."""
+    """Returns the shapes of a `Row`'s source tensors, given the parameter's shape."""
     match row.how:
         case "concat":
             return [(size, *shape[1:]) for size in row.sizes]
@@ -159,7 +169,7 @@ def _log(name: str, a: np.ndarray) -> np.ndarray:
 
 
 def _check_computed(row: Row, param: np.ndarray) -> None:
-    """Raises CheckpointError unless a parameter has the numbers of its row."""
+    """Raises CheckpointError unless a parameter equals `row.numbers`."""
     if not np.allclose(param, row.numbers, rtol=1e-5, atol=0):
         name = "/".join(row.path)
         raise CheckpointError(
@@ -175,7 +185,7 @@ def order_of(groups: tuple[Groups, ...]) -> np.ndarray:
 
 
 def join(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
-    """Computes a row's parameter from its source tensors.
+    """Computes the parameter of a `Row` from its source tensors.
 
     Raises:
       CheckpointError: A is not negative ("decay").
@@ -222,11 +232,11 @@ def _converted(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
 
 
 class Piece(NamedTuple):
-    """A row for a slice of its parameter.
+    """A `Row` that is restricted to a slice of its parameter.
 
     Attributes:
-      row: the row, with only the sources of the slice.
-      indices: the slice of each source.
+      row: the `Row` with only the sources from which the slice is computed.
+      indices: for each of these sources, the index of the part to read.
     """
 
     row: Row
@@ -244,13 +254,15 @@ def can_be_cut(row: Row) -> bool:
 def pieces(
     row: Row, shape: tuple[int, ...], axis: int, places: tuple[slice, ...]
 ) -> Iterator[Piece]:
-    """Yields the pieces of one device's part of a parameter, in order.
+    """Yields the pieces whose concatenation along `axis` is one device's part of a
+    parameter.
 
     Args:
-      row: the row. `can_be_cut` must be True if `places` is not empty.
-      shape: shape of the parameter.
-      axis: the axis that devices divide.
-      places: the part's slices along the axis. If empty, it is the whole parameter.
+      row: the parameter's `Row`. `can_be_cut` must be True if `places` is not empty.
+      shape: shape of the whole parameter.
+      axis: the axis that is divided among devices.
+      places: slices of the axis that the device has. If empty, it has the whole
+        parameter.
     """
     if not places:
         yield Piece(row, ((),) * len(row.sources))
@@ -298,7 +310,8 @@ def _overlaps(sizes: tuple[int, ...], place: slice) -> Iterator[tuple[int, slice
 
 
 def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
-    """Computes a row's source tensors from its parameter: the inverse of `join`."""
+    """Computes the source tensors of a `Row` from its parameter: the inverse of
+    `join`."""
     if row.groups:
         back = np.argsort(order_of(row.groups))
         param = np.take(param, back, axis=row.group_axis)
@@ -345,12 +358,13 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
 def module_rows(
     ours: Path, theirs: str, modules: Mapping[str, str], how: How = "copy"
 ) -> Iterator[Row]:
-    """Yields the rows of weights and biases of linear modules.
+    """Yields a `Row` for the weight and the bias of each of several linear modules.
 
     Args:
       ours: path of the parameters.
       theirs: prefix of the tensors' names.
-      modules: names of the modules, by our names of the parameters.
+      modules: a dictionary from our name of a parameter to the name of its module in
+        the checkpoint.
       how: see `Row`.
     """
     for ending, name in ENDINGS:
@@ -372,7 +386,8 @@ def mamba_rows(ours: Path, theirs: str, c: MambaConfig) -> Iterator[Row]:
 
 
 def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
-    """Yields the rows of attention with separate tensors for q, k, v and o."""
+    """Yields a `Row` for each parameter of attention, for checkpoints with separate
+    tensors for q, k, v and o."""
     kv = c.num_kv_heads * c.head_dim
     sizes = (c.num_heads * c.head_dim, kv, kv)
     for ending, name in ENDINGS:
@@ -384,7 +399,8 @@ def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
-    """Yields the rows of an MLP with separate tensors for gate and up."""
+    """Yields a `Row` for each parameter of an MLP, for checkpoints with separate
+    tensors for gate and up."""
     for ending, name in ENDINGS:
         both = tuple(f"{theirs}.{w}_proj.{ending}" for w in ("gate", "up"))
         yield Row((*ours, f"gate_up{name}"), both, "concat", (c.d_hidden,) * 2)
@@ -393,12 +409,13 @@ def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Part:
-    """A format's names of the tensors of one mixer.
+    """The names that a checkpoint format gives to the tensors of one mixer.
 
     Attributes:
       module: name of the mixer's module within a layer. If empty, `rows` gets the
         layer's prefix.
-      rows: function (our path, module's name, mixer's config) that yields the rows.
+      rows: function (path of our parameters, full name of the module, mixer's config)
+        that yields a `Row` for each parameter of the mixer.
     """
 
     module: str
@@ -407,7 +424,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Names:
-    """A format's names of the parts of a model.
+    """The names that a checkpoint format gives to the tensors of a model.
 
     Attributes:
       embedding: name of the embedding.
@@ -420,10 +437,11 @@ class Names:
       head: name of the head, if it is not tied to the embedding.
       parts: names of the mixers' tensors, by our names of the mixers.
       norm_how: conversion of the scales of block norms; see `Row`.
-      shared_rows: yields the rows of shared transformer blocks.
-      mtp_rows: yields the rows of the MTP layers.
-      computed: yields the rows of a layer's parameters that follow from the config,
-        from the config, our path of the layer, its number in the file, and its block.
+      shared_rows: yields a `Row` for each parameter of shared transformer blocks.
+      mtp_rows: yields a `Row` for each parameter of the MTP layers.
+      computed: function (config, path of our layer, number of the layer in the file,
+        block) that yields a `Row` for each parameter of a layer that follows from the
+        config and is not in the file.
       ignored: endings of the names of tensors that are not read, because they follow
         from the config.
       spelling: returns the names that a file uses, from the names of its tensors, for
@@ -473,7 +491,11 @@ def bare(names: Names) -> Names:
 
 
 def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
-    """Yields the rows of all parameters that the model has with any options."""
+    """Yields a `Row` for each parameter that a model with these layers may have.
+
+    Some parameters, such as biases, exist only with certain options. `tensors.rows_of`
+    drops those that the model does not have.
+    """
     yield Row(("embedding",), (f"{names.embedding}.weight",))
     yield Row(("lm_head",), (f"{names.head}.weight",))
     yield from norm_rows(("norm",), names.norm, names.norm_how)
@@ -492,7 +514,8 @@ def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
 
 
 def numbered_layers(names: Names, config: ModelConfig) -> int:
-    """Returns how many layers a file numbers."""
+    """Returns how many layers have a number in the file. An MLP may share the number of
+    the mixer before it."""
     mixers = (token_mixers(config, block) for block in config.layers)
     return sum(names.numbers_every_layer or bool(found) for found in mixers)
 
@@ -500,8 +523,8 @@ def numbered_layers(names: Names, config: ModelConfig) -> int:
 def layer_rows(
     names: Names, config: ModelConfig, ours: Path, prefix: str, block: Block
 ) -> Iterator[Row]:
-    """Yields the rows of one residual layer, whose tensors' names begin with
-    `prefix`."""
+    """Yields a `Row` for each parameter of one residual layer. The names of the layer's
+    tensors begin with `prefix`."""
     if block.shared:
         yield Row((*ours, "linear"), (f"{prefix}linear.weight",))
         prefix += "mamba_decoder."

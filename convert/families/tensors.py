@@ -41,7 +41,8 @@ _SHARED_TENSOR = re.compile(
 
 
 def rows_of(names: Names, config: ModelConfig) -> list[Row]:
-    """Returns a row for every parameter of a model, with the checkpoint's names."""
+    """Returns a `Row` for each parameter of a model, with the names of its tensors in
+    the checkpoint."""
     shapes = param_shapes(config)
     rows = [row for row in candidates(names, config) if row.path in shapes]
     if names.renamed:
@@ -61,9 +62,10 @@ def check_tensors(
 
     Args:
       source: the tensors.
-      rows: the rows of all parameters.
-      config: the config from `settle_names`, with which a tied head is a copy.
-      names: the family's names. If None, it has no MTP layer after the others.
+      rows: a `Row` for each parameter.
+      config: the config from `settle_names`. If it ties the embeddings, a head in the
+        file is a copy and is ignored.
+      names: the family's names. If None, the format has no MTP layer after the others.
 
     Raises:
       CheckpointError: a tensor is missing or unexpected, or has another shape or dtype.
@@ -238,14 +240,14 @@ def read_param(
     axis: int = 0,
     places: tuple[slice, ...] = (),
 ) -> np.ndarray:
-    """Reads a row's parameter in a float dtype.
+    """Reads a parameter, or one device's part of it, in a float dtype.
 
     Args:
       source: the tensors.
-      row: the row.
+      row: the parameter's `Row`.
       shape: shape of the whole parameter.
       dtype: dtype of the result.
-      axis: the axis that devices divide.
+      axis: the axis that is divided among devices.
       places: slices of the axis to read. If empty, the whole parameter is read.
     """
     read = [
@@ -270,7 +272,7 @@ def _read_piece(source: Source, piece: Piece, kept: Any) -> np.ndarray:
 
 
 def parts_are_read(source: Source, row: Row) -> bool:
-    """True if a device's part of a row's parameter can be read without the rest."""
+    """True if one device's part of a parameter can be read without the rest."""
     return can_be_cut(row) and all(map(source.is_plain, row.sources))
 
 
@@ -325,7 +327,7 @@ def nonfinite_tensor(
     axis: int = 0,
     places: tuple[slice, ...] = (),
 ) -> str:
-    """Returns the name of the first of the row's tensors that has NaN or infinity.
+    """Returns the name of the parameter's first source tensor that has NaN or infinity.
 
     If all are finite (the conversion to the dtype overflowed), returns the first name.
     Arguments are as in `read_param`.
@@ -340,8 +342,8 @@ def nonfinite_tensor(
 
 
 def dtype_in_file(source: Source, row: Row) -> str:
-    """Returns "quantized" if any of a row's tensors is, "bfloat16" if all are bfloat16,
-    else "float32"."""
+    """Returns the dtype in which a file stores a parameter: "quantized" if any of its
+    source tensors is quantized, "bfloat16" if all are bfloat16, else "float32"."""
     if any(map(source.is_quantized, row.sources)):
         return QUANTIZED
     found = {source.tensors[name].dtype for name in row.sources}
@@ -349,12 +351,12 @@ def dtype_in_file(source: Source, row: Row) -> str:
 
 
 def packed_blocks(source: Source, row: Row, format: Format) -> list[Packed] | None:
-    """Reads a row's quantized matrices without dequantizing them.
+    """Reads the quantized matrices of a parameter without dequantizing them.
 
     Args:
       source: the tensors.
-      row: the row.
-      format: the format that shall keep them.
+      row: the parameter's `Row`.
+      format: the weight format in which they will be stored.
 
     Returns:
       The matrices, to be stacked by rows. None as in `packed_orders`.
@@ -374,8 +376,8 @@ def packed_experts(source: Source, row: Row, format: Format) -> list[Packed] | N
 
     Args:
       source: the tensors.
-      row: the row of a parameter [E, m, k].
-      format: the format that shall keep them.
+      row: the `Row` of a parameter [E, m, k].
+      format: the weight format in which they will be stored.
 
     Returns:
       Matrices [E m_i, k], for `Format.keep`. None as in `expert_sources`.
@@ -392,19 +394,19 @@ def packed_experts(source: Source, row: Row, format: Format) -> list[Packed] | N
 def expert_sources(
     source: Source, row: Row, format: Format
 ) -> list[tuple[str, ...]] | None:
-    """Returns the quantized tensors that the matrices of experts consist of. Reads only
+    """Finds the quantized tensors that a parameter of experts consists of. Reads only
     headers.
 
     Args:
       source: the tensors.
-      row: the row of a parameter [E, m, k].
-      format: the format that shall keep them.
+      row: the `Row` of a parameter [E, m, k].
+      format: the weight format in which they will be stored.
 
     Returns:
-      For each part of an expert's rows, such as gate and up: the names of one tensor
-      [E, m_i, k], or of E tensors [m_i, k]. None if one of them is not quantized or not
-      supported by the format, or if the experts differ in their storage. (Experts
-      whose columns have an order of their own are not kept either.)
+      For each part of an expert's matrix, such as gate and up: the names of one tensor
+      [E, m_i, k], or of E tensors [m_i, k]. None if a tensor is not quantized, if the
+      format does not support it, or if the experts are stored in different schemes.
+      (`packed_experts` also returns None if the columns of an expert are reordered.)
     """
     parts: dict[str, list[tuple[str, ...]]] = {
         "copy": [row.sources],
@@ -426,17 +428,17 @@ def expert_sources(
 def packed_orders(
     source: Source, row: Row, format: Format
 ) -> list[tuple[str, Any]] | None:
-    """Returns the quantized matrices that a parameter consists of. Reads only headers.
+    """Finds the quantized matrices that a parameter consists of. Reads only headers.
 
     Args:
       source: the tensors.
-      row: the row.
-      format: the format that shall keep them.
+      row: the parameter's `Row`.
+      format: the weight format in which they will be stored.
 
     Returns:
-      Names of tensors with indices of their rows. None if one of them is not quantized
-      or not supported by the format, or if the parameter is more than the rows or
-      columns of its sources in another order.
+      Names of tensors, each with the indices of its matrix rows in our order. None if
+      a tensor is not quantized, if the format does not support it, or if the
+      conversion changes more than the order of matrix rows or columns.
     """
     for name in row.sources:
         scheme, shape = source.scheme(name), source.tensors[name].shape
@@ -451,15 +453,16 @@ def packed_orders(
 
 
 def row_orders(row: Row, counts: list[int]) -> list[tuple[str, Any]] | None:
-    """Returns the sources of a parameter, each with the rows that it takes from it.
+    """Returns the source tensors of a parameter in the order in which their matrix rows
+    make up the parameter.
 
     Args:
-      row: a row that changes only the order of rows.
-      counts: rows of each source.
+      row: a `Row` whose conversion changes only the order of matrix rows.
+      counts: number of matrix rows of each source tensor.
 
     Returns:
-      Names of sources with indices of their rows. None if the parameter's rows
-      alternate between its sources.
+      Names of source tensors, each with the indices of its matrix rows in our order.
+      None if the parameter interleaves rows of several tensors.
     """
     starts = np.cumsum([0, *counts])
     indices = [

@@ -25,7 +25,8 @@ MODELS = "Zamba2: shared transformer blocks with adapters"
 
 
 def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
-    """Yields the rows of the shared blocks and of the adapters of the layers.
+    """Yields a `Row` for each parameter of the shared blocks and of the adapters that
+    layers add to them.
 
     A block is stored under the first layer that uses it, together with the adapters of
     all layers that use it. Adapters are numbered by their layer's index among the

@@ -1,7 +1,7 @@
 """Gemma 3 files of llama.cpp (`gemma3`): names and metadata keys.
 
-Norms hold 1 + w. The files do not say which layers have a window, nor the rotary
-embedding of those layers nor the softmax scale: llama.cpp knows them.
+Norms hold 1 + w. Most files lack three things, which are constants in llama.cpp's code:
+which layers have a window, the rotary embedding of these layers, and the softmax scale.
 
 Sources: llama.cpp's `conversion/gemma.py` and its `models/gemma3.cpp`.
 """

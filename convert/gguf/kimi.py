@@ -35,7 +35,7 @@ UP = "attn_kv_b.weight"  # older files have keys and values of a head in one ten
 
 
 def kda_rows(ours: Path, block: str, c: KDAConfig) -> Iterator[Row]:
-    """Yields the rows of Kimi Delta Attention."""
+    """Yields a `Row` for each parameter of Kimi Delta Attention."""
     sizes = (c.d_key, c.d_key, c.d_inner)
     qkv = tuple(f"{block}attn_{letter}.weight" for letter in "qkv")
     yield Row((*ours, "in_proj"), qkv, "concat", sizes)
@@ -59,8 +59,8 @@ def kda_rows(ours: Path, block: str, c: KDAConfig) -> Iterator[Row]:
 def mla_rows(
     ours: Path, block: str, c: MLAConfig, joined: bool = False
 ) -> Iterator[Row]:
-    """Yields the rows of latent attention; if `joined`, keys and values of a head are
-    in one tensor."""
+    """Yields a `Row` for each parameter of latent attention. If `joined`, one tensor
+    has the keys and the values of a head."""
     names = {"q": "attn_q", "kv": "attn_kv_a_mqa", "out": "attn_output"}
     yield from linear_rows(ours, block, names | {"kv_norm": "attn_kv_a_norm"})
     if joined:
@@ -76,7 +76,11 @@ NAMES = HALVES.with_parts(kda=Part("", kda_rows), mla=Part("", mla_rows))
 
 
 def names(tensors: Collection[str]) -> Names:
-    """Returns the names that a file uses."""
+    """Returns llama.cpp's names of the tensors, in the variant that a file uses.
+
+    Args:
+      tensors: the names of the file's tensors.
+    """
     if not any(name.endswith(UP) for name in tensors):
         return NAMES
 

@@ -36,7 +36,7 @@ CONV = (
 
 
 def conv_rows(ours: Path, block: str, c: ShortConvConfig) -> Iterator[Row]:
-    """Yields the rows of a gated short convolution."""
+    """Yields a `Row` for each parameter of a gated short convolution."""
     names = {name: f"shortconv.{name}" for name in ("in_proj", "out_proj")}
     yield from linear_rows(ours, block, names)
     for param, ending in (("conv_weight", "weight"), ("conv_bias", "bias")):

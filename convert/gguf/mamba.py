@@ -36,7 +36,7 @@ NAMED = {
 
 
 def mamba1_rows(ours: Path, block: str, c: Mamba1Config) -> Iterator[Row]:
-    """Yields the rows of a Mamba-1 mixer."""
+    """Yields a `Row` for each parameter of a Mamba-1 mixer."""
     for row in linear_rows(ours, block, NAMED):
         name = row.path[-1]
         yield row if name != "conv" else Row((*ours, "conv_weight"), row.sources)
@@ -61,8 +61,8 @@ MIXER = (
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
-    """Parses Mamba and Falcon Mamba. As in llama.cpp, the norms of dt, B and C have the
-    epsilon of all norms: files have no other."""
+    """Parses the metadata of Mamba and Falcon Mamba. As in llama.cpp, the norms of dt,
+    B and C have the same epsilon as all other norms, the only one that files have."""
     model = model_options(fields)
     options = read_fields(MIXER, fields)
     if fields.flag(NORMED, False):
@@ -76,8 +76,8 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def parse_jamba(fields: ConfigFields) -> ModelConfig:
-    """Parses Jamba. Layers without KV heads are Mamba-1; the tensors show which layers
-    have experts."""
+    """Parses the metadata of Jamba. Layers without KV heads have Mamba-1 mixers. Layers
+    with a router tensor have experts."""
     model, count = model_options(fields), layer_count(fields)
     heads = per_layer(fields, KV_HEADS, HEADS.value(fields))
     kinds = ["attention" if n else "mamba1" for n in heads]

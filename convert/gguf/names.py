@@ -24,8 +24,14 @@ EMBEDDING, HEAD = "token_embd", "output"
 
 
 def linear_rows(ours: Path, block: str, names: dict[str, str]) -> Iterator[Row]:
-    """Yields the rows of weights and biases of projections, by our parameters'
-    names."""
+    """Yields a `Row` for the weight and the bias of each of several projections.
+
+    Args:
+      ours: path of the parameters.
+      block: prefix of the tensors' names.
+      names: a dictionary from our name of a parameter to llama.cpp's name of its
+        tensors.
+    """
     for ending, ours_too in ENDINGS:
         for param, name in names.items():
             yield Row((*ours, param + ours_too), (f"{block}{name}.{ending}",))
@@ -34,8 +40,17 @@ def linear_rows(ours: Path, block: str, names: dict[str, str]) -> Iterator[Row]:
 def joined_rows(
     ours: Path, block: str, param: str, names: tuple[str, ...], row: Row
 ) -> Iterator[Row]:
-    """Yields the rows of a projection that consists of several tensors, with the sizes
-    and heads of `row`."""
+    """Yields a `Row` for the weight and the bias of a projection that consists of
+    several tensors.
+
+    Args:
+      ours: path of the parameters.
+      block: prefix of the tensors' names.
+      param: our name of the projection.
+      names: llama.cpp's names of its tensors.
+      row: a `Row` with the conversion, sizes and heads; its path and sources are
+        replaced.
+    """
     for ending, ours_too in ENDINGS:
         tensors = tuple(f"{block}{name}.{ending}" for name in names)
         yield replace(row, path=(*ours, param + ours_too), sources=tensors)
@@ -64,16 +79,24 @@ def attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
 
 
 def paired_attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
-    """Yields rows for architectures whose rotary embedding rotates neighbouring
-    channels."""
+    """Yields a `Row` for each parameter of attention in architectures whose rotary
+    embedding rotates pairs of neighbouring channels. The conversion reorders the
+    channels of q and k, because our embedding rotates channels half a head apart."""
     for row in attention_rows(ours, block, c):
         heads = (c.num_heads, c.num_kv_heads, 0) if row.how == "concat" else ()
         yield replace(row, heads=heads)
 
 
 def mlp_rows(ours: Path, block: str, c: MLPConfig, ending: str = "") -> Iterator[Row]:
-    """Yields the rows of an MLP, whose tensors' names have the given ending ("_shexp"
-    for the shared MLP of experts)."""
+    """Yields a `Row` for each parameter of an MLP.
+
+    Args:
+      ours: path of the parameters.
+      block: prefix of the tensors' names.
+      c: the config.
+      ending: ending of the tensors' names: "_shexp" for the shared MLP of a layer with
+        experts, else "".
+    """
     yield from linear_rows(ours, block, {"down": f"ffn_down{ending}"})
     if c.gated:
         both = Row((), (), "concat", (c.d_hidden,) * 2)
@@ -86,7 +109,7 @@ def mlp_rows(ours: Path, block: str, c: MLPConfig, ending: str = "") -> Iterator
 def moe_rows(
     ours: Path, block: str, c: MoEConfig, fused: bool = False
 ) -> Iterator[Row]:
-    """Yields the rows of experts.
+    """Yields a `Row` for each parameter of a layer with experts.
 
     Args:
       ours: path of the parameters.
@@ -106,14 +129,16 @@ def moe_rows(
     yield Row((*ours, "down"), (down,))
     yield Row((*ours, "router"), (f"{block}ffn_gate_inp.weight",))
     yield Row((*ours, "router_bias"), (f"{block}exp_probs_b.bias",))
-    # A vector in the file, a matrix of one row here.
+    # The file has a vector [d], and the parameter is a matrix [1, d].
     gate_of_shared = (f"{block}ffn_gate_inp_shexp.weight",)
     yield Row((*ours, "shared_gate"), gate_of_shared, "stack")
     yield Row((*ours, "latent_in"), (f"{block}ffn_latent_down.weight",))
     yield Row((*ours, "latent_out"), (f"{block}ffn_latent_up.weight",))
 
 
-HALVES = Names(  # the rotary embedding rotates channels half a head apart, as ours does
+# Names for architectures whose rotary embedding rotates channels half a head apart, as
+# ours does.
+HALVES = Names(
     embedding=EMBEDDING,
     norm="output_norm",
     head=HEAD,
@@ -127,6 +152,8 @@ HALVES = Names(  # the rotary embedding rotates channels half a head apart, as o
         "moe": Part("", moe_rows),
     },
 )
+# Names for architectures whose rotary embedding rotates neighbouring channels.
 PAIRS = HALVES.with_parts(attention=Part("", paired_attention_rows))
-# In Nemotron-H mixers, MLPs and experts are separate layers.
+# Names for Nemotron-H, where each mixer, MLP or mixture of experts is a layer with its
+# own number, and the norms of all layers have the same name.
 ALIKE = replace(PAIRS, mlp_norm="attn_norm", numbers_every_layer=True)

@@ -3,11 +3,12 @@
 Differences from the Hugging Face directories, in addition to those in `names`:
 
 - Norms hold 1 + w, except that of the delta rule's output, which is w in both.
-- Value heads of "qwen35" and "qwen35moe" are tiled: first one of every key head, then
-  the second of every key head. Here those of one key head are neighbours, as in the
-  directories. "qwen3next" has the directories' order.
-- "qwen3next" has b and a of each key head together. Files from before its support was
-  merged also have q, k, v and z of each key head together.
+- Each key head belongs to r value heads. Our parameters have the r value heads of the
+  first key head first, then those of the second, as the directories and files of
+  "qwen3next" do. In files of "qwen35" and "qwen35moe" the value heads are tiled: the
+  first value head of every key head, then the second one of every key head, and so on.
+- "qwen3next" has b and a of the first key head, then those of the second, and so on.
+  Files from before llama.cpp supported it have q, k, v and z in this order, too.
 - The multi-token prediction (MTP) layer is one more block, with names of "nextn".
 
 Sources: llama.cpp's `conversion/qwen.py` and `models/qwen35*.cpp`, `qwen3next.cpp`.
@@ -71,7 +72,7 @@ MAX_HEADS = 2**12
 def delta_rows(
     ours: Path, block: str, c: DeltaConfig, tensors: Collection[str]
 ) -> Iterator[Row]:
-    """Yields the rows of the delta rule's mixer in the order of "qwen3next".
+    """Yields a `Row` for each parameter of Gated DeltaNet in files of "qwen3next".
 
     Args:
       ours: path of the parameters.
@@ -91,10 +92,10 @@ def delta_rows(
 
 
 def tiled_delta_rows(ours: Path, block: str, c: DeltaConfig) -> Iterator[Row]:
-    """Yields the rows of the delta rule's mixer with tiled value heads; arguments as in
-    `delta_rows`."""
+    """Yields a `Row` for each parameter of Gated DeltaNet in files whose value heads
+    are tiled (see the module's docstring). Arguments are as in `delta_rows`."""
     many = c.value_heads // c.key_heads
-    # The file has `many` groups, each with a head of every key head.
+    # The file has `many` groups. Each has one value head of every key head.
     one, whole = (Groups(many, (n,) * c.key_heads) for n in (1, c.value_dim))
     keys = plain(2 * c.d_key)
     orders = {
@@ -113,7 +114,8 @@ def tiled_delta_rows(ours: Path, block: str, c: DeltaConfig) -> Iterator[Row]:
             Row((*ours, "gates"), gates, "concat", sizes),
             *_other_rows(ours, block, c),
         ),
-        # With one head per key head or one key head, both orders are the same.
+        # With one value head per key head, or with a single key head, the file's order
+        # of value heads is the same as ours.
         orders if 1 not in (many, c.key_heads) else {},
     )
 
@@ -121,8 +123,13 @@ def tiled_delta_rows(ours: Path, block: str, c: DeltaConfig) -> Iterator[Row]:
 def _ordered(
     rows: Iterable[Row], orders: Mapping[str, tuple[Groups, ...]]
 ) -> Iterator[Row]:
-    """Yields rows with the file's orders, by names of parameters. That of `out_proj` is
-    an order of columns."""
+    """Yields each `Row` with the order of heads in the file.
+
+    Args:
+      rows: a `Row` for each parameter.
+      orders: a dictionary from the name of a parameter to its `Row.groups`. For
+        `out_proj` they apply to columns, for other parameters to matrix rows.
+    """
     for row in rows:
         name = row.path[-1]
         axis = int(name == "out_proj")
@@ -135,7 +142,8 @@ def _in_proj(ours: Path, block: str, c: DeltaConfig) -> Row:
 
 
 def _other_rows(ours: Path, block: str, c: DeltaConfig) -> Iterator[Row]:
-    """Yields the rows of all parameters except the projections of the input."""
+    """Yields a `Row` for each parameter of Gated DeltaNet except for its input
+    projections."""
     yield Row((*ours, "conv_weight"), (f"{block}ssm_conv1d.weight",))
     yield Row((*ours, "dt_bias"), (f"{block}ssm_dt.bias",))
     yield Row((*ours, "A_log"), (f"{block}ssm_a",), "decay", (c.value_heads,))
@@ -144,8 +152,8 @@ def _other_rows(ours: Path, block: str, c: DeltaConfig) -> Iterator[Row]:
 
 
 def gated_attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
-    """Yields the rows of attention whose output has a gate: `attn_q` has the rows of
-    query and gate for one head after another."""
+    """Yields a `Row` for each parameter of gated attention. `attn_q` has query and gate
+    of the first head, then of the second head, and so on."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     both = Groups(c.num_heads, (c.head_dim,) * 2, order=(1, 0))
     for row in attention_rows(ours, block, c):
@@ -165,7 +173,8 @@ def spelled_moe_rows(
 def mtp_rows(
     tensors: Collection[str], names: Names, config: ModelConfig
 ) -> Iterator[Row]:
-    """Yields the rows of the MTP layer, the block after the last layer."""
+    """Yields a `Row` for each parameter of the MTP layer, which the file numbers as the
+    block after the last layer."""
     block = names.layer.format(i=len(config.layers) // 2)
     for norm in ("enorm", "hnorm"):
         yield from norm_rows(("mtp", norm), f"{block}nextn.{norm}")
@@ -179,7 +188,13 @@ def mtp_rows(
 
 
 def names(tensors: Collection[str] = ()) -> Names:
-    """Returns the names of "qwen3next" in a file with these tensors."""
+    """Returns llama.cpp's names of the tensors of "qwen3next", in the variant that a
+    file uses.
+
+    Args:
+      tensors: the names of the file's tensors, which show the variant: fused or
+        separate projections, and a final norm of the MTP layer's own or the model's.
+    """
     return replace(
         HALVES, mlp_norm="post_attention_norm", mtp_rows=partial(mtp_rows, tensors)
     ).with_parts(
@@ -190,7 +205,8 @@ def names(tensors: Collection[str] = ()) -> Names:
 
 
 def tiled_names(tensors: Collection[str] = ()) -> Names:
-    """Returns the names of "qwen35" and "qwen35moe" in a file with these tensors."""
+    """Returns llama.cpp's names of the tensors of "qwen35" and "qwen35moe". `tensors`
+    is as in `names`."""
     return names(tensors).with_parts(delta=Part("", tiled_delta_rows))
 
 
@@ -268,7 +284,7 @@ def _mixers(fields: ConfigFields) -> list[str]:
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
-    """Parses the metadata of the three architectures."""
+    """Parses the metadata of "qwen3next", "qwen35" and "qwen35moe"."""
     model, mixers = model_options(fields), tuple(_mixers(fields))
     eps = model["norm_eps"]
     second = "moe" if fields.size("expert_count", 0, low=0) else "mlp"

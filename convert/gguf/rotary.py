@@ -42,8 +42,9 @@ def rope(fields: ConfigFields, head_dim: int, partial: bool = False) -> Rope:
 
 
 def _scaled(fields: ConfigFields, rope: Rope) -> Rope:
-    """Reads linear and YaRN scaling as llama.cpp does. The default is linear scaling
-    with the factor in either key; "none" ignores the factor."""
+    """Reads linear and YaRN scaling as llama.cpp does. Without a kind of scaling, the
+    factor means linear scaling. It may be under a current or an older key. The kind
+    "none" ignores the factor."""
     kind = fields.choice(SCALING, "linear", ("none", "linear", "yarn"))
     factor = 1.0
     for name in FACTORS:

@@ -50,13 +50,15 @@ BY_GROUP, IN_ORDER = (True, "group", "dynamic"), (False, "weight", "static")  # 
 
 
 def compressed(fields: ConfigFields) -> Recipe:
-    """Reads compressed-tensors' groups of modules, which are given by name, pattern
-    ("re:...") or class.
+    """Reads the quantization schemes of compressed-tensors. A config has groups of
+    modules with one scheme each, and lists a group's modules by name, by pattern
+    ("re:...") or by class.
 
-    A module may be in several groups. compressed-tensors 0.20 takes names first, then
-    patterns in alphabetical order, then classes, and of two groups with the same target
-    the last. Since files with other orders are published, this is only the order in
-    which the schemes are compared with the stored tensors.
+    A module may be in several groups. compressed-tensors 0.20 looks for a group with
+    the module's name, then for a pattern in alphabetical order, then for a class. If
+    two groups have the same target, the last one counts. Some published files were made
+    with other rules. So the schemes are only compared with the stored tensors in this
+    order; see `quantized`.
     """
     if fields.get("transform_config", None):
         raise fields.error("transform_config", "transformed weights are not supported")
@@ -116,7 +118,8 @@ def _weights(group: ConfigFields, fields: ConfigFields) -> Scheme:
 
 
 def _shared(weights: ConfigFields, scheme: Scheme) -> tuple[int, int]:
-    """Returns the rows and columns that share a scale, from a group's strategy."""
+    """Returns how many matrix rows and columns share a scale, from the `strategy` of a
+    group of modules. 0 means all."""
     size = weights.get("group_size", None)  # -1 means a whole row
     if size not in (None, -1):
         size = weights.size("group_size")

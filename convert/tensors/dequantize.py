@@ -49,12 +49,15 @@ class Scheme:
       weight, scale, global_scale, zero_point, offset, shape: the last components of
         the tensors' names. If empty, the scheme has no such tensor. An offset is added
         to each product of a number and its scale.
-      groups: the same, for the index of each column's group of scales.
-      optional: the tensors that a file may lack.
+      groups: last component of the name of the tensor that has, for each column, the
+        index of the group of columns with which it shares a scale. If empty, the
+        groups are consecutive columns.
+      optional: names of these tensors, such as "groups", that a file may lack.
       reciprocal: True if numbers are divided by the global scale instead of multiplied.
       exponents: True if a scale is a byte of E8M0, which is a power of two.
       signed_scales: True if scales may be negative.
-      adds_biases: True if each module may have a bias of zeros that the model lacks.
+      adds_biases: True if the quantizer may have added a bias of zeros to modules that
+        have no bias in the model.
     """
 
     name: str
@@ -209,9 +212,10 @@ class Blocks(Scheme):
 def problem(
     scheme: Scheme, arrays: Mapping[Part, np.ndarray]
 ) -> tuple[Part, str] | None:
-    """Returns which of a matrix's tensors is invalid, and why. None if all are valid.
+    """Finds the first invalid tensor of a quantized matrix. Returns its name in
+    `Scheme.endings`, such as "scale", and the reason; None if all are valid.
 
-    A block of zeros may have scale 0; for a whole tensor that is an error.
+    The scale of a block may be 0. The scale of the whole matrix must not be 0.
     """
     for part in ("scale", "global_scale"):
         if part not in arrays:
@@ -290,8 +294,19 @@ def _spread(
     rows: slice,
     columns: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Broadcasts a grid [out blocks, in blocks] to some rows of the matrix,
-    [rows, in]. `columns` [in] is the block of each column, if they are not in order."""
+    """Repeats the numbers of a grid for each element of some rows of the matrix.
+
+    Args:
+      values: [out blocks, in blocks]. One number for each block of the matrix.
+      block: rows and columns of a block; 0 means all.
+      matrix: shape [out, in] of the whole matrix.
+      rows: the rows of the matrix.
+      columns: [in]. Index of the block of each column, if blocks are not consecutive
+        columns.
+
+    Returns:
+      [rows, in].
+    """
     if block[0]:
         numbers = np.arange(*rows.indices(matrix[0]))
         values = values[numbers // block[0]]

@@ -22,7 +22,8 @@ from stree_jax.convert.tensors.recipe import (
     read_pattern,
 )
 
-# Some quantizers choose the sign of a scale, so that 0 and 15 are the extremes.
+# Scales may be negative: some quantizers choose the sign of a group's scale so that the
+# group's extreme values are stored as the integers 0 and 15.
 AWQ = Int4(
     "int4",
     "I32",
@@ -33,7 +34,9 @@ AWQ = Int4(
     layout="awq",
 )
 GPTQ = replace(AWQ, groups="g_idx", layout="gptq", adds_biases=True)
-# AutoRound's packing formats after "auto_round:", by GPTQ's format of the zero points.
+# AutoRound's names of packing formats, without the prefix "auto_round:". Formats in the
+# first tuple store each zero point minus 1, as GPTQ's first format does. Those in the
+# second tuple store the zero point itself, as GPTQ's second format does.
 AUTO_ROUND_GPTQ = ("auto_gptq", "gptq")
 AUTO_ROUND_GPTQ_V2 = ("gptqmodel", "exllamav2", "tritonv2", "")
 AUTO_ROUND_FLOATS = {
@@ -44,14 +47,16 @@ AUTO_ROUND_FLOATS = {
 
 
 def by_module(fields: ConfigFields, scheme: Callable[[ConfigFields], Scheme]) -> Recipe:
-    """Reads the fields of GPTQ or AWQ.
+    """Reads the quantization schemes of a checkpoint in GPTQ or AWQ.
 
-    GPTQModel has other values for some modules in "dynamic", by pattern of the name. A
-    pattern that begins with "-:" names modules that are not quantized.
+    The field "dynamic", which GPTQModel writes, has other settings for some modules.
+    Its keys are patterns of the modules' names. Modules that match a pattern beginning
+    with "-:" are not quantized.
 
     Args:
       fields: the quantization config.
-      scheme: returns the scheme of a module, from the fields that apply to it.
+      scheme: function that returns the scheme of a module, from the settings that apply
+        to the module.
     """
     dynamic = fields.object("dynamic")
     patterned: list[tuple[re.Pattern[str], Scheme | None]] = []
@@ -65,7 +70,8 @@ def by_module(fields: ConfigFields, scheme: Callable[[ConfigFields], Scheme]) ->
 
 
 def gptq(fields: ConfigFields) -> Scheme:
-    """Returns the scheme of GPTQ's fields (AutoGPTQ, GPTQModel)."""
+    """Returns the quantization scheme that a config of GPTQ describes (AutoGPTQ,
+    GPTQModel)."""
     fields.choice("bits", REQUIRED, (4,))
     fields.choice("pack_dtype", "int32", ("int32",))
     fields.choice("is_marlin_format", False, (False,))
@@ -82,7 +88,8 @@ def gptq(fields: ConfigFields) -> Scheme:
 
 
 def awq(fields: ConfigFields) -> Scheme:
-    """Returns the scheme of AWQ's fields (AutoAWQ, GPTQModel)."""
+    """Returns the quantization scheme that a config of AWQ describes (AutoAWQ,
+    GPTQModel)."""
     fields.choice(first(fields, "bits", "w_bit"), REQUIRED, (4,))
     # Symmetric files (of AutoRound) have zero points of 8, too.
     has_zeros = fields.flag("zero_point", True)
@@ -98,11 +105,11 @@ def awq(fields: ConfigFields) -> Scheme:
 
 
 def auto_round(fields: ConfigFields) -> Recipe:
-    """Reads AutoRound's own fields.
+    """Reads the quantization schemes of a checkpoint that AutoRound wrote.
 
-    The weights are in the layout of another library, which `packing_format` names.
-    `extra_config` has other values for some modules, by name or by regular expression;
-    16 bits mean that a module is not quantized.
+    The weights are stored in the layout of another library, which the field
+    `packing_format` names. The field `extra_config` has other settings for some
+    modules, by name or by regular expression. A module with 16 bits is not quantized.
     """
     if fields.get("rotation_config", None):
         raise fields.error("rotation_config", "rotated weights are not supported")
@@ -128,10 +135,10 @@ def auto_round(fields: ConfigFields) -> Recipe:
 
 
 def _auto_round_scheme(fields: ConfigFields) -> Scheme:
-    """Returns the scheme of AutoRound's fields.
+    """Returns the quantization scheme that a config of AutoRound describes.
 
-    "auto_round:auto_gptq" is GPTQ's first format and the default. "auto_round" and
-    "auto_round:gptqmodel" have its zero points without the offset of 1.
+    The default "auto_round:auto_gptq" is GPTQ's first format, which stores each zero
+    point minus 1. "auto_round" and "auto_round:gptqmodel" store the zero point itself.
     """
     name = first(fields, "packing_format", "backend")
     packing = fields.get(name, "auto_round:auto_gptq")

@@ -23,17 +23,18 @@ MIDDLE = 8  # zero point of a symmetric matrix
 # AWQ: the column of each number of an int32, the lowest bits first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 NO_GROUP = -1  # of every column in compressed-tensors: the groups are in order
-KEPT_GROUPS = (128, 64, 32)  # numbers of columns of a group in `Int4.kept`
+KEPT_GROUPS = (128, 64, 32)  # columns that share a scale in the result of `Int4.kept`
 
 
 @dataclass(frozen=True)
 class Int4(Scheme):
-    """4-bit integers; `block` is (1, columns of a group).
+    """The quantization scheme of 4-bit integers. `block` is (1, number of columns that
+    share a scale).
 
     Attributes:
-      layout: the quantizer whose layout of int32 it is.
+      layout: name of the quantizer whose order of numbers in an int32 is used.
       symmetric: True if all zero points are 8.
-      less_one: True if the stored zero points are less by 1 (GPTQ's first format).
+      less_one: True if the file stores each zero point minus 1 (GPTQ's first format).
     """
 
     layout: Literal["gptq", "awq", "compressed"] = "gptq"
@@ -71,8 +72,8 @@ class Int4(Scheme):
         return self.name if columns is None else f"{self.name}_{columns}"
 
     def kept(self, arrays: Mapping[Part, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the matrix with its columns in the order of their groups; see
-        `Scheme.kept`.
+        """Returns the matrix without dequantizing it, in the layout that `Scheme.kept`
+        describes. Columns are reordered so that each group's columns are consecutive.
 
         "zero" [out, groups] float32 has the zero points. "columns" [in] int32 is the
         original place of each column, if their order has changed.
@@ -173,7 +174,9 @@ def _awq(words: np.ndarray) -> np.ndarray:
 
 
 def _in_order(groups: np.ndarray, size: int) -> bool:
-    """True if each column belongs to the group of its place."""
+    """True if the groups are consecutive columns: the first `size` columns are group 0,
+    the next ones group 1, and so on. The index `NO_GROUP` for every column means this,
+    too."""
     if (groups == NO_GROUP).all():
         return True
     return bool((groups == np.arange(len(groups)) // (size or len(groups))).all())

@@ -123,7 +123,8 @@ def read_block(fields: ConfigFields, name: str) -> tuple[int, int]:
 
 
 def first(fields: ConfigFields, *names: str) -> str:
-    """Returns the first of these names that is present, or else the first name."""
+    """Returns the first of several field names that the config has, or the first name
+    if it has none of them."""
     return next((n for n in names if fields.get(n, None) is not None), names[0])
 
 

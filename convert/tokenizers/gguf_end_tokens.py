@@ -31,8 +31,9 @@ END_TEXTS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's
     "[e~[",
 )
-# Tokens for filling in the middle of a text, by their names in the metadata. Without a
-# key, the first of these texts that is a token has the role.
+# Tokens for filling in the middle of a text (fill-in-the-middle), by their roles, which
+# are their names in the metadata. If the metadata does not name a token for a role, the
+# first of these texts that is a token has the role.
 FILL_IN_TEXTS = {
     "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>"),
     "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>"),
@@ -52,8 +53,8 @@ def end_ids(
 
     Args:
       tokens: text of every token.
-      named: ids of the end tokens in the metadata.
-      fill_in: ids from `fill_in_ids`.
+      named: ids of the end tokens that the file's metadata names.
+      fill_in: the result of `fill_in_ids`: role to token id.
     """
     ids = _first_ids(tokens)
     found = [*named, *(ids[text] for text in END_TEXTS if text in ids)]
@@ -63,7 +64,7 @@ def end_ids(
 
 
 def fill_in_ids(tokens: Sequence[str], named: Mapping[str, int]) -> dict[str, int]:
-    """Returns the ids of the tokens for filling in the middle, by name.
+    """Returns the ids of the fill-in-the-middle tokens, by role, such as "fim_pre".
 
     Args:
       tokens: text of every token.
@@ -83,11 +84,15 @@ def fill_in_ids(tokens: Sequence[str], named: Mapping[str, int]) -> dict[str, in
 def corrected_types(
     tokens: Sequence[str], fill_in: Mapping[str, int]
 ) -> dict[int, int]:
-    """Returns the types of the tokens whose type in the file must be corrected.
+    """Returns the token types that replace those in the file, by token id.
 
-    Tokens of the lists above are CONTROL, so that a chat template's text is encoded as
-    these tokens and they do not appear in answers. An <|end|> that does not end a turn
-    is USER_DEFINED, so that it appears.
+    End tokens and fill-in-the-middle tokens get the type CONTROL. Their text in a chat
+    template is then encoded as the token, and they do not appear in answers. A token
+    <|end|> that does not end a turn gets the type USER_DEFINED, so that it appears.
+
+    Args:
+      tokens: text of every token.
+      fill_in: the result of `fill_in_ids`: role to token id.
     """
     ids = _first_ids(tokens)
     by_text = [ids[text] for text in END_TEXTS if text in ids]
@@ -97,8 +102,12 @@ def corrected_types(
 
 
 def _not_ends(texts: set[str]) -> set[str]:
-    """Returns the texts that do not end a turn in a vocabulary with end tokens
-    `texts`."""
+    """Returns those of some end tokens' texts that do not end a turn, judging by the
+    other end tokens of the vocabulary.
+
+    Args:
+      texts: the texts of all end tokens of the vocabulary.
+    """
     found = set()
     calls = bool({"<|call|>", "<|calls|>"} & texts)
     if calls and {"<|return|>", "<|flush|>"} & texts:
@@ -109,6 +118,10 @@ def _not_ends(texts: set[str]) -> set[str]:
 
 
 def _first_ids(tokens: Sequence[str]) -> dict[str, int]:
-    """Returns the id of each token in the lists above; the first id of repeated
-    ones."""
+    """Returns the ids of the tokens whose text is in `KNOWN`, by text. If several
+    tokens have the same text, it is the first one's id.
+
+    Args:
+      tokens: text of every token.
+    """
     return {text: tokens.index(text) for text in KNOWN.intersection(tokens)}

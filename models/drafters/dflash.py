@@ -9,11 +9,17 @@ stream of the target after m of its layers, at text token t, joined to one vecto
     X  <- X + mlp(X)
     H   = norm(X),  U = head(H)                           logits of each slot
 
-Context rows are made once per committed token, and all layers read the same ones; only
-their keys and values are stored. The slots leave nothing behind.
+A slot is one position of the block. The block follows the text: slot 0 is at the
+position of the root and has the root's token, and the other slots have a mask token.
+Every slot attends to the context rows of the text and to slots of its block.
 
-U knows nothing of the tokens between the root and a slot. DSpark and DFlash2 therefore
-add a score of pairs: S(a, b) = U(b) + pair(a, b) for a token b after a token a.
+The context row of a token is computed once, when the token is added to the text. All
+layers use the same context rows; only their keys and values are stored. Nothing of the
+slots is stored after the pass.
+
+The logits U of a slot do not depend on the draft tokens between the root and the slot.
+DSpark and DFlash2 therefore add a score of pairs: S(a, b) = U(b) + pair(a, b) for a
+token b after a token a.
 
 Letters: B rows, n slots in use, m taps, V tokens, D rows of the draft head, r rank of
 the pair scores, K candidates per slot, Q nodes, S rows of the KV cache, d width.
@@ -60,18 +66,21 @@ from stree_jax.models.weights.weight import Format
 from stree_jax.pallas_kernels import rounded_to, tree_attention
 
 MAX_SLOTS, MAX_TAPS = 64, 64
-# Matrices with a row for each draft token
+# Matrices with a row for each token that can be drafted
 TRIMMED = {("head",), ("pairs", "following")}
 Pairs = Literal["", "vanilla", "gated", "rnn", "selector"]
 
 
 @dataclass(frozen=True)
 class DFlashLayer:
-    """The text and slots that a slot attends to in one layer.
+    """The context rows and slots that a slot attends to in one layer.
 
     Attributes:
-      window: tokens of the text that a slot sees, itself included; 0 for all.
-      causal: True if a slot sees no later slots.
+      window: length of the sliding window over the text in tokens, counted back from
+        the slot's own position: at position p, a slot attends to the context rows of
+        positions p - window + 1 and later. If 0, it attends to all context rows.
+      causal: True if a slot attends only to itself and to earlier slots of the block.
+        If False, it attends to all slots.
     """
 
     window: int = 0
@@ -85,14 +94,16 @@ class DFlashConfig:
     Attributes:
       d_model, vocab_size: d, and V of the target's embedding.
       target_width: width of the target's residual stream.
-      boundaries: the places in the target that it reads, ascending; see `boundaries`.
-      layers: its layers.
+      boundaries: places between the target's layers whose residual streams the drafter
+        reads, ascending; see `models.stack.boundaries`.
+      layers: what slots attend to in each layer of the drafter.
       attention: heads, rotary embedding, norms and sinks of every layer.
       d_mlp: width of the MLPs.
-      slots: length of the block, the root's slot included.
-      from_root: True if the root's slot predicts the first token, so that there are as
-        many drafts as slots. If False, slot k predicts the token at its own place.
-      mask_token: token of the slots after the root's.
+      slots: number of slots of the block, including the root's.
+      from_root: True if slot k predicts the token after its position, so that there are
+        as many drafts as slots. If False, slot k predicts the token at its position, so
+        that the root's slot predicts nothing.
+      mask_token: token of all slots after the root's slot.
       norm_eps: epsilon of the norms.
       pairs: how pairs of tokens are scored: not at all (""), by DSpark's Markov head
         ("vanilla", "gated", "rnn"), or by DFlash2's "selector".
@@ -102,12 +113,15 @@ class DFlashConfig:
       confidence_pairs: see `confidence`.
       conv_taps, conv_group: taps of the convolutions over slots around each sublayer,
         and channels that share a coefficient (DFlash2). No convolutions if 0.
-      interleaved: True if its files rotate pairs of neighbouring channels (GPT-J). Its
-        weights here are in the order of half-split pairs.
-      own_embedding: True if it has an embedding of its own.
-      head_rows: D if it has a head of its own, else 0.
-      head_divisor: the logits of its own head are divided by this.
-      target: name of the target that its files state, or "".
+      interleaved: True if the rotary embedding of the drafter's files rotates pairs of
+        neighbouring channels (as in GPT-J). In memory the channels are reordered, so
+        that channels half a head apart rotate together.
+      own_embedding: True if the drafter has an embedding. If False, it uses the
+        target's.
+      head_rows: D, the number of rows of the drafter's head. If 0, it uses the
+        target's head.
+      head_divisor: number by which the logits of the drafter's head are divided.
+      target: name of the target that the drafter's files state, or "".
     """
 
     d_model: int
@@ -167,8 +181,8 @@ class DFlashConfig:
         )
 
     def slots_for(self, drafts: int) -> int:
-        """Returns the slots that are run for a tree of `drafts` levels. A block whose
-        slots see later ones always runs whole, as it was trained."""
+        """Returns the number of slots that a pass runs for a tree of `drafts` levels.
+        If slots attend to later slots, all slots are run, as in training."""
         if not all(layer.causal for layer in self.layers):
             return self.slots
         return min(drafts + (not self.from_root), self.slots)
@@ -181,8 +195,8 @@ class DFlash:
     Attributes:
       params: nested dictionary of arrays.
       config: the architecture.
-      ids: [D] int32, ascending. The tokens of the rows of its own head; None if row i
-        is token i.
+      ids: [D] int32, ascending. The token of each row of the drafter's head. None if
+        row i is token i, or if the drafter uses the target's head.
     """
 
     params: Params
@@ -257,8 +271,8 @@ def dflash_table(c: DFlashConfig) -> dict[Path, Param]:
 
 
 def _layer_params(c: DFlashConfig) -> Table:
-    """Returns a layer's matrices. Queries are apart from keys and values, which are
-    made for context rows, too."""
+    """Returns the parameters of a layer by name. The projection to queries is a
+    separate matrix, because only keys and values are computed for context rows."""
     table = dict(attention_params(c.attention, c.d_model))
     queries = c.attention.num_heads * c.attention.head_dim
     del table["qkv"]
@@ -284,8 +298,9 @@ def cast_dflash(config: DFlashConfig, params: Params, dtype: Any) -> Params:
 
 
 def half_split_order(head_dim: int, rotated: int) -> np.ndarray:
-    """Returns the order [head_dim] in which a head's channels of neighbouring pairs
-    become those of half-split pairs. Channels from `rotated` on stay."""
+    """Returns the order [head_dim] that moves the two channels of each neighbouring
+    pair, 2 i and 2 i + 1, to i and i + rotated / 2. Channels from `rotated` on keep
+    their place."""
     pairs = np.arange(rotated).reshape(-1, 2)
     return np.concatenate([*pairs.T, np.arange(rotated, head_dim)])
 
@@ -314,7 +329,9 @@ def with_channels(drafter: DFlash, order: np.ndarray) -> DFlash:
 
 
 def with_other_pairing(drafter: DFlash) -> DFlash:
-    """Returns the drafter as if its files paired rotated channels the other way."""
+    """Returns the drafter as if `config.interleaved` had been read wrongly from its
+    files: pairs of rotated channels are half-split instead of neighbouring, or the
+    other way round."""
     c = drafter.config
     assert c.attention.rope is not None
     order = half_split_order(c.attention.head_dim, c.attention.rope.dim)
@@ -324,7 +341,7 @@ def with_other_pairing(drafter: DFlash) -> DFlash:
 
 
 def empty_context(drafter: DFlash, batch: int, capacity: int, dtype: Any) -> State:
-    """Returns the state without context rows, with space for `capacity` of them."""
+    """Returns a state that contains no context rows and has space for `capacity`."""
     return init_state(drafter.config.caches, batch, capacity, dtype)
 
 
@@ -335,7 +352,7 @@ def add_context(
 
     Args:
       drafter: the drafter.
-      state: the keys and values of the rows so far.
+      state: the keys and values of the context rows so far.
       tapped: for each boundary, the residual stream [B, T, dt] of the tokens.
       count: [B] int32, number of valid tokens of the T.
     """
@@ -363,20 +380,21 @@ def add_context(
 
 
 def _cache_dtype(cache: jax.Array) -> Any:
-    """Returns the dtype of the values in a KV cache, which may be stored as bits."""
+    """Returns the dtype of the numbers in a KV cache. bfloat16 numbers may be stored as
+    uint16."""
     return jnp.bfloat16 if cache.dtype == jnp.uint16 else cache.dtype
 
 
 def run_block(
     drafter: DFlash, output: Model, state: State, root: jax.Array, slots: int
 ) -> jax.Array:
-    """Runs a block of slots below the roots.
+    """Runs the block that begins with the root of each row.
 
     Args:
       drafter: the drafter.
       output: the target's embedding and head.
-      state: the context rows.
-      root: [B] int32.
+      state: the keys and values of the context rows before the roots.
+      root: [B] int32. Tokens of the roots.
       slots: n, number of slots to run.
 
     Returns:
@@ -402,7 +420,8 @@ def run_block(
 
 
 def _embedded(drafter: DFlash, output: Model, tokens: jax.Array) -> jax.Array:
-    """Looks up the embeddings [B, n, d] float32, without the target's scale."""
+    """Looks up the embeddings [B, n, d] float32 of tokens [B, n]. The target's
+    `embedding_multiplier` is not applied."""
     if drafter.config.own_embedding:
         return as_weight(drafter.params["embedding"]).rows(tokens)
     embedding = output.module.apply({"params": output.params}, tokens, method="embed")
@@ -418,7 +437,8 @@ def _attention(
     turns: tuple[jax.Array, jax.Array],
     caches: Any,
 ) -> jax.Array:
-    """Computes a layer's attention from the slots to context rows and slots."""
+    """Computes the attention of a layer, in which slots attend to context rows and
+    slots. Returns its output [B, n, d] after the output projection."""
     a, (batch, n) = c.attention, u.shape[:2]
     qkv = jnp.concatenate([linear(u, p["q"]), linear(u, p["kv"])], axis=-1)
     if a.qk_norm_eps is not None:
@@ -442,9 +462,12 @@ def _attention(
 def _conv_in(
     c: DFlashConfig, p: Params, name: str, x: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Convolves the input x [B, n, d] of a sublayer over slots. Returns it with the
-    coefficients [B, n, taps, d / group] for the sublayer's output; without
-    convolutions, x and None."""
+    """Convolves the input x [B, n, d] of a sublayer along the slots.
+
+    Returns the result, and the coefficients [B, n, taps, d / group] with which
+    `_conv_out` convolves the sublayer's output. A drafter without convolutions gets x
+    and None.
+    """
     if not c.conv_taps:
         return x, None
     shape = *x.shape[:2], 2, c.conv_taps, c.d_model // c.conv_group
@@ -455,8 +478,8 @@ def _conv_in(
 def _conv_out(
     c: DFlashConfig, p: Params, name: str, y: jax.Array, after: jax.Array | None
 ) -> jax.Array:
-    """Convolves the output y [B, n, d] of a sublayer over slots, if `after` is not
-    None."""
+    """Convolves the output y [B, n, d] of a sublayer along the slots with the
+    coefficients `after` from `_conv_in`. If these are None, returns y."""
     return y if after is None else _convolved(c, y, p[f"{name}_base"][1], after)
 
 
@@ -474,8 +497,8 @@ def _convolved(
 
 
 def draft_logits(drafter: DFlash, output: Model, hidden: jax.Array) -> jax.Array:
-    """Returns the logits U [B, M, V] float32 of the drafts, -inf for tokens that the
-    drafter's own head does not have."""
+    """Returns the logits U [B, M, V] float32 of the drafts. They are -inf for tokens
+    that have no row in the drafter's head."""
     if not drafter.config.head_rows:
         return logits_of(output, hidden)
     c = drafter.config
@@ -492,8 +515,8 @@ def trimmed_dflash_config(
 
     Args:
       config: the architecture.
-      rows: D.
-      divisor: `logits_divisor` of the target, whose head may be used.
+      rows: D, the number of tokens that can be drafted.
+      divisor: `logits_divisor` of the target, for drafters that use the target's head.
     """
     if config.head_rows:
         return replace(config, head_rows=min(rows, config.head_rows))
@@ -504,13 +527,13 @@ def trimmed_dflash(drafter: DFlash, target: Model, ids: Any) -> DFlash:
     """Returns a block drafter that drafts only some of the tokens.
 
     Args:
-      drafter: the drafter. If it has a head of its own, tokens without a row in it are
-        left out.
-      target: the model whose head is used if the drafter has none.
-      ids: [D] int32. The tokens, all different.
+      drafter: the drafter. If it has its own head, those of `ids` without a row in it
+        cannot be drafted.
+      target: the target, whose head is used if the drafter has none.
+      ids: [D] int32. The tokens that can be drafted, all different.
 
     Raises:
-      ValueError: the drafter's head has none of the tokens.
+      ValueError: the drafter's head has a row for none of the tokens.
     """
     config, params = drafter.config, dict(drafter.params)
     ids = np.unique(np.asarray(ids, np.int32))

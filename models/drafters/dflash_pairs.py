@@ -12,8 +12,8 @@ from stree_jax.models.weights.linear import linear
 
 
 def no_memory(drafter: DFlash, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the memory [..., r] of roots for `pair_scores`; r = 0 unless the Markov
-    head is recurrent."""
+    """Returns the memory of roots for `pair_scores`, which is 0: [*shape, r]. If the
+    Markov head is not recurrent, its memory is empty, [*shape, 0]."""
     rank = drafter.config.rank if drafter.config.pairs == "rnn" else 0
     return jnp.zeros((*shape, rank), jnp.float32)
 
@@ -30,12 +30,14 @@ def pair_scores(
     Args:
       drafter: the drafter.
       hidden: [B, d] float32, the hidden state that predicts the draft.
-      previous: [B, Q] int32, the tokens before it.
+      previous: [B, Q] int32, Q alternative tokens before the draft.
       following: [B, K] int32, the candidates.
-      memory: [B, Q, r], from the previous draft; see `no_memory`.
+      memory: [B, Q, r], the memory of each previous token, which `pair_scores` returned
+        for it; see `no_memory`.
 
     Returns:
-      pair [B, Q, K] float32, to be added to U; and the memory after the draft.
+      The scores [B, Q, K] float32 of each candidate after each previous token, to be
+      added to the logits U, and the memory [B, Q, r] after the draft.
     """
     c = drafter.config
     if not c.pairs:
@@ -52,7 +54,8 @@ def pair_scores(
 def pair_bias(
     drafter: DFlash, hidden: jax.Array, previous: jax.Array, memory: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `pair_scores` [B, Q, D] of all rows of the head, for training."""
+    """Computes the pair scores [B, Q, D] of all tokens of the head, for training.
+    Arguments and memory are as in `pair_scores`."""
     e, memory = _pair_vectors(drafter, hidden, previous, memory)
     return linear(e, drafter.params["pairs"]["following"]), memory
 
@@ -82,13 +85,14 @@ def _pair_vectors(
 def confidence(
     drafter: DFlash, hidden: jax.Array, previous: jax.Array
 ) -> jax.Array | None:
-    """Estimates how likely a draft is accepted if the previous token is [B, Q] float32.
+    """Estimates the probability that the target accepts the drafter's likeliest token,
+    after each of Q alternative previous tokens.
 
     Args:
       drafter, hidden, previous: as in `pair_scores`.
 
     Returns:
-      None if the drafter has no confidence head.
+      [B, Q] float32, or None if the drafter has no confidence head.
     """
     c = drafter.config
     if not c.confidence:

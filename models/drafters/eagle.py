@@ -143,7 +143,7 @@ class EagleConfig(ModelConfig):
 def eagle_mixers(
     attention: AttentionConfig, mlp: MLPConfig, d: int, windows: Sequence[int]
 ) -> tuple[tuple[Block, ...], dict[str, Any]]:
-    """Returns the layers of a drafter and their mixers.
+    """Returns the `layers` and `mixers` of a drafter's config.
 
     Args:
       attention: the attention of the layers, without a window.
@@ -163,7 +163,8 @@ def eagle_mixers(
 
 
 def _project_params(c: EagleConfig) -> Table:
-    """Returns the parameters that make u of the target's streams."""
+    """Returns the parameters of the projection from the target's streams to u, by
+    name."""
     width, table = c.streams * c.target_width, Table()
     if c.project:
         table["fc"] = Param((c.d_model, width), quantizable=True)
@@ -448,10 +449,11 @@ def masked(model: EagleModel) -> jax.Array:
 
 
 def trimmed_eagle_config(config: EagleConfig, rows: int) -> EagleConfig:
-    """Returns the architecture of an EAGLE drafter whose head has `rows` rows.
+    """Returns the architecture of an EAGLE drafter whose head is trimmed to `rows`
+    rows.
 
     Raises:
-      ValueError: the drafter's head has no more rows.
+      ValueError: the drafter's head already has `rows` rows or fewer.
     """
     if config.own_head and 0 < config.head_rows <= rows:
         raise ValueError(
@@ -468,7 +470,8 @@ def trimmed_eagle(drafter: Eagle, target: Model, ids: Any) -> Eagle:
       drafter, target, ids: as in `dflash.trimmed_dflash`.
 
     Raises:
-      ValueError: the drafter's head has no more tokens, or none of these.
+      ValueError: the drafter's head already has as many rows as `ids`, or fewer; or it
+        has a row for none of these tokens.
     """
     c, params = drafter.config, dict(drafter.params)
     ids = np.unique(np.asarray(ids, np.int32))

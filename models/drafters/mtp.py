@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from stree_jax.models.stack.model import Model
 
-PARAMS = ("embedding", "lm_head", "head_ids", "mtp")  # all but the last: the target's
+# Parameters of `mtp_model`. All but "mtp" are the target's embedding and head.
+PARAMS = ("embedding", "lm_head", "head_ids", "mtp")
 
 
 def mtp_model(target: Model) -> Model:

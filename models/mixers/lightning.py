@@ -210,7 +210,8 @@ class Lightning(Mixer[LightningConfig]):
         if nodes == 1 or (cpu_kernels.level() is not None and nodes <= MAX_NODES):
             return FLOAT * rows * 5 * c.d_inner
         decay = batch * c.num_heads * nodes * min(nodes, CHUNK)
-        # As for Mamba2, the scan holds v, two sums and their factors.
+        # 4 d_inner for q, k, v and gate from `in_proj`, and 5 d_inner in the scan, as
+        # in Mamba2: v, the sums over nodes and over the state, and each sum's factor.
         return FLOAT * (rows * 9 * c.d_inner + decay)
 
 

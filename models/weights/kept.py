@@ -55,12 +55,13 @@ MAX_WIDENED_BYTES = 2**26
 
 @dataclass(frozen=True)
 class KeptFormat(Format):
-    """The format with a file's quantized matrices as they are.
+    """The weight format that keeps a file's quantized matrices as they are.
 
     Attributes:
-      layout: path and storage of the matrices of one file. `abstract` takes all others
-        to be float32.
-      planes: int8 numbers per number of an input row: 2 rounds rows to 16 bits, 1 to 8.
+      layout: storage of the matrices of one file, by path. `abstract` assumes that
+        matrices of other paths are float32.
+      planes: number of int8 planes to which a product rounds its input rows: with 2
+        they have 16 bits, with 1 they have 8 bits.
     """
 
     name: str = "kept"
@@ -420,7 +421,8 @@ def _chosen(
 
 @struct.dataclass
 class Whole(Weight):
-    """A matrix that is a plain array in a model that keeps the others.
+    """An unquantized matrix of a `KeptFormat`, stored as a plain array. A model in this
+    format has quantized matrices (`Panels`), and those that cannot be kept quantized.
 
     Attributes:
       array: [m, k] float32 or bfloat16.

@@ -169,11 +169,11 @@ def next_turn(
     messages: Sequence[Message],
     fed: Sequence[int],
 ) -> tuple[bool, list[int]]:
-    """Returns the tokens to read before the next answer.
+    """Returns the tokens that the model must read before the next answer.
 
-    The cached state stays valid if the cached and the new tokens together decode to
-    the template's text of the conversation, or are exactly its tokens. A template that
-    rewrites earlier turns makes it invalid.
+    The template writes the whole conversation as one text. The cached state stays valid
+    if the cached tokens and the new ones together decode to that text, or are exactly
+    its tokens. If the template changes earlier turns, the state is invalid.
 
     The text of a special token in a message becomes that token, as in Hugging Face's
     tokenizers. So untrusted messages can inject chat turns.

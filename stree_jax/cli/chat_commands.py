@@ -84,7 +84,7 @@ def print_table(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def shortened(text: str) -> str:
-    """Returns the start of a text in one line."""
+    """Returns a text as one line, cut after `SHOWN` characters."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}.."
 
@@ -111,7 +111,14 @@ def system_in_words(conversation: Conversation) -> str:
 
 
 def set_value(chat: ChatModel, conversation: Conversation, text: str) -> Chat:
-    """Changes a setting; without a value, prints it, and without a key, all."""
+    """Runs `/set`. "KEY VALUE" changes a setting, "KEY" prints its value, and an empty
+    text prints all keys with their meanings.
+
+    Args:
+      chat: the model and the settings.
+      conversation: the conversation so far.
+      text: the argument of `/set`.
+    """
     if not text:
         print_table(KEYS.items())
         return chat, conversation
@@ -137,12 +144,14 @@ def show(chat: ChatModel, conversation: Conversation) -> None:
 
 
 def used(chat: ChatModel, conversation: Conversation) -> str:
-    """Returns how much of the context a conversation uses, in words."""
+    """Returns the number of tokens that a conversation uses and the size of the
+    context, such as "120 of 2048 tokens"."""
     return f"{len(conversation.fed)} of {chat.context} tokens"
 
 
 def statistics(chat: ChatModel, conversation: Conversation) -> str:
-    """Returns the text of /stats."""
+    """Returns the lines that `/stats` prints: number and speed of answers, and tokens
+    in use."""
     count = conversation.answers
     speed = f": {conversation.speed}" if count else ""
     return (
@@ -163,10 +172,14 @@ def undo(chat: ChatModel, conversation: Conversation) -> Conversation:
 
 
 def path_of(name: str, text: str) -> Path:
-    """Returns the file that a command names.
+    """Returns the path in a command's argument.
+
+    Args:
+      name: the command, for messages.
+      text: its argument.
 
     Raises:
-      ValueError: it names none.
+      ValueError: the argument is empty or not a path.
     """
     if not text or "\0" in text:
         raise ValueError(f"{name}: name a file, such as {name} chat.json")
@@ -177,7 +190,7 @@ def path_of(name: str, text: str) -> Path:
 
 
 def save(conversation: Conversation, text: str) -> None:
-    """Writes the messages to a file."""
+    """Runs `/save`: writes the conversation's messages to the file `text`."""
     path = path_of("/save", text)
     if not conversation.messages:
         raise ValueError("/save: the conversation is empty")
@@ -186,7 +199,7 @@ def save(conversation: Conversation, text: str) -> None:
 
 
 def load(chat: ChatModel, conversation: Conversation, text: str) -> Conversation:
-    """Replaces the conversation by the one of a file."""
+    """Runs `/load`: returns the conversation that was saved in the file `text`."""
     path = path_of("/load", text)
     messages = load_messages(path)
     loaded = with_messages(chat, conversation, messages, str(path))
@@ -197,5 +210,6 @@ def load(chat: ChatModel, conversation: Conversation, text: str) -> Conversation
 
 
 def counted(messages: Sequence[Message]) -> str:
-    """Returns a number of messages, in words."""
+    """Returns the number of messages with its unit, such as "1 message" or "4
+    messages"."""
     return f"{len(messages)} message{'s' * (len(messages) != 1)}"

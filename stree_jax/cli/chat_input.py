@@ -74,8 +74,8 @@ def command_of(text: str) -> tuple[str, str] | None:
 
 
 def message_of(text: str) -> str:
-    """Returns the message that a text stands for: without the quotes of a message of
-    several lines, and with one slash instead of two at the start."""
+    """Returns the message that the user typed: without the triple quotes around a
+    message of several lines, and with one slash at the start in place of two."""
     stripped = text.strip()
     if stripped.startswith("//") and "\n" not in stripped:
         return stripped[1:]
@@ -94,8 +94,8 @@ def unquoted(text: str) -> str:
 
 
 def is_open(text: str) -> bool:
-    """True if more lines follow: triple quotes begin a message, or the argument of a
-    command, and have no end yet."""
+    """True if the input needs more lines: triple quotes were opened at the start of a
+    message, or of a command's argument, and are not closed yet."""
     start = text.strip()
     if start.startswith("/"):
         start = start[start.find(QUOTES) :] if f" {QUOTES}" in start else ""

@@ -125,8 +125,8 @@ def turn(chat: ChatModel, conversation: Conversation, text: str) -> Chat:
 def given_message(args: argparse.Namespace) -> str | None:
     """Returns the message of --prompt and --file, or None without them.
 
-    It consists of the prompt, then of the file. If there is a prompt alone and standard
-    input is not a terminal, all of its text follows the prompt.
+    The message is the prompt followed by the file's text. With a prompt and no file,
+    all text on standard input follows the prompt, unless standard input is a terminal.
     """
     if args.prompt is None and args.file is None:
         return None

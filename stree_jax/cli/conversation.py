@@ -44,8 +44,8 @@ class Conversation:
     Attributes:
       messages: all messages so far.
       fed: every token that the model has read or produced.
-      past: the cached state after `fed`. If None, the tokens have to be read again.
-        The next answer takes it over.
+      past: the cached state after `fed`. If None, the model has to read the tokens
+        again. The next answer reuses its arrays, so that it can be used only once.
       spoken: the last reply as it was printed; its message may lack the first space.
       reply: number of tokens at the end of `fed` that are the last reply.
       ended: why the last reply may be continued: `CUT`, `INTERRUPTED` or `FULL`; None
@@ -169,8 +169,9 @@ def more(chat: ChatModel, conversation: Conversation) -> Conversation:
 def spoken_on(
     chat: ChatModel, conversation: Conversation, unread: Sequence[int]
 ) -> Conversation:
-    """Generates the answer, or more of it, until the model ends it, `max_new_tokens`
-    are generated, the context is full or Ctrl-C is pressed.
+    """Generates and prints an answer, or the continuation of an unfinished one. Stops
+    when the model ends it, after `max_new_tokens` tokens, when the context is full, or
+    at Ctrl-C.
 
     Args:
       chat: the model.
@@ -202,7 +203,8 @@ def spoken_on(
                 tokens = ends[-1].tokens[0]
                 produced += len(tokens)
                 c = replace(c, fed=[*c.fed, *tokens], reply=c.reply + len(tokens))
-            # An interrupted call has taken the past over.
+            # `stream` reuses the arrays of the cached state, so after an interrupted
+            # call there is no valid state: the next answer reads all tokens again.
             past = None if interrupted or not ends else ends[-1].past
             c, unread = replace(c, past=past, draws=c.draws + 1), []
             ended = how_it_ended(chat, c, produced, ends, interrupted)
@@ -255,7 +257,8 @@ def options_of_call(
     if chat.sampling.temperature == 0 and chat.sampling.repetition_penalty == 1:
         sampling = None
     elif conversation.draws:
-        # Random numbers start anew in every call: another seed gives others.
+        # Every call of `stream` starts the random numbers from its seed, so each call
+        # gets another seed.
         seed = ((chat.sampling.seed or 0) + conversation.draws) % 2**32
         sampling = replace(chat.sampling, seed=seed)
     return chat.options | Options(
@@ -316,7 +319,8 @@ class Shown:
 def with_reply(
     chat: ChatModel, conversation: Conversation, spoken: str, speed: Speed
 ) -> Conversation:
-    """Returns the conversation with its answer, or with the whole of a continued one.
+    """Returns the conversation with the answer as its last message. A continued answer
+    replaces its earlier part.
 
     Args:
       chat: the model.

@@ -244,7 +244,7 @@ def add_draft_vocabulary(p: Group) -> None:
 
 
 def add_rule(p: argparse.ArgumentParser, default: str) -> None:
-    """Adds `--rule`; `default` words its default."""
+    """Adds the option `--rule` to a parser. The help shows `default` as its default."""
     text = f"{RULE_HELP}(default: {default})"
     add(group(p, DRAFTING), "--rule", str, None, text, metavar="RULE")
 

@@ -143,7 +143,7 @@ def speed_line(
 
 
 def counted(tokens: int) -> str:
-    """Returns a number of tokens, in words."""
+    """Returns a number of tokens with its unit, such as "1 token" or "12 tokens"."""
     return f"{tokens} token{'s' * (tokens != 1)}"
 
 

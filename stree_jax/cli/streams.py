@@ -32,8 +32,8 @@ RAISING = ("strict", "surrogateescape")  # error handlers that raise
 
 @contextmanager
 def printable() -> Iterator[None]:
-    """Lets standard output accept every character: one that its encoding lacks, such as
-    é on an ASCII terminal, is written as an escape (\\xe9)."""
+    """Lets standard output accept every character. A character that its encoding lacks,
+    such as é on an ASCII terminal, is then written as an escape (\\xe9)."""
     stream = sys.stdout
     if not isinstance(stream, io.TextIOWrapper) or stream.errors not in RAISING:
         yield

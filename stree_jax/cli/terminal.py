@@ -153,10 +153,10 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def check_text(source: str, text: str) -> str:
-    """Returns the text if it was UTF-8.
+    """Returns a text unchanged after checking that its bytes were valid UTF-8.
 
     Raises:
-      ValueError: it was not. Python represents such bytes as lone surrogates.
+      ValueError: they were not. Python represents invalid bytes as lone surrogates.
     """
     try:
         text.encode()

@@ -38,8 +38,9 @@ def _score_chunks(model: Model, tokens: jax.Array) -> jax.Array:
     chunks = tokens.reshape(batch, -1, PREFILL_CHUNK).swapaxes(0, 1)
     full = jnp.full((batch,), PREFILL_CHUNK, jnp.int32)
 
-    # The backward pass recomputes a chunk: kernels have no derivatives, so that storing
-    # intermediates would compile each mixer's definition twice.
+    # In the backward pass, recompute each chunk instead of storing its intermediates.
+    # Kernels have no derivatives: these come from the mixers' plain-JAX definitions. A
+    # forward pass that stores intermediates would have to compile the definitions, too.
     @jax.checkpoint
     def one_chunk(state: State, part: jax.Array) -> tuple[State, jax.Array]:
         hidden, state = extend(model, state, part, full)

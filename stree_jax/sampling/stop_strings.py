@@ -347,7 +347,8 @@ def _automaton(stops: Sequence[bytes]) -> np.ndarray:
         steps[state] = steps[shorter[state]]
         for stop in stops:
             if stop.startswith(prefix):
-                # A longer prefix that is no state ends with a stop string.
+                # A prefix that contains a stop string is not a state. If adding the
+                # next byte gives such a prefix, a stop string ends at this byte.
                 size = len(prefix)
                 steps[state, stop[size]] = index.get(stop[: size + 1], HIT)
     return steps

@@ -118,8 +118,8 @@ def whole(answer: Answer) -> dict[str, Any]:
 
 
 def _timings(answer: Answer) -> dict[str, Any]:
-    """Returns the field `timings` of llama.cpp's server, or {} if nothing was
-    generated."""
+    """Returns the field `timings` of an answer, in the format of llama.cpp's server, or
+    {} if nothing was generated."""
     times = answer.timings
     if times is None:
         return {}
@@ -252,8 +252,9 @@ def _entry(token: Token, logprob: float) -> dict[str, Any]:
 
 
 def _by_text(top: Sequence[tuple[Token, float]]) -> dict[str, float]:
-    """Returns log-probabilities by text, the format of completions. Of several tokens
-    with the same text, the likeliest has it as its key, and the others their ids."""
+    """Returns a dictionary from tokens' texts to their log-probabilities, the format of
+    completions. If several tokens have the same text, it is the key of the likeliest
+    one, and the keys of the others are their ids."""
     found: dict[str, float] = {}
     for token, logprob in top:
         text = _unique_text(token)

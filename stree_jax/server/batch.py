@@ -1,9 +1,10 @@
 """The server's batch on the device, with continuous batching and fixed sizes.
 
-Prompts are padded to a few widths, and three programs decode: one for greedy rows only,
-one that also has sampled rows, and one that also has log-probabilities and repetition
-penalties. The program depends on all rows of the batch, but a row's tokens do not
-depend on the program. `programs` compiles them in advance.
+Prompts are padded to a few widths. There are three decoding programs: for batches with
+greedy rows only, for batches with sampled rows, too, and for batches with rows that
+have log-probabilities or a repetition penalty. The rows of the batch decide which
+program runs, but a row's tokens do not depend on the program. The module `programs`
+compiles them in advance.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,8 +68,8 @@ class Sizes:
       steps: decoding steps per segment, which is one call of the decoding loop. Rows
         are assigned to texts between segments.
       top_logprobs: maximum number of alternatives with log-probabilities per token.
-      prefixes: maximum bytes of cached states, in units of the states of a row, see
-        `prefixes`.
+      prefixes: limit on the cached states, in units of the bytes of one row's states.
+        If 0, states are not cached. See `prefixes.Prefixes`.
     """
 
     rows: int = 4
@@ -91,8 +92,8 @@ class TextRequest:
       seed_high: the upper 32 bits of a 64-bit seed. `sampling` has the lower 32 bits.
       ignore_eos: if True, the model's stop tokens do not end the text.
       logprobs: True if log-probabilities are requested.
-      shared: number of tokens with which other conversations begin, too, such as those
-        of a system prompt. The states after them are cached.
+      shared: number of tokens at the beginning of the prompt that other conversations
+        may share, such as a system prompt. The states after them are cached.
     """
 
     ids: Sequence[int]
@@ -144,8 +145,12 @@ class Row:
 
 
 def reading_widths(config: ModelConfig, context: int) -> list[int]:
-    """Returns the widths to which prompts are padded: the largest width for each chunk
-    size, so that a prompt is prefilled in the same chunks as by `generate`."""
+    """Returns the widths in tokens to which prompts are padded, in ascending order.
+
+    The width of a prompt decides the chunk size of its prefill. Only the largest width
+    for each chunk size is used, so there are few widths, and a prompt is prefilled in
+    the same chunks as by `generate`.
+    """
     texts = range(1, context + 1, PREFILL_CHUNK)
     widths = sorted({bucket(max(n - 1, 1)) + 1 for n in (*texts, context)})
     return sorted({reading_chunk(config, width): width for width in widths}.values())
@@ -156,9 +161,9 @@ class Layout:
     """Sizes of the arrays of a batch.
 
     Attributes:
-      widths: widths to which prompts are padded.
-      output_size: O, the size of the output buffer.
-      capacity: rows of the KV caches.
+      widths: the widths in tokens to which prompts are padded.
+      output_size: O, the size of the output buffer of a row in tokens.
+      capacity: tokens of a row for which the KV caches have space.
     """
 
     widths: tuple[int, ...]
@@ -174,10 +179,10 @@ class Layout:
 
 
 def requests_of(request: TextRequest, stops: jax.Array, key: jax.Array) -> Requests:
-    """Returns the device-side requests of one row.
+    """Returns the decoding options of one row as arrays for the device.
 
     Args:
-      request: the request.
+      request: the request for the row's text.
       stops: [1, n] int32. The model's stop tokens.
       key: base key of the random numbers.
     """
@@ -201,13 +206,14 @@ def requests_of(request: TextRequest, stops: jax.Array, key: jax.Array) -> Reque
 
 
 def for_program(d: Decoding, sampled: bool, lists: Any) -> Decoding:
-    """Returns a batch with only the fields that the program for its rows needs.
+    """Returns a batch with only the fields that its decoding program needs. The other
+    fields are None; `with_parts` puts them back.
 
     Args:
       d: the batch with all fields.
       sampled: True if any row is sampled.
-      lists: the log-probabilities if any row has them or a repetition penalty (one
-        program has both), else None.
+      lists: the arrays of log-probabilities, if any row has log-probabilities or a
+        repetition penalty (the same program computes both). Otherwise None.
     """
     if lists is None:
         own = d.requests.sampling if sampled else None
@@ -217,7 +223,13 @@ def for_program(d: Decoding, sampled: bool, lists: Any) -> Decoding:
 
 
 def with_parts(d: Decoding, whole: Decoding) -> Decoding:
-    """Returns a batch with the fields of `whole` that `for_program` left out."""
+    """Returns a batch with the fields that `for_program` set to None put back.
+
+    Args:
+      d: the batch that a decoding program returned.
+      whole: the batch before the program ran, with all fields. Its sampling settings,
+        repetition penalties and `seen` are used where `d` has None.
+    """
     own, sampling = d.requests.sampling, whole.requests.sampling
     assert sampling is not None  # set by `requests_of`
     if own is not None and own.penalty is None:
@@ -238,13 +250,13 @@ class Batch:
     def __init__(
         self, model: Model, spec: Spec, sizes: Sizes, spare: int | None = None
     ) -> None:
-        """Allocates nothing; `admit` does when it is first called.
+        """Makes an empty batch. Its arrays are allocated by the first call of `admit`.
 
         Args:
           model: the target model.
           spec: the configuration of the decoder.
           sizes: the sizes of the batch.
-          spare: bytes available for copies on which steps are timed, see
+          spare: bytes available for the copies of arrays on which steps are timed, see
             `step_times.timed`.
         """
         self.model, self.sizes, self.spare = model, sizes, spare
@@ -260,11 +272,12 @@ class Batch:
         self._programs: dict[tuple[bool, bool], Callable[..., Decoding]] = {}
 
     def time_steps(self, shapes: Decoding) -> None:
-        """Sets the step times of tree "auto" for greedy or for sampled texts. If they
-        are not known on this machine, admits texts to all rows to measure them.
+        """Sets the step times of tree "auto". If they have not been measured on this
+        machine, measures them with texts in all rows.
 
         Args:
-          shapes: the shapes of a batch with the fields for these texts.
+          shapes: the shapes of the batch for the decoding program to be timed, a result
+            of `for_program`: for greedy or for sampled texts.
         """
         sampled = shapes.requests.sampling is not None
         spec, d = self.specs[sampled], shapes
@@ -287,8 +300,8 @@ class Batch:
         self.rest()
 
     def rest(self) -> None:
-        """Frees the arrays of the rows, none of which may be assigned. The next `admit`
-        allocates them again."""
+        """Frees the arrays of the rows. All rows must be free. The next `admit`
+        allocates the arrays again."""
         self._decoding = self._lists = None
 
     def _allocate(self) -> None:
@@ -306,8 +319,8 @@ class Batch:
         return [i for i, row in enumerate(self.rows) if row is None]
 
     def admit(self, row: int, request: TextRequest) -> int:
-        """Prefills a prompt, except a cached prefix, and assigns a row to it. Returns
-        the number of tokens of the cached prefix."""
+        """Prefills the part of a prompt that has no cached state, and assigns a row to
+        the text. Returns the number of tokens of the cached prefix."""
         if self._decoding is None:
             self._allocate()
         kept = self.prefixes.take(request.ids)
@@ -322,16 +335,17 @@ class Batch:
         return cached
 
     def _read_shared(self, request: TextRequest, cached: int, past: Any) -> Any:
-        """Prefills and caches the tokens with which other texts begin, too, if they are
-        at least a chunk more than the cached prefix.
+        """Prefills the beginning of a prompt that other texts share, and caches the
+        states after it. Does so only if the shared beginning is longer than the cached
+        prefix by a prefill chunk or more.
 
         Args:
-          request: the request.
+          request: the request with the prompt.
           cached: number of tokens that `past` has read.
-          past: states after a prefix of the prompt, or None.
+          past: cached states after a prefix of the prompt, or None.
 
         Returns:
-          The states after these tokens, or `past` if none were prefilled.
+          The states after the shared beginning, or `past` if nothing was prefilled.
         """
         if not self.sizes.prefixes:
             return past
@@ -383,8 +397,8 @@ class Batch:
         return updates
 
     def _keep(self, text: Sequence[int], past: Any, **marks: bool) -> None:
-        """Caches the states of a row, unless they have read less than a chunk
-        (prefilling it again would take one pass anyway).
+        """Caches the states of a row, unless they have read less than a prefill chunk:
+        prefilling such a text again takes a single pass.
 
         Args:
           text: the row's text; the states have read all but its last token.
@@ -395,8 +409,8 @@ class Batch:
             self.prefixes.add(text, past, **marks)
 
     def _parts(self) -> tuple[Spec, Decoding]:
-        """Returns the configuration and the fields of the batch for the program that
-        its rows need."""
+        """Chooses the decoding program for the current rows. Returns its configuration,
+        and the batch with only the fields that the program needs."""
         assert self._decoding is not None  # set by `admit`
         requests = [row.request for row in self.rows if row is not None]
         lists = any(r.logprobs or r.sampling.repetition_penalty != 1 for r in requests)
@@ -405,7 +419,8 @@ class Batch:
         return self.specs[sampled], d
 
     def _read(self, request: TextRequest, past: Any = None) -> Decoding:
-        """Prefills a prompt and returns a batch of one row with the sizes of this one.
+        """Prefills a prompt. Returns a batch of one row whose buffers have the sizes of
+        this batch.
 
         Args:
           request: the request with the prompt.

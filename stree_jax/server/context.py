@@ -12,7 +12,9 @@ from stree_jax.models.stack.state import init_state
 
 UNKNOWN_CONTEXT = 2048  # tokens; the default for models that name no length
 MAX_CONTEXT = 32768  # tokens; prompt lookup searches the whole context at each step
-CACHE_BYTES = 1 << 29  # bytes that the rows' states may take, or those of the weights
+# The default context is chosen so that the states of all rows take at most this many
+# bytes, or at most as many as the weights if these are larger.
+CACHE_BYTES = 1 << 29
 # Names of the number of positions, in Hugging Face's configs.
 POSITIONS = (
     "max_position_embeddings",
@@ -23,7 +25,8 @@ POSITIONS = (
 
 
 def own_context(files: CheckpointFiles) -> int | None:
-    """Returns the number of tokens that a checkpoint says it was made for, or None."""
+    """Returns the context length in tokens that a checkpoint's config states, or None
+    if it states none."""
     config = source_config(files.header) if files.is_gguf else files.json()
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
@@ -43,9 +46,9 @@ def default_context(
       files: the target's checkpoint.
       model: the target.
       rows: rows of the batch.
-      limit: bytes on the device. The states may take half of the bytes that are left
-        by the weights. If None, they may take `CACHE_BYTES`, or as much as the
-        weights.
+      limit: bytes available on the device. The states may take half of the bytes that
+        remain after the weights. If None, they may take `CACHE_BYTES` or the bytes of
+        the weights, whichever is larger.
     """
     context = own_context(files)
     if context is None or context <= UNKNOWN_CONTEXT:

@@ -224,8 +224,9 @@ class Engine:
             )
 
     def _rest(self) -> None:
-        """Returns the memory of the rows to the system, if it is a CPU's. A GPU's is
-        reserved for the process anyway."""
+        """Frees the arrays of the rows and returns their memory to the operating
+        system. Does so only on CPUs, because a GPU's memory stays reserved for the
+        process."""
         if jax.default_backend() == "cpu":
             self.batch.rest()
             return_free_memory()

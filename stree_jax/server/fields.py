@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 Kind = Literal["completion", "chat"]
 
-# Spellings of the maximum number of tokens of an answer. The first one that is given
+# Names of the maximum number of tokens of an answer. The first one in a request
 # counts, as in llama.cpp (`n_predict` is its own) and vLLM.
 MAX_TOKENS = ("n_predict", "max_completion_tokens", "max_tokens")
 # Fields that OpenAI, vLLM or llama.cpp accept and that do not change the text here.

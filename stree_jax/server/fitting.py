@@ -45,7 +45,11 @@ def smaller(wish: Sizes, named: Sequence[str]) -> Iterator[Sizes]:
 
 
 class ServeTask(LoadedTask[Sizes]):
-    """The task of fitting a server in memory; a request is the sizes of its batch."""
+    """The search for a setup of the server that fits in memory; see `sizing.fit.Task`.
+
+    In the names of `Task`, a `request` is the `Sizes` of the server's batch that are
+    wanted, not an HTTP request. A `candidate` is a decoder's configuration.
+    """
 
     def buffers(self, request: Sizes) -> BufferSizes:
         layout = Layout.of(self.model.config, self.plainest.spec, request)
@@ -56,15 +60,16 @@ class ServeTask(LoadedTask[Sizes]):
         return f"{candidate.name}, {request.rows} rows, {kept}"
 
     def count(self, request: Sizes, candidate: Setup) -> Count:
-        """Predicts the bytes of greedy decoding. `promised` also covers the prefill of
-        a row."""
+        """Predicts the bytes that greedy decoding needs. `Count.promised`, the upper
+        bound, also covers the prefill of one row."""
         spec = candidate.spec
         shapes = batch_shapes(self.model, spec, request)
         room = BufferSizes(
             request.rows, shapes.layout.capacity, shapes.layout.output_size
         )
         memory = parts_of(spec, for_program(shapes.whole, False, None), room)
-        # `reading` counts the prefill of all rows, but one row is read at a time.
+        # `reading` is the memory for the prefill of all rows together, but the server
+        # prefills one row at a time (`read` below).
         memory = replace(memory, reading=0)
         held, steps = shapes.held(request), memory.temporaries.total
         read = reading_at_most(spec, 1, max(shapes.layout.widths))
@@ -90,8 +95,8 @@ class ServeTask(LoadedTask[Sizes]):
 
 
 def needs(model: Model, spec: Spec, sizes: Sizes) -> Iterator[int]:
-    """Yields, for each program, the bytes that are allocated while it runs, without the
-    weights, by XLA's memory analysis."""
+    """Yields for each program of the server the bytes that are allocated while the
+    program runs, by XLA's memory analysis. The weights do not count."""
     spec = refilled(spec)
     shapes, prefixes = batch_shapes(model, spec, sizes), sizes.prefixes > 0
     held = shapes.held(sizes)  # includes the cached states

@@ -7,7 +7,7 @@ from stree_jax.server.errors import invalid
 
 # Fields of answers that clients send back. They are allowed if they are empty.
 OF_ANSWERS = {"audio", "tool_calls", "function_call"}
-# Fields that clients add to answers, about a text that stands in the content.
+# Fields that clients add to answers and that repeat or describe the content.
 IGNORED = {
     "annotations",
     "parsed",  # OpenAI's client: the content as an object
@@ -68,7 +68,13 @@ def _content_of(where: str, message: Mapping[str, Any]) -> str:
 
 
 def _refuse_others(where: str, value: Mapping[str, Any], known: set[str]) -> None:
-    """Raises ApiError for a field that is not empty and not in `known`."""
+    """Raises ApiError if an object has a field that is neither empty nor in `known`.
+
+    Args:
+      where: name of the object, for the message.
+      value: the object.
+      known: names of the allowed fields.
+    """
     others = {name for name, v in value.items() if v is not None and not _is_empty(v)}
     if extra := others - known:
         name = f"{where}.{min(extra)}"

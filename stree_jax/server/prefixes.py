@@ -29,14 +29,15 @@ _conversations = count()
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A text and the states after it.
+    """A cached text with the states after it, on the host.
 
     Attributes:
       ids: [n] int32. All tokens that the states have read.
-      past: states of target and drafter on the host, without the rows of KV caches that
-        `segments` has or that are unused.
-      segments: the rows of the target's KV caches, in the order of the text.
-      rows: number of rows of each KV cache on the device, the target's first.
+      past: states of target and drafter as NumPy arrays. The target's KV caches are in
+        `segments` instead, and the drafter's have only the entries that are in use.
+      segments: the entries of the target's KV caches, in consecutive parts of the text.
+      rows: capacity in tokens of each KV cache on the device: the target's caches, then
+        the drafter's.
       conversation: number of the conversation that the text belongs to.
       shared: True if several conversations begin with the text.
       answered: True if the text ends with an answer.
@@ -51,7 +52,8 @@ class Kept:
     answered: bool = False
 
     def restored(self) -> Any:
-        """Returns the states on the device, for `init_decoding`."""
+        """Copies the states to the device, in the form that `init_decoding` takes as
+        `past`."""
         rows, caches = iter(self.rows), zip(*self.segments, strict=True)
         target, drafting = self.past
 
@@ -75,7 +77,7 @@ class Kept:
         )
 
     def arrays(self) -> list[np.ndarray]:
-        """Returns all arrays, some of which other texts may share."""
+        """Returns all arrays of this entry. Other entries may contain some of them."""
         return [
             *jax.tree.leaves(self.past),
             *(x for part in self.segments for x in part),
@@ -166,8 +168,8 @@ class Prefixes:
         return _bytes(self._kept)
 
     def take(self, ids: Sequence[int]) -> Kept | None:
-        """Returns the longest cached text that is a proper prefix of a prompt, or
-        None, and marks all that are as used."""
+        """Returns the longest cached text that is a proper prefix of a prompt, or None.
+        Marks all cached texts that are such prefixes as recently used."""
         fits = self._beginnings(ids)
         self._kept = [k for k in self._kept if k not in fits] + fits
         if not fits:
@@ -190,11 +192,11 @@ class Prefixes:
         shared: bool = False,
         answered: bool = False,
     ) -> None:
-        """Caches the states after a text, which have read all but its last token, and
-        evicts others if the space is full.
+        """Caches the states after a text, and evicts other texts while all states
+        together exceed the limit.
 
         Args:
-          text: the text.
+          text: the token ids of the text. The states have read all but the last one.
           past: states of target and drafter of one row, on the device.
           shared, answered: see `Kept`.
         """
@@ -216,7 +218,12 @@ class Prefixes:
         return sorted(fits, key=lambda kept: len(kept.ids))
 
     def _least_useful(self, newest: Kept) -> Kept:
-        """Returns the text to evict, which is not `newest`."""
+        """Chooses the text to evict next, other than `newest`.
+
+        The text is from a conversation that takes more than half of the space, if there
+        is one, and otherwise from the conversation that was used least recently. Within
+        it, prompts before the last `RECENT` texts go first, then the oldest text.
+        """
         groups: dict[int, list[Kept]] = {}
         for kept in reversed(self._kept):
             groups.setdefault(kept.conversation, []).insert(0, kept)

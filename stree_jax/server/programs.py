@@ -42,15 +42,17 @@ NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
 @dataclass(frozen=True)
 class BatchShapes:
-    """Shapes of a batch's arrays.
+    """The shapes and dtypes of the server's arrays (`jax.ShapeDtypeStruct`), from which
+    programs are compiled before the arrays exist.
 
     Attributes:
       layout: sizes of the arrays.
-      requests: requests of one row.
-      one: a row after its prefill.
-      whole: the batch, with fields for sampling.
-      lists: arrays of log-probabilities.
-      past: the state of a finished row, which is cached.
+      requests: decoding options of one row, such as its sampling settings.
+      one: the decoding state of a single row after its prefill.
+      whole: the decoding state of the batch, with the fields for sampling.
+      lists: log-probabilities of the batch's output and of the likeliest tokens.
+      past: the states of target and drafter after a row's text, as the prefix cache
+        stores them.
     """
 
     layout: Layout
@@ -61,14 +63,21 @@ class BatchShapes:
     past: Any
 
     def held(self, sizes: Sizes) -> int:
-        """Returns the bytes that are always allocated, without the weights. One state
-        more than the cached ones is being copied to or from the cache."""
+        """Returns the bytes that are always allocated, without the weights. If states
+        are cached, they include one more state, which may be in transit to or from the
+        cache."""
         kept = (sizes.prefixes + bool(sizes.prefixes)) * size_of(self.past)
         return size_of(self.whole) + size_of(self.lists) + kept
 
 
 def batch_shapes(model: Model, spec: Spec, sizes: Sizes) -> BatchShapes:
-    """Returns the shapes of a batch's arrays."""
+    """Computes the shapes of the arrays of a server's batch. Allocates nothing.
+
+    Args:
+      model: the target model.
+      spec: the configuration of the decoder.
+      sizes: the sizes of the batch.
+    """
     layout = Layout.of(model.config, spec, sizes)
     stops = jnp.asarray(stop_token_table(model, None, 1))
     requests = requests_of(TextRequest([0], 1, GREEDY), stops, key_of(0))
@@ -87,7 +96,7 @@ def _sizes(layout: Layout) -> dict[str, Any]:
 
 
 def _text(width: int) -> tuple[Any, Any]:
-    """Returns the shapes of a prompt padded to a width, and of its length."""
+    """Returns the shapes of one prompt's token ids [1, width] and of its length [1]."""
     ids = jax.ShapeDtypeStruct((1, width), jnp.int32)
     return ids, jax.ShapeDtypeStruct((1,), jnp.int32)
 
@@ -136,15 +145,16 @@ def programs(
 ) -> Iterator[Program]:
     """Yields the programs of a batch.
 
-    The first ones decode greedy and sampled texts after short prompts. The program for
-    log-probabilities waits for a request, because few clients use it and it takes more
-    memory than any other (84 MB for SmolLM2-135M).
+    Programs that decode greedy and sampled texts after short prompts are compiled
+    before the server answers. The program with log-probabilities is compiled when a
+    request needs it, because few clients use it and it takes more memory than any other
+    (84 MB for SmolLM2-135M).
 
     Args:
-      specs: the decoder's configuration for batches with sampled rows (key True) and
-        without (False).
+      specs: the configuration of the decoder: `specs[True]` if any row of the batch is
+        sampled, `specs[False]` if all rows are greedy.
       shapes: shapes of the arrays.
-      prefixes: True if states are cached.
+      prefixes: True if the server caches states of prefixes.
     """
     spec, layout = specs[False], shapes.layout
     pasts = [None, shapes.past] if prefixes else [None]
@@ -174,14 +184,15 @@ def programs(
 
 
 def warm(batch: Batch, say: Callable[[str], None]) -> list[Program]:
-    """Compiles the programs that must be there before requests are answered, and
-    returns those to compile afterwards.
+    """Compiles the programs of `When.FIRST`, which the server needs before it answers
+    requests. Returns the programs of `When.LATER`.
 
-    If the step times of tree "auto" are not known on this machine, also measures them,
-    for which programs have to run.
+    If the step times of tree "auto" have not been measured on this machine, also
+    measures them, which runs programs.
 
     Args:
-      say: prints the progress.
+      batch: the server's batch.
+      say: prints a line about the progress.
     """
     shapes = batch_shapes(batch.model, batch.specs[False], batch.sizes)
     for sampled in (False, True):
@@ -201,9 +212,11 @@ def warm(batch: Batch, say: Callable[[str], None]) -> list[Program]:
 
 
 def _in_thread(call: Callable[[], Any]) -> Future[None]:
-    """Calls a function in a thread of its own: XLA compiles or reads a program there
-    while others are traced. The thread does not delay the end of the process, as
-    those of a ThreadPoolExecutor would."""
+    """Calls a function in a new daemon thread and returns a future of its result.
+
+    XLA then compiles or loads a program while others are traced. A daemon thread does
+    not delay the end of the process, unlike a ThreadPoolExecutor's threads.
+    """
     future: Future[None] = Future()
 
     def run() -> None:

@@ -270,8 +270,8 @@ def _seed(fields: Mapping[str, Any]) -> int | None:
 
 def _max_tokens(kind: Kind, fields: Mapping[str, Any]) -> int | None:
     """Returns the maximum number of tokens of an answer, or None for -1, which means no
-    limit in llama.cpp. If several spellings are given, the first of `MAX_TOKENS`
-    counts."""
+    limit in llama.cpp. If a request has several of the fields in `MAX_TOKENS`, the
+    first one in that list counts."""
     values = {n: _integer(fields, n, None, -1, 2**63 - 1) for n in MAX_TOKENS}
     given = [value for value in values.values() if value is not None]
     if not given:

@@ -89,7 +89,8 @@ Load = Callable[[Callable[[str], None]], Ready]
 
 
 class _Abandoned(Exception):
-    """The server stops before it is ready. Raised to end the loading thread."""
+    """Raised in the loading thread to end it, because the server stops before it is
+    ready."""
 
 
 class _Loading(threading.Thread):
@@ -280,8 +281,8 @@ def run(
 
 
 def _leave(loading: threading.Thread, code: int) -> None:
-    """Ends the process at its exit, with this exit code, if a program is still being
-    compiled, because XLA's cleanup would wait for it or crash."""
+    """Ends the process at once with this exit code, if the loading thread still runs.
+    It may be compiling a program, and XLA's cleanup would wait for that or crash."""
     if loading.is_alive():
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

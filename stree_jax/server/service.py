@@ -91,7 +91,8 @@ class Prompt:
 
     Attributes:
       ids: its tokens.
-      shared: number of tokens with which other conversations begin, too.
+      shared: number of its tokens, from the first one on, that other conversations may
+        begin with, too, such as a system prompt.
     """
 
     ids: list[int]
@@ -312,8 +313,9 @@ class Exchange:
             yield index, piece
 
     def _timings(self) -> Timings:
-        """Returns what the finished request took. Of several answers to a prompt, only
-        the first one's cached tokens count, as the prompt's tokens count once."""
+        """Returns the token counts and times of the finished request. A prompt with
+        several answers counts once in the usage, so only the cached tokens of its first
+        answer count."""
         return Timings(
             cached=sum(job.cached for job in self.jobs[:: self.answer.request.n]),
             prefill_s=sum(job.prefilled - (job.began or 0.0) for job in self.jobs),

@@ -25,7 +25,7 @@ MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
 
 
 class Token(NamedTuple):
-    """A token at a place in a text.
+    """A token, with the bytes that it adds to a text.
 
     Attributes:
       id: the token id.
@@ -84,14 +84,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Piece:
-    """A new piece of a text.
+    """A new piece of a generated text, as it is sent to the client.
 
     Attributes:
       text: new characters. They are complete, and cannot become part of a stop string.
       tokens: number of new tokens.
-      logprobs: log-probabilities of further tokens of the text, empty if not requested.
-        Tokens that may become part of a stop string come with a later piece. Tokens of
-        a stop string are left out.
+      logprobs: log-probabilities of tokens, empty if not requested. They may belong to
+        other tokens than `text`: a token that may be part of a stop string comes with a
+        later piece. Tokens of a stop string are left out.
       finish_reason: "stop" or "length" for the last piece, else None.
     """
 

@@ -51,8 +51,9 @@ LEAST_STEPS, MOST_STEPS = 4, 32
 SLOW_S = 0.05  # steps longer than this are measured one at a time
 ENOUGH_S = 2.0  # seconds in all, once every kind of step has been measured
 ENDLESS = 2**30  # a limit on new tokens that no measurement reaches
-# Other work on the machine can only make a measured time too long. If steps take less
-# than measured by the factor TOO_SLOW, they are measured again, at most AGAIN times.
+# Other work on the machine can only make a measured time too long. If the measured step
+# times predict more than TOO_SLOW times the seconds that a generation then takes, they
+# are measured again, at most AGAIN times.
 TOO_SLOW, AGAIN = 1.1, 3
 # Typical number of levels that a draft model adds below its first, and the predicted
 # speedup that n-grams must bring before they guess those levels.

@@ -86,7 +86,15 @@ class Decoding:
         return self.used.sum(axis=1, dtype=jnp.int32)
 
     def distribution(self, num_tokens: int) -> Distribution:
-        """Returns the distribution of the tokens below the root."""
+        """Returns what decides the next tokens of each row: its sampling settings and
+        the tokens so far.
+
+        The result turns logits into the scores by which the target and the drafter
+        choose the tokens below the root, see `Distribution.scores`.
+
+        Args:
+          num_tokens: V. Logits from this index on are padding of the vocabulary.
+        """
         return Distribution(self.requests, self.length, self.seen, num_tokens)
 
     def __repr__(self) -> str:
@@ -95,7 +103,8 @@ class Decoding:
 
 
 class Stop(NamedTuple):
-    """`finish` and `stop_state` of a `Decoding` after the accepted tokens were cut."""
+    """The new values of `Decoding.finish` and `Decoding.stop_state`, from
+    `cut_at_stops`."""
 
     finish: jax.Array
     state: jax.Array | None

@@ -28,9 +28,9 @@ class Draft:
         drawn. None if the acceptance rule does not need them.
       origin: [B, T] uint8. The source that proposed each node, an index into `ORIGINS`.
         If None, the drafter ("drafter") proposed all nodes.
-      kind: [B, T] int32. With tree "auto", the class of each node for which an
+      kind: [B, T] int32. With tree "auto", the kind of each node, for which an
         acceptance rate is estimated, such as "found by prompt lookup after a match of 3
-        tokens"; see `adaptive.pool`. None for other trees.
+        tokens"; see `adaptive.calibration`. None for other trees.
       has_padding: True if some of the T nodes may be padding, whose parent is
         `models.layers.nodes.NO_NODE`.
     """

@@ -152,16 +152,17 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class Reads:
-    """What one stage of drafting reads from memory during a generation.
+    """The memory traffic of one stage of drafting during a generation.
 
-    A drafter has one stage; a staged drafter has one for each model or table.
+    A stage is a model or a table of n-grams. Most drafters have one stage; a staged
+    drafter has several.
 
     Attributes:
       stage: name of the stage, such as "drafter".
       passes: [B] int32. Forward passes of the stage's model. For n-grams, the passes of
         the draft model whose tokens they guess.
-      weights: bytes of weights that are read at once.
-      each: number of times that they are read per pass.
+      weights: bytes of weights that the stage reads.
+      each: number of times that it reads them per pass.
       state: the model's state, which passes and replays read and write. None for a
         stage without a state.
     """
@@ -220,8 +221,8 @@ class DrafterBase(Drafter):
         return 0
 
     def reads(self, state: DraftState, menu: Sequence[Topology]) -> list[Reads]:
-        """Returns what drafting has read from memory so far, stage by stage. The stage
-        that drafts for the target comes first.
+        """Returns the memory traffic of drafting so far: a `Reads` for each stage. The
+        stage that drafts for the target comes first.
 
         Args:
           state: the drafter's state.

@@ -191,9 +191,9 @@ class Source:
         return Acceptance(np.tile(ranks, (DEEPEST, 1)))
 
     def readings(self, target: Model) -> dict[str, Any]:
-        """Returns the drafter as the usual mistakes in its config would have it read,
-        by a description. The values are drafters or sources; `check-drafter` tries
-        them."""
+        """Returns variants of the drafter, each with one option changed that configs
+        often state wrongly, by a description. The values are drafters or sources.
+        `check-drafter` tests whether a variant agrees better with the target."""
         return {}
 
     def work(self, target: Model) -> Work:

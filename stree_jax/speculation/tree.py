@@ -432,8 +432,9 @@ def pruned(
       nodes: number of nodes, including the root, at least 1 + k l. The scale is then
         chosen to give that number, with shares up to 1. If None, the scale above
         decides.
-      leaves: number of leaves. If None, as many as possible: nodes to the left have all
-        their children.
+      leaves: number of leaves (nodes without children). If None, it is the largest
+        number that the widths of the levels allow: nodes are filled from the left with
+        `children` children each, so that the nodes to the right have none.
 
     Raises:
       ValueError: `children` or `levels` is less than 1, or no such tree has that number
@@ -502,8 +503,8 @@ def _widths_of_sum(children: int, levels: int, total: int) -> list[int]:
 def _child_counts(
     widths: Sequence[int], children: int, leaves: int | None
 ) -> list[list[int]]:
-    """Returns the number of children of every node, by level. Nodes to the left have as
-    many as possible.
+    """Returns the number of children of every node, by level. Within a level, nodes are
+    filled from the left: the first ones have the most children.
 
     Args:
       widths: number of nodes per level, including the root's.

@@ -141,8 +141,8 @@ def with_own_text(
     train, half = job.train, job.train.batch // 2
 
     def written(stream: np.ndarray, count: int, name: str) -> np.ndarray:
-        """Returns windows [n, L + 1] from the ends of the texts, which are
-        generated."""
+        """Returns windows [n, L + 1] of generated text: the last L + 1 tokens of each
+        text."""
         prompts = spread_windows(stream, PROMPT, count)
         texts = keep_own_text(teacher, prompts, job.work / f"{name}.own")
         return np.asarray(texts[:, -train.length - 1 :])

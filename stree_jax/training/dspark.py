@@ -1,8 +1,10 @@
 """Trains a DSpark drafter on a frozen target (arXiv 2607.05147), or a DFlash drafter,
 which is one without Markov and confidence heads (arXiv 2602.06036).
 
-Training examples are those of `training.stretches`. All blocks of a stretch run in one
-pass over the stretch's context rows; a block sees the rows before its root.
+Training examples are the stretches of `training.tapped_drafters`. Below each root, the
+drafter predicts a block of M drafts; its slots are explained in
+`models.drafters.dflash`. All blocks of a stretch run in one pass. A block sees the
+context rows of the tokens before its root.
 
 With the target's distribution p and the drafter's q at draft k = 1, 2, ..:
 
@@ -11,10 +13,10 @@ With the target's distribution p and the drafter's q at draft k = 1, 2, ..:
 with w_k ~ exp(-(k - 1) / 4). TV is the total variation sum |p - q| / 2, so that 1 - TV
 is the probability that the draft is accepted, which the confidence c estimates. u is
 the drafter's distribution without the Markov head, from which some programs take the
-candidates; without a loss of its own, the right token is often missing there. For a
+candidates; without a loss for u, the right token is often not among them. For a
 DFlash drafter, q is u, and the loss is KL(p || q) + TV(p, q).
 
-Letters: those of `training.stretches`; r rank.
+Letters: those of `training.tapped_drafters`; r rank.
 """
 
 from dataclasses import dataclass, replace
@@ -65,7 +67,8 @@ class DSparkSize:
       rank: r, of the Markov head. If 0, the drafter is a DFlash drafter.
       window: tokens of the text that a layer sees; 0 for all. A window makes texts that
         are longer than the training examples safe.
-      causal: True if slots see no later slots, so that short blocks cost less.
+      causal: True if a slot does not attend to later slots of the block. Then a block
+        may be cut to the levels that a tree needs.
     """
 
     layers: int = 2
@@ -88,7 +91,7 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
     Args:
       target: the target's architecture.
       size: the drafter's size.
-      mask: the token of the slots after the root's.
+      mask: the token whose embedding the slots after the root's slot have.
 
     Raises:
       ValueError: the size does not fit the target.
@@ -102,7 +105,8 @@ def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashCon
         target_width=d,
         boundaries=spread_boundaries(target, size.taps),
         layers=(DFlashLayer(size.window, size.causal),) * size.layers,
-        # As many key as query heads: slots read the text only through the values.
+        # As many key heads as query heads, because all that a slot reads of the text
+        # goes through the values of these heads.
         attention=replace(attention_of(target), qk_norm_eps=1e-6),
         d_mlp=size.mlp or d // 2,
         slots=size.drafts,
@@ -129,7 +133,8 @@ def block_states(
       output: the target's embedding and head.
       taps: [B, T, m, d], the residual streams in the text.
       roots: [B, A] int32, the tokens of the roots.
-      places: [B, A] int32, their places in the text. A block sees the text before.
+      places: [B, A] int32, the index of each root in its stretch. A block sees the
+        tokens before its root.
 
     Returns:
       [B, A, M, d] float32, the hidden states that predict the drafts.
@@ -149,16 +154,17 @@ def block_states(
 def forced(
     drafter: DFlash, output: BareModel, hidden: jax.Array, previous: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Scores the drafts of blocks, each after a given token.
+    """Computes the logits of the drafts of N blocks, given the token before each draft
+    (teacher forcing: a token of the text, not the drafter's own prediction).
 
     Args:
       drafter, output: as in `block_states`.
       hidden: [N, M, d], hidden states of N blocks.
-      previous: [N, M] int32, the tokens before the drafts.
+      previous: [N, M] int32, the token before each draft.
 
     Returns:
-      Logits [N, M, V] float32 without and with the pair scores, and the confidences
-      [N, M]; None without that head.
+      The logits [N, M, V] float32 without the pair scores, the logits with them, and
+      the confidences [N, M], or None if the drafter has no confidence head.
     """
     logits = draft_logits(drafter, output, hidden)
     if not drafter.config.pairs:
@@ -178,7 +184,7 @@ def forced(
 def block_scores(
     drafter: DFlash, output: BareModel, batch: Batch
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Computes what the loss compares.
+    """Computes the log-probabilities and confidences that the loss compares.
 
     Args:
       drafter: the drafter.
@@ -202,7 +208,7 @@ def block_scores(
 
 @dataclass(frozen=True)
 class Blocks:
-    """A block drafter that is trained, see `StretchSubject`."""
+    """A block drafter in training; it implements `StretchSubject`."""
 
     config: DFlashConfig
 
@@ -244,7 +250,8 @@ class Blocks:
 
 
 def rarest_token(tokens: np.ndarray, target: ModelConfig) -> int:
-    """Returns the token for the slots after the root's: the last one of those that
-    occur least in the text, as no token of its own is added."""
+    """Chooses the mask token, which the slots after the root's slot have. The
+    vocabulary gets no new token for it. It is the token that occurs least in the text,
+    and of several such tokens the one with the largest id."""
     counts = np.bincount(tokens, minlength=target.num_tokens)[: target.num_tokens]
     return int(target.num_tokens - 1 - counts[::-1].argmin())

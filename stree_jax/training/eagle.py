@@ -1,9 +1,10 @@
 """Trains an EAGLE-3 drafter on a frozen target (arXiv 2503.01840).
 
-Training examples are those of `training.stretches`. The drafter reads the pairs of a
-stretch in one pass, which gives the first draft below each root. For each further
+Training examples are the stretches of `training.tapped_drafters`. The drafter reads
+pairs of a token and a vector, see `models.drafters.eagle`. It reads the pairs of a
+stretch in one pass, which predicts the first draft below each root. For each further
 draft, a pass over all roots reads the text's next token together with the vector that
-the pass before handed down ("training-time test"). As in decoding, a draft sees the
+the previous pass handed down ("training-time test"). As in decoding, a draft sees the
 pairs of the text up to its root and the drafts above it.
 
 With the target's distribution p and the drafter's q at draft k = 1, 2, ..:
@@ -12,7 +13,7 @@ With the target's distribution p and the drafter's q at draft k = 1, 2, ..:
 
 with w_k ~ exp(-(k - 1) / 4), and the total variation TV = sum |p - q| / 2.
 
-Letters: those of `training.stretches`; P = T - 1 pairs of a stretch.
+Letters: those of `training.tapped_drafters`; P = T - 1 pairs of a stretch.
 """
 
 from dataclasses import dataclass, replace
@@ -108,17 +109,18 @@ def eagle_config(target: ModelConfig, size: EagleSize) -> EagleConfig:
 
 
 def level_nodes(places: jax.Array, pairs: int, levels: int) -> Nodes:
-    """Returns the topology of the pairs of stretches, with a chain of drafts below each
-    root.
+    """Returns which nodes attend to which: the pairs of the stretches, and a chain of
+    drafts below each root.
 
-    Rows are the pairs [P], then all roots' first drafted tokens [A], then all their
-    second ones, and so on. Every prefix of these levels is a topology of its own.
+    The nodes are the P pairs, then the first draft of all A roots, then the second
+    draft of all roots, and so on. The first levels alone are valid `Nodes`, too
+    (`first_levels`).
 
     Args:
-      places: [B, A] int32, the places of the roots. The pair of a root is the one
-        before, as the first token has no pair.
+      places: [B, A] int32, the index of each root in its stretch. The pair of token i
+        has the index i - 1, because the first token has no pair.
       pairs: P.
-      levels: number of drafted levels.
+      levels: number of levels of drafts below the roots.
     """
     batch, A = places.shape
     count = pairs + levels * A
@@ -135,7 +137,7 @@ def level_nodes(places: jax.Array, pairs: int, levels: int) -> Nodes:
 
 
 def first_levels(nodes: Nodes, count: int) -> Nodes:
-    """Returns the topology of the first `count` rows."""
+    """Returns the first `count` nodes, without the others."""
     return Nodes(
         nodes.mask[:, :count, :count], nodes.depth[:, :count], nodes.window[:, :count]
     )
@@ -184,7 +186,7 @@ def handed_down(model: EagleModel, batch: Batch, drafts: int) -> jax.Array:
 
 
 def _longer(records: Records, more: int) -> Records:
-    """Returns records with space for `more` further rows."""
+    """Returns records with space for `more` further nodes."""
 
     def longer(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, more)) + ((0, 0),) * (x.ndim - 2))
@@ -194,7 +196,7 @@ def _longer(records: Records, more: int) -> Records:
 
 @dataclass(frozen=True)
 class Levels:
-    """An EAGLE-3 drafter that is trained, see `StretchSubject`.
+    """An EAGLE-3 drafter in training; it implements `StretchSubject`.
 
     Attributes:
       config: its architecture.

@@ -1,8 +1,8 @@
 """Trains Medusa heads on a frozen target (Cai et al. 2024, Medusa-1).
 
-The target first reads a text and generates some of its own, and its hidden states are
-stored in files. Then only the heads are trained, which is quick on a CPU. The hidden
-state h_t chooses token t + 1. Head k learns to predict from h_t the target's
+The target first reads a text, and generates text that it reads, too. Its hidden states
+are stored in files. Then only the heads are trained, which is quick on a CPU. The
+hidden state h_t chooses token t + 1. Head k learns to predict from h_t the target's
 distribution k tokens later:
 
     sum over k of KL(target(. | h_{t+k}) || head_k(. | h_t)) / K
@@ -87,13 +87,13 @@ class HeadsSubject:
 def examples_of(
     train: TrainConfig, learnt: Sequence[np.ndarray], held: Sequence[np.ndarray]
 ) -> Examples:
-    """Returns examples of `train.length` successive hidden states. The rows of a batch
-    are from the sources in turn.
+    """Returns training examples: `train.length` consecutive hidden states of a window.
+    The examples of a batch are taken from the sources in turn.
 
     Args:
       train: the training settings.
-      learnt, held: hidden states of the sources, [n, L, d] each, for training and
-        evaluation.
+      learnt, held: for training and for evaluation, the hidden states [n, L, d] of the
+        windows of each source.
 
     Raises:
       ValueError: the windows of a source are shorter than `train.length`.
@@ -167,8 +167,8 @@ def accuracy_table(ranks: np.ndarray, width: int = RANKS) -> np.ndarray:
 
 
 def ranks_in(heads: Heads, target: BareModel, texts: np.ndarray, start: int) -> Any:
-    """Returns the ranks [n, K] of tokens in texts [B, S], guessed from states at
-    positions from `start` on; see `head_ranks`."""
+    """Returns the ranks [n, K] of the texts' tokens among the heads' guesses, for all
+    positions from `start` on of texts [B, S]; see `head_ranks`."""
     bare, found = head_of(target), []
     for i in range(0, len(texts), READ_AT_ONCE):
         part = texts[i : i + READ_AT_ONCE].astype(np.int32)
@@ -253,8 +253,8 @@ def train_heads(
     config = HeadsConfig(c.d_model, c.vocab_size, heads, blocks, own_output)
 
     def sources(name: str, stream: np.ndarray, read: int, own: int) -> list[Any]:
-        """Returns the hidden states in the text, those in the generated text (if
-        any), and the generated text or None."""
+        """Returns the hidden states in windows of the text, then those in generated
+        text if `own` is not 0, and at the end the generated text or None."""
         texts = spread_windows(stream, window, read)
         kept = [keep_hidden(loaded, texts, job.work / f"{name}.text")]
         if own == 0:

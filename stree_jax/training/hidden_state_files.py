@@ -30,7 +30,8 @@ from stree_jax.models import (
     param_dtype,
 )
 
-READ_AT_ONCE, SPEAK_AT_ONCE = 8, 128  # windows per forward pass; texts per generation
+# Windows per forward pass, and texts that are generated together
+READ_AT_ONCE, SPEAK_AT_ONCE = 8, 128
 SAMPLED = 1024  # values per parameter in the hash that identifies a target
 PROMPT, GENERATED = 64, 129  # tokens of a prompt, and of the text generated after it
 
@@ -74,12 +75,12 @@ def tapped_states(model: Model, tokens: jax.Array, taps: Taps) -> jax.Array:
 def keep_tapped(
     target: Model, windows: np.ndarray, file: Path, taps: Taps
 ) -> np.ndarray:
-    """Returns a target's hidden states and residual streams [n, L, 1 + m, d] bfloat16
-    in windows [n, L + 1], as `keep_hidden` does.
+    """Returns a target's hidden state and m residual streams at each token of windows:
+    [n, L, 1 + m, d] bfloat16. Computes them into a file unless it has them.
 
     Args:
       target: the target.
-      windows: the windows.
+      windows: [n, L + 1]. Token ids; the last one of each window is not read.
       file: the file.
       taps: m layers, as in `models.forward_tapped`.
     """
@@ -148,9 +149,9 @@ def filled(
     Args:
       file: the file.
       shape, dtype: shape and dtype of the array.
-      source: identifies the data from which the rows are computed.
-      step: number of rows that are computed at a time.
-      make: returns the rows from a first to a last index (exclusive).
+      source: hashes or names that identify the data from which the array is computed.
+      step: number of rows (entries of the first axis) that are computed at a time.
+      make: function (begin, end) that returns the rows from `begin` to `end` - 1.
       what: name of the rows, for the progress bar.
 
     Raises:

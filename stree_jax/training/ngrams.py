@@ -121,8 +121,8 @@ def ngrams_of(drafter: Model, recipe: Recipe) -> NGrams:
 
 @jax.jit
 def _ranks(drafter: Model, ngrams: NGrams, text: jax.Array) -> jax.Array:
-    """Returns the rank of the draft model's likeliest next token among the guesses of
-    the n-grams, after each token of a text.
+    """Returns, after each token of a text, the rank that the draft model's likeliest
+    next token has among the guesses of the n-grams.
 
     Args:
       drafter: the draft model.

@@ -165,4 +165,4 @@ def _json(text: str, where: str) -> Any:
 
 
 class _TwiceError(ValueError):
-    """A JSON object has a key twice."""
+    """Raised for a JSON object that has the same key twice."""

@@ -1,8 +1,9 @@
 """Reads records of published data sets, of several known forms, from JSON values.
 
-A `Record` has a whole record. Training uses both its question and its answer; prompts
-use only the text before the answer. `Record.unread` lists the fields that are not read,
-so that callers can report them.
+A `Record` is one entry of a data set, such as a question with its answer or a
+conversation. Training uses all of its text; prompts use only the text before the
+answer. `Record.unread` lists the fields that are not read, so that callers can report
+them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -215,7 +216,7 @@ def _with_system(
 
 
 def _left(fields: Mapping[str, Any], read: Collection[str]) -> tuple[str, ...]:
-    """Returns the names of non-empty fields that are not read."""
+    """Returns the names of the fields that are not empty and not in `read`."""
     return tuple(n for n, v in fields.items() if n not in read and v not in _EMPTY)
 
 
@@ -331,7 +332,15 @@ def _question_fields(texts: Mapping[str, str], before: str) -> list[str]:
 def _record(
     read: Sequence[str], question: str, answer: str | None, fields: Mapping[str, Any]
 ) -> Record:
-    """Returns a record of the fields `read`."""
+    """Returns the record of a question and its answer.
+
+    Args:
+      read: names of the fields that question and answer were read from.
+      question: the text before the answer; may be empty.
+      answer: the answer, or None if the record has only a question.
+      fields: all fields of the JSON object. Those not in `read` become
+        `Record.unread`.
+    """
     return Record(" + ".join(read), question, answer, unread=_left(fields, read))
 
 

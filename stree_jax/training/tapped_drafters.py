@@ -1,12 +1,14 @@
 """Trains drafters that read a frozen target's residual streams.
 
-The target first reads a text and text of its own, and its hidden states and the
-residual streams that the drafter reads are stored in files. A training example is a
-stretch of text in which drafts begin below random tokens, the roots. The tokens before
-each draft are the text's.
+First the target reads windows of a text, and windows of text that it generated itself.
+Its hidden states, and the residual streams that the drafter will read, are stored in
+files. A training example is a stretch: `TrainConfig.length` consecutive tokens of a
+window. Some random tokens of the stretch are roots. Below each root the drafter
+predicts the next M tokens (the drafts of the root), given the tokens of the text and
+not its own predictions.
 
-Letters: B stretches, T tokens of a stretch, A roots in a stretch, M drafts below a
-root, m residual streams, d width, V tokens of the vocabulary.
+Letters: B stretches, T tokens of a stretch, A roots in a stretch, M drafts of a root, m
+residual streams, d width, V tokens of the vocabulary.
 """
 
 import math
@@ -58,8 +60,8 @@ TAPS = 3  # default number of residual streams
 
 
 class StretchSubject(Subject, Protocol):
-    """A drafter that is trained on stretches of text. The teacher is the target's
-    embedding and head."""
+    """A drafter that is trained on stretches of text (see the module's docstring). The
+    teacher of its loss is the target's embedding and head."""
 
     @property
     def config(self) -> Any:
@@ -68,7 +70,7 @@ class StretchSubject(Subject, Protocol):
 
     @property
     def drafts(self) -> int:
-        """M."""
+        """M, the number of tokens that the drafter predicts below a root."""
         ...
 
     def drafter(self, params: Params) -> Any:
@@ -82,9 +84,9 @@ class StretchSubject(Subject, Protocol):
 
         Args:
           params: the drafter's parameters.
-          batch: "states" [B, T, 1 + m, d], the target's hidden states and residual
-            streams; "tokens" [B, T] int32; "places" [B, A] int32 of the roots, from 1
-            to T - M.
+          batch: a dictionary with "states" [B, T, 1 + m, d], the target's hidden state
+            and m residual streams at each token; "tokens" [B, T] int32; and "places"
+            [B, A] int32, the index of each root in its stretch, from 1 to T - M.
           output: the target's embedding and head.
         """
         ...
@@ -95,7 +97,7 @@ class StretchSize(Protocol):
 
     @property
     def drafts(self) -> int:
-        """M."""
+        """M, the number of tokens that the drafter predicts below a root."""
         ...
 
     def subject(
@@ -119,11 +121,13 @@ class Amounts:
     """Amounts of text from which a drafter learns.
 
     Attributes:
-      roots: A, roots in each stretch of `TrainConfig.length` tokens.
-      tokens: number of tokens of text to read, spread evenly over the text.
+      roots: A, the number of roots in each stretch of `TrainConfig.length` tokens.
+      tokens: number of tokens of the text that the target reads, in windows that are
+        spread evenly over the text.
       own_tokens: number of tokens that the target generates. If 0, the drafter learns
         from the text only.
-      window: number of tokens that the target reads from an empty state.
+      window: number of tokens of a window. The target reads each window from an empty
+        state.
     """
 
     roots: int = 32
@@ -158,8 +162,8 @@ def check_amounts(length: int, drafts: int, amounts: Amounts) -> None:
 
 
 def spread_boundaries(target: ModelConfig, taps: int | None) -> tuple[int, ...]:
-    """Returns the boundaries of m evenly spread residual streams, the last one
-    included.
+    """Returns m boundaries (see `models.stack.boundaries`), evenly spread over the
+    target's layers. The last one is after the last layer.
 
     Args:
       target: the target's architecture.
@@ -176,11 +180,11 @@ def spread_boundaries(target: ModelConfig, taps: int | None) -> tuple[int, ...]:
 
 
 def attention_of(target: ModelConfig) -> AttentionConfig:
-    """Returns the attention of a drafter of the target's width, with as many key as
-    query heads.
+    """Returns the attention config of a drafter that is as wide as the target. It has
+    as many key as query heads, of `HEAD` channels each.
 
     Raises:
-      ValueError: the target's width is not divisible by that of a head.
+      ValueError: the target's width is not divisible by `HEAD`.
     """
     d = target.d_model
     if d % HEAD:
@@ -200,15 +204,23 @@ def published_name(target: str | Path | Model) -> str:
 
 
 def draft_slots(batch: Batch, drafts: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the index of each stretch [B, 1, 1] int32, and the place in the text [B,
-    A, M] int32 of the token before each draft."""
+    """Returns indices that select the token before each draft from an array [B, T].
+
+    Args:
+      batch: see `StretchSubject.log_probs`.
+      drafts: M.
+
+    Returns:
+      The index of the stretch [B, 1, 1] int32, and the index in the stretch [B, A, M]
+      int32 of the token before each draft: root + 0, 1, .., M - 1.
+    """
     rows = jnp.arange(len(batch["tokens"]), dtype=jnp.int32)[:, None, None]
     later = jnp.arange(drafts, dtype=jnp.int32)[None, None]
     return rows, batch["places"][..., None] + later
 
 
 def target_log_probs(output: BareModel, batch: Batch, drafts: int) -> jax.Array:
-    """Returns the target's log-probabilities [B A, M, V] of the drafts.
+    """Returns the log-probabilities [B A, M, V] of the target for each draft.
 
     Args:
       output: the target's embedding and head.
@@ -229,8 +241,8 @@ def divergences(p: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def weighted(losses: jax.Array) -> jax.Array:
-    """Returns the mean of losses [N, M] with weights ~ exp(-k / `DECAY`) of draft
-    k."""
+    """Returns the weighted mean of the losses [N, M] of N roots' drafts. The weight of
+    draft k = 0, 1, .. is proportional to exp(-k / `DECAY`)."""
     weights = np.exp(-np.arange(losses.shape[1]) / DECAY)
     each = losses.mean(axis=0)
     return (each * jnp.asarray(weights / weights.sum(), jnp.float32)).sum()
@@ -241,12 +253,15 @@ def weighted(losses: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Stretches:
-    """Texts of one source with a target's states.
+    """Windows of text from one source, with the target's states. `cut` takes stretches
+    from them.
 
     Attributes:
       tokens: [n, L] ints.
-      states: [n, L, 1 + m, d], see `StretchSubject.log_probs`.
-      first: the first token that is a root.
+      states: [n, L, 1 + m, d]. The target's hidden state and m residual streams at each
+        token.
+      first: index of the first token of a window that may be a root. It is 0 for text
+        from files, and the last token of the prompt for generated text.
     """
 
     tokens: np.ndarray
@@ -254,8 +269,11 @@ class Stretches:
     first: int
 
     def cut(self, rng: np.random.Generator, length: int, roots: int, M: int) -> Batch:
-        """Returns a random stretch of a random text, with random roots. Text that the
-        target wrote keeps its end, so that roots are not in the prompt."""
+        """Returns a random stretch of `length` tokens with random roots.
+
+        From generated text, it is always the end of a window, because the beginning is
+        the prompt, where roots are not allowed.
+        """
         row, L = rng.integers(0, len(self.tokens)), self.tokens.shape[1]
         start = L - length if self.first else rng.integers(0, L - length + 1)
         least = max(self.first - int(start), 1)
@@ -275,11 +293,12 @@ def stretch_examples(
     roots: int,
     drafts: int,
 ) -> Examples:
-    """Returns examples whose rows are from the sources in turn.
+    """Returns training examples. The stretches of a batch are taken from the sources in
+    turn.
 
     Args:
       train: the training settings; `length` is T.
-      learnt, held: the sources, for training and evaluation.
+      learnt, held: windows of each source, for training and for evaluation.
       roots: A.
       drafts: M.
     """
@@ -312,17 +331,21 @@ def _read(
     count: int,
     own: int,
 ) -> list[Stretches]:
-    """Returns windows of a text with the target's states, and what the target wrote (if
-    any) with its states.
+    """Runs the target on windows of a text, and on text that the target generates from
+    beginnings of such windows. Stores its states in files.
 
     Args:
       target: the target.
-      taps: the residual streams.
-      window: tokens of a window.
-      stream: [n], the tokens of the text.
-      file: beginning of the names of the files.
+      taps: the target's layers whose residual streams the drafter reads.
+      window: number of tokens of a window.
+      stream: [n]. Token ids of the text.
+      file: path without suffix of the files with states and generated text.
       count: number of windows.
-      own: number of texts that the target writes.
+      own: number of texts that the target generates.
+
+    Returns:
+      The windows of the text with the states, and if `own` is not 0 also the generated
+      texts with theirs.
     """
     texts = spread_windows(stream, window, count)
     states = keep_tapped(target, texts, file.with_suffix(".text"), taps)
@@ -344,8 +367,8 @@ def train_drafter(
 ) -> tuple[Any, int]:
     """Trains a drafter for a target, and prints how often the two agree.
 
-    Half of the examples are from the text. The others are written greedily by the
-    target from beginnings of the text, and their roots are in what it wrote.
+    Half of the examples are from the text. The other half is text that the target
+    generates greedily from short prompts of the text; its roots are generated tokens.
 
     Args:
       job: the text, the folders, and the training settings. `work` must have space for
@@ -423,8 +446,10 @@ def agreement(
     output: BareModel,
     batches: Sequence[Batch],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns by draft how often drafter and target agree on the likeliest token after
-    the text's tokens, and the mean probability of acceptance, [M] each.
+    """Measures how well a drafter agrees with the target, given the tokens of the text.
+
+    Returns for each draft 1, .., M how often both have the same likeliest token, and
+    the mean probability that the draft is accepted: [M] each.
 
     Args:
       subject: the drafter.

@@ -26,7 +26,7 @@ ADVICE = {  # for files of unknown kinds, by suffix; the first is the default
 }
 PREPARED = "train.npy"  # a file by which a folder of prepared tokens is recognised
 
-# GSM8K marks each computation in an answer, as in "48/2 = <<48/2=24>>24 clips".
+# GSM8K's notes of computations in answers, as in "48/2 = <<48/2=24>>24 clips".
 _CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*=[\d\s.,+\-*/()%$]*>>")
 _MAX_NAMES = 3  # skipped files per reason, or fields, that a message lists
 

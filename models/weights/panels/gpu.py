@@ -16,15 +16,17 @@ from stree_jax.models.weights.panels.kind import BLOCK, PanelKind
 from stree_jax.models.weights.panels.product import rounded
 from stree_jax.models.weights.plain import MIN_GPU_ROWS
 
-# With at most this many rows, the sums of blocks (4 bytes per row and 32 columns) take
-# less memory than the decoded matrix.
+# Maximum number of input rows for `batched_product`. It stores a float32 sum for each
+# input row, row of the matrix and block of 32 columns. With more input rows, these sums
+# would take more memory than the decoded matrix of `decoded_product`.
 MAX_BATCHED_ROWS = 16
 
 
 def gpu_product(
     rows: jax.Array, panels: jax.Array, kind: PanelKind, planes: int
 ) -> jax.Array:
-    """Computes `panel_product` in the form that suits the number of rows."""
+    """Computes `product.panel_product` in the way that is best for the number of input
+    rows; see the module's docstring."""
     if triton.unsupported(rows, panels, kind, planes) is None:
         return triton.panel_product(rows, panels, kind, planes)
     form = batched_product if rows.shape[0] <= MAX_BATCHED_ROWS else decoded_product
@@ -76,11 +78,13 @@ def decoded_product(
 
 
 def _whole(planes: list[jax.Array] | tuple[jax.Array, ...]) -> jax.Array:
-    """Combines the planes of rows, or sums of them."""
+    """Returns the integers that one or two planes represent, or the same for sums of
+    planes: planes[0], or 256 planes[0] + planes[1]."""
     return planes[0] if len(planes) == 1 else 256 * planes[0] + planes[1]
 
 
 def _by_block(scale: jax.Array, m: int, blocks: int) -> jax.Array:
-    """Repeats scales [P, 16, n, ...] to [blocks, m]."""
+    """Returns the scales [P, 16, n, ...] of a matrix's panels as [blocks, m]. A scale
+    of several blocks is repeated."""
     rows = scale.reshape(m, -1)
     return jnp.repeat(rows, blocks // rows.shape[1], axis=1).T

@@ -42,7 +42,8 @@ def _packed(numbers: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Integers(PanelKind):
-    """Integers q of 0..15 as scale * (q - zero), stored as scale * q + minimum."""
+    """Integers q of 0..15 that stand for scale * (q - zero). Panels store the scale and
+    the minimum -scale * zero."""
 
     def parts(self, arrays: Arrays) -> Parts:
         scale = arrays["scale"].astype(np.float32, copy=False)

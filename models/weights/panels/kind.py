@@ -81,7 +81,7 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class PanelKind(ABC):
-    """A storage of matrices in panels.
+    """A way to store matrices in panels.
 
     Attributes:
       name: the name of the quantization scheme that it keeps.
@@ -89,9 +89,10 @@ class PanelKind(ABC):
       tile: columns of a tile.
       bits: bits of a number.
       fields: the scales of a tile, in order.
-      zero: the integer that is subtracted from a number.
-      values: the integer that a number stands for, if it is not the number itself.
-      block: columns that share a scale, 16 or a multiple of 32.
+      zero: the integer that is subtracted from `values[q]`, or from q if there are no
+        `values`, before the scale is applied.
+      values: the integer that each stored number q stands for. If None, it is q.
+      block: number of columns that share a scale, 16 or a multiple of 32.
     """
 
     name: str
@@ -177,9 +178,9 @@ class PanelKind(ABC):
         """Computes the scale and minimum of one block, for kernels.
 
         Args:
-          number: a function of a field's index, and of the index of a number in it. It
-            returns these numbers of all rows.
-          block: index of the block of `self.block` columns in the tile.
+          number: function (index of a field, index of a number in the field) that
+            returns this number for each row.
+          block: index in the tile of a block of `self.block` columns.
         """
         blocks = self.tile // self.block
         fields = (
@@ -244,8 +245,9 @@ class PanelKind(ABC):
         return Decoded(whole.reshape(count, LANES, tiles, -1), *self.scales(*found))
 
     def gathered(self, panels: jax.Array, ids: jax.Array) -> jax.Array:
-        """Returns panels of the rows with ids [m] int32. Their bytes do not change, and
-        rows past the last one are zero bytes."""
+        """Returns panels that consist of the rows with ids [m] int32. The bytes of a
+        row do not change. Rows after the last one, which fill the last panel, are
+        zero."""
         tiles, m = panels.shape[1], len(ids)
         fields = [(f.nbytes, np.dtype(f.dtype).itemsize) for f in self.fields]
         parts, at = [], 0

@@ -69,7 +69,7 @@ def default_blocks(m: int, k: int, kind: PanelKind, planes: int) -> Blocks:
 
 
 def _chunk(k: int, kind: PanelKind, planes: int) -> int:
-    """Returns the columns of a step of the kernel's loop."""
+    """Returns the number of columns that one step of the kernel's loop multiplies."""
     return max(kind.tile, group_size(k, planes))
 
 
@@ -98,17 +98,22 @@ def unsupported(
 class _Operands(NamedTuple):
     """Inputs of the kernel, as arrays or as refs.
 
-    The planes of the input are rows of their own, R in all.
+    Each input row is rounded to integers with one or two int8 planes. The kernel treats
+    every plane of every input row as a row: R = planes * input rows.
 
     Attributes:
-      rows: [B, R, k] int8, for B scales per 32 columns: copy b has zeros instead of the
-        columns of the other scales.
-      scale: [R, G] float32.
-      sums: [R, k / 32] float32, sums of the integers of each block. None if the kind
-        has no minima.
-      panels: [P n nbytes] uint8.
-      fields: the panels as numbers of each field's dtype.
-      values: [16] int8, what numbers stand for. None if it is the number less a zero.
+      rows: [B, R, k] int8, the planes. The matrix has B scales in each block of 32
+        columns (1, or 2 if a scale belongs to 16 columns). Copy b has zeros in the
+        columns that do not belong to scale b, so that its product is the sum for that
+        scale.
+      scale: [R, G] float32, the scales of the input rows.
+      sums: [R, k / 32] float32, the sum of each block's integers, which is multiplied
+        by the block's minimum. None if the kind has no minima.
+      panels: [P n nbytes] uint8, the matrix.
+      fields: for each field of the kind, the bytes of `panels` as numbers of the
+        field's dtype.
+      values: [16] int8, the integer `values[q] - zero` of each stored number q. None if
+        the kind has no table of values; the integer is then q - zero.
     """
 
     rows: Any
@@ -181,14 +186,16 @@ def panel_product(
 
 
 def _by_scale(rows: jax.Array, width: int) -> jax.Array:
-    """Returns the copies [B, R, k] of rows for scales of `width` columns."""
+    """Returns the B copies [B, R, k] of rows [R, k] that `_Operands.rows` describes,
+    for a matrix with a scale for each `width` columns: B = 32 / width."""
     which = jnp.arange(rows.shape[1]) % BLOCK // width
     here = which[None, :] == jnp.arange(BLOCK // width)[:, None]
     return jnp.where(here[:, None], rows[None], jnp.int8(0))
 
 
 def _viewed(panels: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the bytes as numbers of another dtype [...]; XLA makes no copy."""
+    """Returns the bytes of panels as a flat array of another dtype. XLA makes no
+    copy."""
     size = np.dtype(dtype).itemsize
     shape = (-1,) if size == 1 else (-1, size)
     return lax.bitcast_convert_type(panels.reshape(shape), np.dtype(dtype))
@@ -260,9 +267,11 @@ def _multiply(
     tiles: int,
     bytes: type[_Bytes],
 ) -> None:
-    """Multiplies some rows of the matrix by one split of the columns of input rows.
+    """Runs one program of the kernel: multiplies a block of the matrix's rows by a
+    block of the input's rows, over one split of the columns.
 
-    Indices past the last row of either repeat it and write the same result.
+    Row indices after the last row of the matrix or of the input are replaced by that
+    row. Several threads then write the same result to the same place.
     """
     (R, k), m = refs.rows.shape[1:], out_ref.shape[2]
     group = k // refs.scale.shape[1]
@@ -297,14 +306,15 @@ def _multiply(
 
 @dataclass(frozen=True)
 class _Block:
-    """The rows of a program in one tile.
+    """The part of a tile that belongs to one program's rows of the matrix.
 
     Attributes:
       refs: see `_Operands`.
       kind: the kind of the panels.
       bytes: operations on bytes.
-      tile: [rows] int32, offset of each row's tile in bytes.
-      lane: [rows] int32, row of the panel.
+      tile: [rows] int32. For each row, the offset in bytes of its tile in
+        `refs.panels`.
+      lane: [rows] int32. Index of each row in its panel, 0 to 15.
     """
 
     refs: _Operands
@@ -314,14 +324,24 @@ class _Block:
     lane: jax.Array
 
     def number(self, field: int, index: int) -> jax.Array:
-        """Loads number `index` of a field of scales: [rows]."""
+        """Loads one scale for each row: [rows] in the field's dtype.
+
+        Args:
+          field: index of the field in `kind.fields`.
+          index: index of the scale among the field's `count` numbers of a row.
+        """
         size = np.dtype(self.kind.fields[field].dtype).itemsize
         begin = sum(f.nbytes for f in self.kind.fields[:field]) // size
         at = lax.div(self.tile, size) + (begin + index * LANES) + self.lane
         return self.refs.fields[field][at]
 
     def integers(self, block: int) -> jax.Array:
-        """Loads the numbers of a block, less the zero: [rows, 32] int8."""
+        """Loads the numbers q of a block of 32 columns and returns the integers that
+        they stand for, after subtracting `kind.zero`: [rows, 32] int8.
+
+        Args:
+          block: index of the block in the tile.
+        """
         bits, zero = self.kind.bits, self.kind.zero
         k = lax.iota(jnp.int32, BLOCK)
         byte, vector = lax.rem(k, WORD), lax.div(k, WORD)
@@ -351,7 +371,8 @@ class _Block:
 
 
 def _where(columns: jax.Array, bits: int, like: jax.Array) -> jax.Array:
-    """Returns a mask [rows, 32] uint8 with these bits for some columns."""
+    """Returns a mask [rows, 32] uint8, in the shape of `like`: `bits` in the columns
+    where `columns` [32] is True, and 0 in the others."""
     mask = jnp.where(columns, np.uint8(bits), np.uint8(0))
     return jnp.broadcast_to(mask[None, :], like.shape)
 
@@ -364,7 +385,17 @@ def _add_block(
     at: jax.Array,
     column: jax.Array,
 ) -> jax.Array:
-    """Adds a block of 32 columns, before the scales of the input rows: [rows, R]."""
+    """Adds the product of a block of 32 columns to `acc` [rows, input rows]. The scales
+    of the matrix are applied, those of the input rows are not.
+
+    Args:
+      acc: the sum so far.
+      refs: see `_Operands`.
+      part: the program's rows of the matrix.
+      block: index of the block in the tile.
+      at: indices of the input rows in `refs.rows`.
+      column: index of the block's first column in the input.
+    """
     w, k = part.integers(block), lax.iota(jnp.int32, BLOCK)
     width = min(part.kind.block, BLOCK)
     for begin in range(0, BLOCK, width):

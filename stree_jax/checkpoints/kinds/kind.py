@@ -54,8 +54,8 @@ class DrafterKind:
         """Raises ValueError if a name without files is wrong."""
 
     def read_config(self, files: DrafterFiles, target: ModelConfig) -> Any:
-        """Returns what `plan` takes as the drafter: a `DrafterConfig`, or a drafter
-        whose arrays may be of `jax.ShapeDtypeStruct`."""
+        """Reads a drafter without its weights, for `plan`. Returns a `DrafterConfig`,
+        or a drafter whose arrays may be `jax.ShapeDtypeStruct`."""
         raise NotImplementedError
 
     def load(self, files: DrafterFiles, target: Model | None, dtype: Any) -> Any:

@@ -82,8 +82,8 @@ class OpenedDrafter:
 
     @property
     def layout(self) -> Layout:
-        """Storage of the matrices in dtype "kept"; empty for drafters that are
-        dequantized."""
+        """How each matrix is stored if the weights have the format "kept". Empty for
+        drafters whose matrices cannot be kept quantized."""
         return ()
 
     @property
@@ -109,17 +109,27 @@ class OpenedDrafter:
         raise NotImplementedError
 
     def read(self, target: Model | None, format: Format) -> Any:
-        """Reads the weights. Warns once if one is NaN or infinite, as for models.
+        """Reads the weights and returns the drafter. Warns once if weights are NaN or
+        infinite, as for models.
 
         Args:
-          target: the target model, if it is known.
-          format: their format in memory.
+          target: the target model, or None if it is not loaded.
+          format: the format of the weights in memory.
         """
         raise NotImplementedError
 
     def facts(self, format: Format, draft_vocab: int | None) -> dict[str, Any]:
-        """Describes the architecture, with `format` the format of the weights. "format"
-        is the name of the method."""
+        """Returns a description of the drafter, for `stree-jax info`.
+
+        Args:
+          format: the format of the weights in memory, from which their bytes are
+            computed.
+          draft_vocab: number of tokens to which the head is trimmed, or None.
+
+        Returns:
+          A dictionary for JSON. Its entry "format" is the name of the method, such as
+          "DFlash", and not of the weights' format.
+        """
         raise NotImplementedError
 
     def weight_format(self, dtype: Any = None) -> Format:
@@ -212,8 +222,9 @@ class PublishedKind(DrafterKind):
 
 
 def _kept_format(opened: OpenedDrafter, usual: str) -> Format:
-    """Returns the default format of a drafter's weights if its target's are kept, from
-    headers: `usual` if quantized matrices of the drafter can be kept, else int8."""
+    """Returns the default format of a drafter's weights, for a target whose quantized
+    weights are kept. It is `usual` if matrices of the drafter can be kept quantized,
+    too, and otherwise int8. Reads only headers."""
     found = opened.weight_format(usual)
     return format_named(INT8) if found.plain else found
 

@@ -28,7 +28,9 @@ command also tries the usual mistakes and says if one of them agrees better.""",
     "stree-jax check-drafter --model OWNER/MODEL --drafter OWNER/NAME --text chat.txt",
 )
 LEVELS, NODES = 7, 16
-# A reading with so many more right drafts, of the first two, is probably the right one.
+# If another way to read the drafter's files (`Source.readings`) increases the expected
+# number of right tokens among the first two draft tokens by more than this, it is
+# probably the right way.
 BETTER = 0.1
 
 
@@ -82,13 +84,14 @@ def _shown(shares: list[float]) -> str:
 
 
 def check(target: Any, drafter: Any, ids: Sequence[int], levels: int) -> dict[str, Any]:
-    """Returns the figures of the command.
+    """Measures how often a drafter's tokens are the target's on a text. Returns the
+    report that the command prints with `--json`.
 
     Args:
       target: the target model.
       drafter: as in `generate`.
-      ids: the tokens of the text.
-      levels: most levels of the drafts.
+      ids: token ids of the text.
+      levels: maximum number of draft tokens in a row.
     """
     from stree_jax.speculation.drafters.table import source_of
     from stree_jax.speculation.tree import Budget
@@ -120,11 +123,15 @@ def check(target: Any, drafter: Any, ids: Sequence[int], levels: int) -> dict[st
 
 
 def _shares(found: "Agreement") -> list[float]:
-    """Returns how often the first two drafts agree, or the first if there is one
-    level."""
+    """Returns how often the first and the second draft token agree with the target.
+    Only the first one if drafts have one token."""
     return [share for share, _ in found.by_position()[:2]]
 
 
 def _right(shares: list[float]) -> float:
-    """Returns the expected number of right drafts."""
+    """Returns the expected number of right draft tokens before the first wrong one.
+
+    Args:
+      shares: how often each draft token agrees with the target.
+    """
     return sum(math.prod(shares[:n]) for n in range(1, len(shares) + 1))

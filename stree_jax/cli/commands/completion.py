@@ -18,7 +18,8 @@ NOTES = notes(
     "stree-jax completion zsh > ~/.zfunc/_stree-jax    # a folder of $fpath",
     "stree-jax completion fish > ~/.config/fish/completions/stree-jax.fish",
 )
-# Options and arguments that take words and paths, and their words.
+# Options and arguments whose value may be a path, with further words that the shell
+# suggests for them.
 NAMES: dict[str, Sequence[str]] = {
     "--drafter": DRAFTERS,
     "--heads": (),
@@ -29,7 +30,8 @@ NAMES: dict[str, Sequence[str]] = {
     "path": ("demo", "demo-drafter"),
     "src": (),
 }
-WORDS: dict[str, Sequence[str]] = {"--rule": RULES, "--tree": TREES}  # take no paths
+# Options whose value is never a path, with the words that the shell suggests.
+WORDS: dict[str, Sequence[str]] = {"--rule": RULES, "--tree": TREES}
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -53,8 +55,8 @@ def script(shell: str, parser: Parser) -> str:
 
 
 def mark(parser: argparse.ArgumentParser) -> None:
-    """Tells shtab, through the attribute `complete`, what the options of a parser and
-    of the commands below it take."""
+    """Sets the attribute `complete` of all arguments of a parser and its subcommands.
+    shtab reads from it which words and files to suggest as values."""
     import shtab
 
     if isinstance(parser, Parser):
@@ -77,10 +79,10 @@ def mark(parser: argparse.ArgumentParser) -> None:
 
 
 def with_words(words: Sequence[str], files: bool) -> dict[str, object]:
-    """Returns what shtab needs to complete words, which may not be all that an option
-    takes, and files.
+    """Returns a value of shtab's attribute `complete` that suggests words, and also
+    file names if `files` is True. The user may type other values.
 
-    tcsh completes either words or files, and gets the words.
+    tcsh can suggest either words or files; here it suggests the words.
     """
     text = " ".join(words)
     # bash treats the words as files, with a slash after folders, if "_file" is in here

@@ -35,7 +35,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def add_output_options(p: argparse.ArgumentParser) -> None:
-    """Adds what `generate` prints."""
+    """Adds the options that say what `generate` prints, such as `--json`, to a
+    parser."""
     output = group(p, OUTPUT)
     text = (
         "also decode plainly, check that the tokens are equal, and report the speedup"

@@ -89,8 +89,8 @@ def print_aligned(contents: dict[str, Any]) -> None:
 def plain_decoding(
     config: "ModelConfig", dtype: "Format", batch: int, context: int
 ) -> dict[str, Any]:
-    """Predicts the bytes of plain decoding by part. `stree-jax plan` does so for trees
-    and drafters."""
+    """Predicts the memory of plain decoding: bytes by part, such as weights and KV
+    caches. `stree-jax plan` predicts it for trees and drafters."""
     from stree_jax.models import without_mtp
     from stree_jax.sizing.memory import abstract_model, memory_of
     from stree_jax.sizing.plan import Request

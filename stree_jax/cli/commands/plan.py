@@ -138,8 +138,8 @@ def report(found: "Planned") -> str:
 
 
 def options_of(choice: "Choice") -> list[str]:
-    """Returns the options of `generate` for a choice. Draft models and heads have the
-    names that `plan` was given."""
+    """Returns the command-line options with which `generate` uses a setup. Draft models
+    and heads are named as in the arguments of `plan`."""
     words = ["--dtype", choice.dtype]
     if choice.drafter in ("lookup", "none"):
         words += ["--drafter", choice.drafter]
@@ -149,7 +149,8 @@ def options_of(choice: "Choice") -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines of columns: names are aligned left, numbers right."""
+    """Returns a table as lines of text. Columns of names are aligned left, columns of
+    numbers right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     numbers = len(rows[0]) - (1 if len(rows[0]) == 2 else 3)
     return [

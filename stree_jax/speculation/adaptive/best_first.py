@@ -148,10 +148,11 @@ class Ahead:
 
 @struct.dataclass
 class Frontier:
-    """The nodes whose children come next: the last level; at first, the root.
+    """The nodes whose children are computed next: the last level, or the root if there
+    are no levels yet.
 
     Attributes:
-      rows: [W] int32. Their indices among the candidates; -1 for the root.
+      rows: [W] int32. Indices of the nodes among the candidates; -1 for the root.
       mask: [B, W, C] bool. Candidates on the path to each node, including the node.
       window: [B, W, K] int32. See `Nodes`.
       value: [B, W] float32. Values; 0 for padding.
@@ -176,11 +177,13 @@ def best_first(
     go_on: Callable[[Grown], jax.Array],
     least: jax.Array | float = 0.0,
 ) -> Grown:
-    """Returns candidates below the roots, level by level.
+    """Computes candidates below the roots, level by level.
 
     Args:
-      at_root: [B, 1, >= V] float32. Logits after the root, or its best children.
-      guesser: computes the same for other nodes.
+      at_root: [B, 1, >= V] float32. Logits after the root, or a `Scored` with its best
+        children.
+      guesser: function that computes logits, or a `Scored`, after the nodes of the
+        frontier.
       root: [B] int32. Tokens of the roots.
       dist: the distribution of the tokens below the root.
       rule: the acceptance rule.

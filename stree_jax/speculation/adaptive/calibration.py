@@ -1,8 +1,10 @@
 """Counts how often nodes of each kind are accepted while decoding.
 
-A node's kind is its draft model's probability, or the length of its match, in classes.
-It ranks nodes; how often nodes of a kind are accepted is counted. Counts decay, so that
-they describe the recent text.
+Nodes are divided into kinds. For nodes of a draft model, a kind is a range (bin) of the
+probability that the model gives to the node's token. For nodes of prompt lookup, it is
+the length of the match. The acceptance rate of each kind is counted during decoding and
+is the estimate for new nodes of this kind. Old counts decay, so that the rates describe
+the recent text.
 
 Letters: B rows, T nodes, M depth of the tree, Z kinds of nodes.
 """
@@ -19,12 +21,14 @@ from stree_jax.speculation.draft import Draft
 
 FADES = 0.99  # decay of the counts per step
 PRIOR_WEIGHT = 3.0  # weight of the prior, as a number of observed nodes
-# Width of a class in the logit of the draft model's probability. Classes begin at -4.
+# Width of a bin of the draft model's probability, in units of log(p / (1 - p)). The
+# first bin begins at -4.
 LOGIT_STEP = 8.0 / MODEL_KINDS
 LONGEST = LOOKUP_KINDS // 2  # maximum match length that is distinguished
 
-# Prior acceptance rates. For the draft model, its own probability. For matches by their
-# length: the best continuation at a position, and the others.
+# Prior acceptance rates of the kinds. For bins of the draft model's probability, it is
+# the probability in the middle of the bin. For match lengths 1, 2, .. it is in
+# `_MATCHED` for the best match at a position, and in `_OTHERS` for other matches.
 _BELIEVED = 1 / (1 + np.exp(4 - LOGIT_STEP * (np.arange(MODEL_KINDS) + 0.5)))
 _MATCHED = [0.03, 0.08, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9]
 _OTHERS = [0.01, 0.02, 0.03, 0.04, 0.05, 0.05, 0.05, 0.05]
@@ -60,7 +64,8 @@ def no_counts() -> Counts:
 
 
 def model_kind(probability: jax.Array) -> jax.Array:
-    """Returns the kinds [...] int32 of nodes by the draft model's probabilities."""
+    """Returns the kinds [...] int32 of a draft model's nodes: the bins of their
+    probabilities [...]."""
     odds = jnp.log(probability) - jnp.log1p(-probability)
     place = jnp.floor((odds + 4.0) / LOGIT_STEP)
     return jnp.clip(place, 0, MODEL_KINDS - 1).astype(jnp.int32)

@@ -103,8 +103,8 @@ class GuessedLevels(ModelLevels):
 
 @struct.dataclass
 class Below:
-    """The nodes that n-grams have guessed for a level, or the frontier, below which
-    they guess the first level.
+    """The nodes of one level below which n-grams guess the next level. They are the
+    frontier at first, and then the guesses for the level before.
 
     Attributes:
       rows: [Wg] int32. Indices of the nodes among candidates and guesses.
@@ -202,8 +202,12 @@ def by_stage(
 
 
 def goes_on(worth: Worth, grown: Grown) -> jax.Array:
-    """True if another level is worth its time, with a pass of the model or without (for
-    the nodes that were guessed)."""
+    """Returns [] bool, whether to compute another level of candidates.
+
+    The children of nodes that n-grams guessed are already known, so they cost no pass
+    of the draft model. The children of the other nodes cost one pass. True if either
+    group of children is worth its time.
+    """
     value = grown.frontier.value
     known, _ = found(grown)
     free = worth(grown.levels, jnp.where(known, value, 0.0), 0.0)
@@ -211,8 +215,12 @@ def goes_on(worth: Worth, grown: Grown) -> jax.Array:
 
 
 def found(grown: Grown) -> tuple[jax.Array, jax.Array]:
-    """Returns which nodes of the frontier were read as guesses [B, W] bool, and their
-    indices among the guesses [B, W] int32."""
+    """Finds the nodes of the frontier that the draft model has already read as guesses.
+
+    Returns:
+      [B, W] bool, True for these nodes, and [B, W] int32, their indices among the
+      guesses (unspecified for other nodes).
+    """
     front, ahead = grown.frontier, grown.ahead
     assert ahead is not None  # set by `no_guesses`
     tokens = grown.pool.tokens[:, jnp.maximum(front.rows, 0)]
@@ -231,7 +239,14 @@ def _marked(pool: Pool, rows: jax.Array, known: jax.Array) -> Pool:
 
 
 def _with_read(grown: Grown, known: jax.Array, at: jax.Array) -> tuple:
-    """Copies the records of right guesses to the nodes of the frontier."""
+    """Returns the draft model's records, with those of right guesses copied to the
+    places of the frontier's nodes.
+
+    Args:
+      grown: the levels so far.
+      known: [B, W] bool. True for nodes of the frontier that were guessed.
+      at: [B, W] int32. Indices of these nodes among the guesses.
+    """
     rows, C = jnp.maximum(grown.frontier.rows, 0), grown.pool.tokens.shape[1]
 
     def moved(table: jax.Array) -> jax.Array:

@@ -61,12 +61,15 @@ FIRST_WAIT, LONGEST_WAIT = 48, 256
 USUAL_ACCEPTANCE = 0.8, 0.7  # acceptance rate of a good draft model
 # Minimum speedup with that acceptance rate for a draft model to be tried at first.
 MIN_USUAL_SPEEDUP = 1.1
-# A draft model is tried again only if at least this number of tokens remains for each
-# token that it must read first. Sampled text seldom begins to repeat itself.
+# A draft model is tried again only if at least this number of tokens remains to be
+# generated for each token that it must read first. The number is larger for sampling,
+# where text seldom begins to repeat itself, so that a late trial pays off less often.
 MIN_TOKENS_PER_UNREAD = 1, 2
-# After a search that found no candidates, at most so many plain steps without a search.
+# Maximum number of plain steps without a search for candidates. Such steps follow a
+# search that found nothing worth drafting. Their number about doubles each time.
 MAX_REST = 3, 15
-BATCH_MAX_REST = 7  # at least this number if rows of a batch have different trees
+# The maximum is at least this number if rows of a batch may have different trees.
+BATCH_MAX_REST = 7
 
 # Weights of rows. A row that finishes a number of steps before the last row has the
 # weight 1/e of it; the number is a + b * (steps of the last row), for (a, b) =

@@ -29,8 +29,9 @@ from stree_jax.speculation.tree import Budget
 # not change.
 PRIME = 2654435761
 
-# Kinds of nodes, whose acceptance rates are counted separately: 16 classes of the draft
-# model's probability, and 16 of match lengths.
+# Kinds of nodes, whose acceptance rates are counted separately: 16 bins of the draft
+# model's probability, and 16 kinds for prompt lookup (8 match lengths, each for the
+# best match and for other matches).
 MODEL_KINDS, LOOKUP_KINDS = 16, 16
 KINDS = MODEL_KINDS + LOOKUP_KINDS
 NO_KIND = KINDS  # the root, and nodes that fill up a row's tree
@@ -45,8 +46,8 @@ class Pool:
       parents: [B, C] int32. 0 for the root, c + 1 for candidate c.
       value: [B, C] float32. Estimated probability that the target accepts the path to
         the candidate, at most the parent's value; 0 for padding.
-      kind: [B, C] int32. The class for which an acceptance rate is counted, less than
-        `KINDS`.
+      kind: [B, C] int32. The candidate's kind, for which an acceptance rate is counted,
+        from 0 to `KINDS` - 1; see `calibration`.
       path: [B, C] uint32. Hash of the tokens on the path.
       guessed: [B, C] bool. True if n-grams guessed the draft model's node in advance.
     """
@@ -68,11 +69,12 @@ def path_powers(depth: int) -> jax.Array:
     "stree_merged", outputs=lambda first, _: like(first), aliases={"first": None}
 )
 def merged(first: Pool, second: Pool) -> Pool:
-    """Merges two pools. If both have a path, the first's node stays, with the larger
-    value.
+    """Merges two pools. If a path is in both, the node of the first pool is kept, with
+    the larger of the two values.
 
     Args:
-      first: has padding at its end, at least as many entries as the second pool.
+      first: a pool that ends with at least as many entries of padding as the second
+        pool has entries.
       second: the other pool.
     """
     C = first.tokens.shape[1] - second.tokens.shape[1]

@@ -51,8 +51,9 @@ class Search(NamedTuple):
     `best_first` runs it.
 
     Attributes:
-      at_root: [B, 1, >= V] float32. Logits after the root, or its best children.
-      guesser: computes the same after the nodes of a level.
+      at_root: [B, 1, >= V] float32. Logits after the root, or a `Scored` with its best
+        children.
+      guesser: function that computes logits, or a `Scored`, after the nodes of a level.
       start: result of `nothing_grown`, with the guesser's `records`.
       go_on: (grown) -> [] bool, whether another level is worth its time.
       passes: [] int32. Number of forward passes that it took to compute `at_root`.

@@ -40,13 +40,13 @@ class Candidates:
     def pairs_after(
         self, drafter: DFlash, previous: jax.Array, memory: jax.Array, depth: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the scores of pairs [B, Q, K] of the candidates of one level, to be
-        added to their logits, and the memory.
+        """Returns the pair scores [B, Q, K] of one level's candidates after Q previous
+        tokens, to be added to the candidates' logits, and the memory after them.
 
         Args:
           drafter: the block drafter.
           previous: [B, Q] int32. The tokens before the candidates.
-          memory: [B, Q, r]. Memory of the nodes above, see `dflash.pair_scores`.
+          memory: [B, Q, r]. Memory of the nodes above, see `dflash_pairs.pair_scores`.
           depth: [] int32. The level.
         """
         if self.pairs is None:
@@ -58,14 +58,15 @@ class Candidates:
 
 
 def at_depth(tables: Sequence[jax.Array], depth: jax.Array) -> Iterator[jax.Array]:
-    """Yields the level `depth` [] of tables [B, M, ...]."""
+    """Yields the entries [B, ...] of the level `depth` [] from each of several arrays
+    [B, M, ...]."""
     for table in tables:
         yield lax.dynamic_index_in_dim(table, depth, axis=1, keepdims=False)
 
 
 def pair_temperature(dist: Distribution, batch: int) -> jax.Array:
-    """Returns what pair scores are divided by [B] float32: the temperature, or 1 where
-    decoding is greedy."""
+    """Returns the number by which pair scores are divided, [B] float32: the row's
+    temperature, or 1 for greedy rows."""
     if dist.sampling is None:
         return jnp.ones((batch,), jnp.float32)
     temperature = dist.sampling.temperature

@@ -1,8 +1,8 @@
 """Drafts with block drafters: DFlash, DFlash2 and DSpark, see `models.drafters.dflash`.
 
-One pass gives K candidates for every level, and the scores of pairs say how likely each
-is after each candidate of the level above. So a tree of any shape costs one pass: its
-levels are computed from the candidates alone.
+One pass of the block drafter gives K candidate tokens for every level of the tree. Pair
+scores then say how likely each candidate is after each candidate of the level above. So
+a tree of any shape takes one pass.
 
 Letters: B rows, T nodes, M depth of the tree, K candidates per level, Q nodes of a
 level, W nodes of a level with tree "auto", V tokens, d width of the drafter.
@@ -79,7 +79,8 @@ RESCUED = 0.6
 
 @struct.dataclass
 class DFlashSource(Source):
-    """A block drafter of the target, possibly with n-grams."""
+    """The source of draft tokens for a block drafter, with or without n-grams that
+    score pairs of tokens."""
 
     value: DFlash | WithNGrams
     name = "block drafter"
@@ -197,8 +198,13 @@ class DFlashSource(Source):
 
 
 def block_read(drafter: DFlash, output: Model) -> int:
-    """Returns the bytes that one pass reads: all matrices except embeddings and the
-    tables of pairs, where it reads single rows."""
+    """Returns the bytes of weights that one pass of a block drafter reads: all matrices
+    except the embedding and the tables of pair scores, of which it reads few rows.
+
+    Args:
+      drafter: the block drafter.
+      output: the target's embedding and head, which is read if the drafter has none.
+    """
     rows = "embedding", "pairs"
     read = size_of({k: x for k, x in drafter.params.items() if k not in rows})
     return read if drafter.config.head_rows else read + weights_read(output)
@@ -208,12 +214,14 @@ def block_read(drafter: DFlash, output: Model) -> int:
 class ContextState:
     """The state of a `DFlashDrafter`.
 
-    If the text continues a finished one, the context rows of that one's last step are
-    missing, because finished rows have no updates. This affects drafts only.
+    If a text continues an earlier one that had finished, the context rows of the
+    tokens of that text's last step are missing, because finished rows get no updates.
+    This makes drafts a little worse and does not change the output.
 
     Attributes:
-      context: keys and values of the context rows.
-      passes: [B] int32. Passes since the prompts were read.
+      context: keys and values of the context rows, one per token of the text; see
+        `models.drafters.dflash`.
+      passes: [B] int32. Passes of the block drafter since the prompts were read.
     """
 
     context: State
@@ -222,14 +230,15 @@ class ContextState:
 
 @struct.dataclass
 class DFlashDrafter(Searcher):
-    """A drafter with a block drafter of the target.
+    """A drafter that fills trees with the candidates of a block drafter such as DFlash.
 
     Attributes:
-      drafter: the block drafter.
-      output: the target's embedding and head, see `models.drafters.heads.head_of`.
-      taps: the target's layers that it reads.
-      ngrams: n-grams that score pairs of tokens; None if the block drafter does, or
-        nothing does.
+      drafter: the block drafter's network.
+      output: the target's embedding and head, which the network uses if it has none;
+        see `models.drafters.heads.head_of`.
+      taps: the target's layers whose residual streams the network reads.
+      ngrams: n-grams that score pairs of tokens. If None, the network's own pair scores
+        are used, or no pair scores if it has none.
     """
 
     drafter: DFlash
@@ -273,8 +282,15 @@ class DFlashDrafter(Searcher):
         dist: Distribution,
         rule: Rule,
     ) -> Candidates:
-        """Runs the block below the roots [B] and returns the candidates of `depth`
-        levels."""
+        """Runs the block drafter once, below the roots, and returns its candidates.
+
+        Args:
+          state: the state after the text.
+          root: [B] int32. Tokens of the roots.
+          depth: number of levels for which candidates are returned.
+          dist: the distribution of the tokens below the root.
+          rule: the acceptance rule.
+        """
         drafter, slots = self.drafter, self.drafter.config.slots_for(depth)
         hidden = run_block(drafter, self.output, state.context, root, slots)[:, :depth]
         logits = draft_logits(drafter, self.output, hidden)[..., : dist.num_tokens]
@@ -350,8 +366,8 @@ def fill_from(
 ) -> Draft:
     """Fills a static tree with candidates.
 
-    Only candidates are drafted: tokens that are drawn, and their probabilities q, are
-    of the distribution over the candidates of a level.
+    All other tokens have probability 0 in q: draws and their probabilities are those of
+    the distribution over a level's candidates.
 
     Args:
       drafter: the block drafter.
@@ -386,10 +402,11 @@ def fill_from(
 
 
 class ByPairs:
-    """A guesser that scores the candidates of the next level after each node.
+    """A guesser for `best_first` that scores the block drafter's candidates of the next
+    level after each node of the frontier.
 
-    `Grown.records` are the memories [B, 1 + C, r] of the root and the nodes, see
-    `models.drafters.dflash.no_memory`.
+    `Grown.records` contains the memory of pair scores [B, 1 + C, r] of the root and of
+    the nodes, see `models.drafters.dflash_pairs.no_memory`.
     """
 
     def __init__(self, drafter: DFlash, found: Candidates, query: Query) -> None:
@@ -407,10 +424,19 @@ class ByPairs:
     def scored(
         self, previous: jax.Array, memory: jax.Array, depth: jax.Array
     ) -> tuple[Scored, jax.Array]:
-        """Returns the best W candidates after each of the tokens [B, Q] at a depth, and
-        the tokens' memories.
+        """Scores the candidates of one level after each of Q previous tokens.
 
-        The tokens that are no candidates keep the mass that they have without pairs.
+        All tokens that are not candidates keep the total probability that they have
+        without pair scores.
+
+        Args:
+          previous: [B, Q] int32. Tokens of the level above.
+          memory: [B, Q, r]. Memory of the parents of these tokens.
+          depth: [] int32. Depth of these tokens; the root has depth 0.
+
+        Returns:
+          The best W candidates after each previous token, and the memory [B, Q, r] of
+          these tokens.
         """
         found, dist, width = self.found, self.query.dist, self.query.width
         tables = found.hidden, found.tokens, found.scores, found.rest
@@ -430,15 +456,18 @@ class ByPairs:
 
 
 def _with_confidence(best: jax.Array, sure: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Replaces scores by log-probabilities: `sure` [B, Q] for the best child, and the
-    others share what is left in proportion to their scores.
+    """Replaces the candidates' scores by log-probabilities from the confidence head.
+
+    The best candidate has the probability `sure`. The others share `RESCUED` times the
+    remaining probability, in proportion to exp(score).
 
     Args:
-      best: [B, Q, K], the scores of the candidates in descending order.
-      sure: the confidence.
+      best: [B, Q, K]. Scores of the candidates in descending order.
+      sure: [B, Q]. The confidence: the probability that the best one is accepted.
 
     Returns:
-      The log-probabilities [B, Q, K], and the log of their total [B, Q, 1], 0.
+      The log-probabilities [B, Q, K], and [B, Q, 1] zeros, in place of the log-sum-exp
+      of the scores.
     """
     sure = jnp.clip(sure, 1e-6, 1 - 1e-6)[..., None]
     others = jax.nn.log_softmax(best[..., 1:], axis=-1) + jnp.log(RESCUED * (1 - sure))
@@ -447,9 +476,13 @@ def _with_confidence(best: jax.Array, sure: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def readings(drafter: DFlash, target: ModelConfig) -> dict[str, DFlash]:
-    """Returns the drafter as the usual mistakes would read it: the target's layers one
-    earlier or later, the first draft one slot earlier or later, and the other pairing
-    of rotated channels."""
+    """Returns variants of a drafter, each with one option changed that configs often
+    state wrongly, by a description.
+
+    The options are the layers of the target that it reads (one earlier or later), the
+    slot of the first draft (one earlier or later), and which channels its rotary
+    embedding pairs.
+    """
     c = drafter.config
     found = {
         name: replace(drafter, config=replace(c, boundaries=moved))

@@ -144,8 +144,8 @@ class EagleSource(Source):
 
 
 def _other_options(c: EagleConfig, target: ModelConfig) -> dict[str, dict[str, Any]]:
-    """Returns the options of an EAGLE drafter that its config may state wrongly, each
-    with another value, by a description."""
+    """Returns architectures of an EAGLE drafter, each with one option changed that its
+    config may state wrongly, by a description."""
     moved = moved_boundaries(c.boundaries, target)
     found: dict[str, dict[str, Any]] = {
         name: dict(boundaries=others) for name, others in moved.items()

@@ -99,11 +99,12 @@ class MTPSource(Source):
 
 @struct.dataclass
 class BeforeNormSource(Source):
-    """The MTP layers as if they read the target's states before its final norm, which
-    is how some converters get them wrong. It serves comparison only.
+    """The MTP layers, but with the target's hidden states before its final norm as
+    input. `check-drafter` compares it with the right input, because some converters
+    confuse the two.
 
     Attributes:
-      value: the source of the layers as they are read.
+      value: the source of the same layers with the right input.
     """
 
     value: MTPSource
@@ -151,7 +152,7 @@ def trimmed_mtp(target: Model, ids: Any) -> TrimmedMTP:
 class TrimmedMTPSource(MTPSource):
     """The target's MTP layers with a smaller head."""
 
-    # A value of its own where the base class has a constant.
+    # The base class declares `value` as the constant "mtp".
     value: TrimmedMTP  # type: ignore[assignment]
     name = MTP
 

@@ -59,7 +59,8 @@ class WithNGrams:
 
 
 def without_pairs(name: str, drafter: Any) -> DFlash:
-    """Returns a drafter if it can use n-grams as scores of pairs.
+    """Returns the drafter unchanged, after checking that n-grams can score pairs of
+    tokens for it.
 
     Args:
       name: name of the option or argument, for the message.
@@ -134,9 +135,9 @@ def ngram_pairs(
 
 
 def _contexts(root: jax.Array, above: jax.Array, length: int) -> jax.Array:
-    """Returns the contexts [B, M - 1, K, length] that end with each of the candidates
-    `above` [B, M - 1, K]: before them are the best candidates of the levels above, and
-    the root [B]."""
+    """Returns the n-gram contexts [B, M - 1, K, length] that end with each of the
+    candidates `above` [B, M - 1, K]. The tokens before the candidate are the best
+    candidates of the levels above it, and before those the root [B]."""
     batch, levels, K = above.shape
     spine = jnp.concatenate([root[:, None], above[:, :-1, 0]], axis=1)
     spine = jnp.pad(spine, ((0, 0), (length, 0)), constant_values=EMPTY)
@@ -146,7 +147,8 @@ def _contexts(root: jax.Array, above: jax.Array, length: int) -> jax.Array:
 
 
 def after(table: jax.Array, above: jax.Array, previous: jax.Array) -> jax.Array:
-    """Returns the rows [B, Q, K] of a level of `ngram_pairs` that belong to tokens.
+    """Selects from one level of the result of `ngram_pairs` the scores [B, Q, K] of the
+    candidates after Q previous tokens.
 
     Args:
       table: [B, K, K] float32. The level.

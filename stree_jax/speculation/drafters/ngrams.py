@@ -99,7 +99,7 @@ class NGrams(DrafterBase):
         return self.tail(prompts.token_ids, prompts.lengths)
 
     def tail(self, text: jax.Array, lengths: jax.Array) -> "Tail":
-        """Returns the ends of texts [B, S] of lengths [B]."""
+        """Returns the last n - 1 tokens of texts [B, S] with lengths [B]."""
         c = self.order - 1
         back = lengths[:, None] - c + jnp.arange(c, dtype=jnp.int32)[None]
         tokens = jnp.take_along_axis(text, jnp.maximum(back, 0), axis=1)

@@ -74,8 +74,13 @@ def read_all(model: Model, reading: Reading) -> tuple[jax.Array, Reading]:
 
 
 def all_read(reading: Reading, state: State, passes: jax.Array | int) -> Reading:
-    """Returns a `Reading` without unread tokens, with a new state and `passes` more
-    passes."""
+    """Returns a `Reading` without unread tokens, after the model has read them.
+
+    Args:
+      reading: the `Reading` before.
+      state: the model's new state.
+      passes: number of forward passes that this took.
+    """
     return replace(
         reading,
         state=state,

@@ -1,8 +1,9 @@
 """Chooses the candidates of a block drafter with a Markov head.
 
-The best tokens of U alone are poor candidates: a Markov head carries so much that the
-right token is often not among them. Instead, the probabilities of tokens are propagated
-from level to level along the pairs, below the likeliest tokens of the level before:
+The logits U alone give poor candidates: with a Markov head, pair scores change the
+ranking so much that the right token is often not among the best tokens of U. Instead,
+the probability that a token is reached is propagated from level to level, from the
+likeliest tokens of the level before:
 
     reach_k(b) = sum over a of reach_{k-1}(a) softmax(U_k + pair_k(a, .))(b)
 
@@ -38,9 +39,10 @@ def reached(
     temperature: jax.Array,
     count: int,
 ) -> jax.Array:
-    """Returns the candidates of each level, the most probable ones there.
+    """Returns the candidates of each level, the most probable tokens first.
 
-    The first candidates are the greedy chain: what the makers of such drafters draft.
+    The first candidates of all levels form the greedy chain: the best token after the
+    first candidate of the level before. The makers of such drafters draft this chain.
 
     Args:
       drafter: the drafter.
@@ -93,7 +95,11 @@ def reached(
 
 
 def log_rest(best: jax.Array, total: jax.Array) -> jax.Array:
-    """Returns the log-sum-exp [..] of the scores that are not among the best [.., K],
-    where that of all is `total` [.., 1]."""
+    """Returns the log-sum-exp [..] of all scores except the best ones.
+
+    Args:
+      best: [.., K]. The best scores.
+      total: [.., 1]. The log-sum-exp of all scores.
+    """
     share = jnp.minimum(jax.nn.logsumexp(best, axis=-1) - total[..., 0], -1e-6)
     return total[..., 0] + jnp.log(-jnp.expm1(share))
