@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from stree_jax.cli.attach import kept_for, run_attached
 from stree_jax.cli.commands import command_named, commands
 from stree_jax.cli.common import print_status
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
@@ -57,12 +58,17 @@ def build_parser() -> Parser:
     return parser
 
 
-def console() -> int:
-    """Runs the command as a process of its own. Returns the exit code."""
+def console(argv: Sequence[str] | None = None) -> int:
+    """Runs the command as a process of its own. Returns the exit code.
+
+    Args:
+      argv: the arguments, in the process that `--keep` starts. If None, those of this
+        process, and that process runs them if the command asks for it.
+    """
     open_closed_streams()
     try:
         with printable():
-            code = parse_and_run()
+            code = parse_and_run(argv)
             sys.stdout.flush()  # here, so that a failure is reported below
         return code
     except BrokenPipeError:
@@ -77,11 +83,21 @@ def console() -> int:
         return 130
 
 
-def parse_and_run() -> int:
+def parse_and_run(argv: Sequence[str] | None) -> int:
     try:
-        args = build_parser().parse_args()
+        args = build_parser().parse_args(argv)
     except SystemExit as end:  # --help, --version or invalid options
         return end.code if isinstance(end.code, int) else 0
+    if argv is None:
+        try:
+            seconds = kept_for(args)
+        except ValueError as error:
+            print_status(f"stree-jax: {error}")
+            return 2
+        if hasattr(args, "keep"):
+            code = run_attached(sys.argv[1:], seconds)
+            if code is not None:
+                return code
     if command_named(args.command).keeps_programs:
         keep_programs()
     return execute(args)

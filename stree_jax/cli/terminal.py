@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,8 +25,10 @@ from stree_jax.cli.common import print_status, vocabulary_of
 from stree_jax.cli.comparison import closing_line, median_run, timed_in_turn
 from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.cli.devices import join, mesh_of
+from stree_jax.cli.loaded import remembered
 from stree_jax.cli.speeds import compile_times, speed_line, tokens_per_s
 from stree_jax.cli.streams import noticing_ctrl_c
+from stree_jax.common.words import DRAFTERS
 from stree_jax.convert.base.files import MOST_TEXT, read_text, universal
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tokenizers.tokenizer import encoding, read_tokenizer
@@ -42,7 +46,7 @@ from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.plan import Planned, Request, plan
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.draft import ORIGINS
-from stree_jax.speculation.drafters.table import WITHOUT_MODEL, source_of
+from stree_jax.speculation.drafters.table import AUTO, WITHOUT_MODEL, source_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -79,8 +83,8 @@ def load_models(
         heads = best.heads or None
     with waiting(f"reading {args.model}"):
         ngrams = args.ngrams, args.ngram_levels, args.ngram_width
-        pair = args.model, name, args.dtype, *ngrams
-        target, drafter = load_pair(*pair, mesh_of(args), vocabulary)
+        pair = args.model, name, args.dtype, *ngrams, mesh_of(args), vocabulary
+        target, drafter = remembered(load_pair, partial(files_of, args), *pair)
     if heads is not None:
         drafter = source_of(drafter).narrowed(heads).value
     if drafter is None and tree:
@@ -89,6 +93,19 @@ def load_models(
         raise ValueError(f"{args.model}: no tokenizer, so it cannot read text")
     options = Options(drafter=drafter, tree=tree, rule=args.rule, memory=args.memory)
     return target, target.tokenizer, options
+
+
+def files_of(args: argparse.Namespace) -> list[Path] | None:
+    """Returns the files and folders of the models that a command names. None if the
+    drafter is on the hub, or is not kept in files that can be compared."""
+    named = [args.ngrams, args.draft_vocab_text]
+    files = [resolve(args.model), *(Path(name) for name in named if name is not None)]
+    drafter = args.drafter
+    if drafter not in (None, AUTO, *DRAFTERS):
+        if not Path(drafter).exists():
+            return None
+        files.append(Path(drafter))
+    return files
 
 
 def planned(args: argparse.Namespace, request: Request) -> Planned:

@@ -2,6 +2,7 @@
 
 import argparse
 
+from stree_jax.cli.attach import duration
 from stree_jax.cli.options import DEVICES, SAMPLING, STOPPING, add, add_rule, group
 from stree_jax.common.checks import DEFAULT_NEW_TOKENS
 
@@ -84,3 +85,10 @@ def unescape(text: str) -> str:
     except UnicodeDecodeError as error:
         problem = f"not UTF-8, or half a character: {text!a}"
         raise argparse.ArgumentTypeError(problem) from error
+
+
+def add_keep_option(p: argparse.ArgumentParser) -> None:
+    """Adds --keep, which keeps the model loaded between commands, to a parser."""
+    text = "keep the model loaded for so long after the last command, so that the next "
+    text += "one starts at once: 5m, 30s, 1h; off (default, or $STREE_JAX_KEEP)"
+    group(p, DEVICES).add_argument("--keep", type=duration, metavar="TIME", help=text)

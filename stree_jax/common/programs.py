@@ -346,10 +346,10 @@ def _surroundings() -> str:
         if name.startswith(SETTINGS) and "CACHE" not in name
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    return repr((versions, _source(), _processor(), cores, environment))
+    return repr((versions, source_digest(), _processor(), cores, environment))
 
 
-def _source() -> str:
+def source_digest() -> str:
     """Returns a digest of names, sizes and times of all modules of the package."""
     digest = hashlib.sha256()
     for package in sorted({Path(f) for f in _folders()}):

@@ -6,7 +6,11 @@ from pathlib import Path
 from stree_jax.cli.common import notes
 from stree_jax.cli.devices import add_mesh_option
 from stree_jax.cli.options import add, add_pair_options, group
-from stree_jax.cli.text_options import add_memory_option, add_text_options
+from stree_jax.cli.text_options import (
+    add_keep_option,
+    add_memory_option,
+    add_text_options,
+)
 
 NOTES = notes(
     """
@@ -26,6 +30,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     add_text_options(p, None)
     add_conversation_options(p)
     add_memory_option(p)
+    add_keep_option(p)
     add_mesh_option(p)
 
 

@@ -6,7 +6,11 @@ from pathlib import Path
 from stree_jax.cli.common import notes
 from stree_jax.cli.devices import add_mesh_option, add_process_options
 from stree_jax.cli.options import OUTPUT, SAMPLING, add, add_pair_options, group
-from stree_jax.cli.text_options import add_memory_option, add_text_options
+from stree_jax.cli.text_options import (
+    add_keep_option,
+    add_memory_option,
+    add_text_options,
+)
 
 NOTES = notes(
     """
@@ -30,6 +34,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     add(group(p, SAMPLING), "--n", int, 1, "number of samples of the prompt")
     add_output_options(p)
     add_memory_option(p)
+    add_keep_option(p)
     add_mesh_option(p)
     add_process_options(p)
 
