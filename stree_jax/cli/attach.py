@@ -10,8 +10,9 @@ command runs in its own process, as without `--keep`.
 
 The socket is in a folder of the user, which nobody else can enter. Its name is a digest
 of what the resident process depends on: version, source, interpreter and environment.
-A command sends one JSON line with its standard streams attached, then a byte for each
-signal. The answers are `RUNNING` or `BUSY`, then the exit code.
+The resident process first says `READY` or `BUSY`. The command then sends one JSON line
+with its standard streams attached, and later a byte for each signal. At the end it gets
+the exit code.
 """
 
 import argparse
@@ -33,9 +34,10 @@ from stree_jax.common.programs import SETTINGS, source_digest
 from stree_jax.common.version import __version__
 
 VARIABLE = "STREE_JAX_KEEP"
-RUNNING, BUSY = b"running\n", b"busy\n"
+READY, BUSY = b"ready\n", b"busy\n"
 INTERRUPT, RESIZED = b"i", b"w"  # SIGINT and SIGWINCH
 ANSWER_S = 5.0  # seconds to wait for the first answer
+ALONE = -1  # instead of seconds: without a resident process
 UNITS = {"s": 1, "m": 60, "h": 3600}
 LONGEST_S = 7 * 24 * 3600
 # Variables that a process reads only when it starts, besides those of `SETTINGS`.
@@ -46,13 +48,13 @@ AT_START = (
 
 
 def duration(text: str) -> int:
-    """Returns the seconds that a text such as "5m" or "off" names.
+    """Returns the seconds that a text such as "5m" names, or `ALONE` for "off".
 
     Raises:
       argparse.ArgumentTypeError: it is no such text.
     """
-    if text in ("off", "0"):
-        return 0
+    if text == "off":
+        return ALONE
     number, unit = text[:-1], text[-1:]
     if number.isascii() and number.isdigit() and unit in UNITS:
         seconds = int(number[:9]) * UNITS[unit]
@@ -66,17 +68,17 @@ def duration(text: str) -> int:
 
 def kept_for(args: argparse.Namespace) -> int:
     """Returns the seconds for which a command keeps its model, from --keep or the
-    environment; 0 if the command cannot.
+    environment; `ALONE` if it does not.
 
     A custom drafter is a Python module that may change, and several processes or
     devices start together: both run in processes of their own.
     """
     if not hasattr(args, "keep"):
-        return 0
+        return ALONE
     alone = ":" in str(args.drafter) or args.mesh is not None
     alone |= getattr(args, "processes", None) is not None
     if alone or not hasattr(socket, "SCM_RIGHTS"):
-        return 0
+        return ALONE
     if args.keep is not None:
         return int(args.keep)
     try:
@@ -90,12 +92,13 @@ def run_attached(argv: Sequence[str], seconds: int) -> int | None:
 
     Args:
       argv: the command's arguments.
-      seconds: how long the resident process stays when it has nothing to do.
+      seconds: how long the resident process stays when it has nothing to do; `ALONE`
+        for none.
 
     Returns:
       The exit code; None if the command has to run in this process.
     """
-    if _in_background():
+    if seconds == ALONE or _in_background():
         return None
     try:
         connection = _connected(_socket_path(), seconds)
@@ -106,9 +109,10 @@ def run_attached(argv: Sequence[str], seconds: int) -> int | None:
         return None
     with connection:
         try:
-            _send(connection, argv, seconds)
-            if connection.recv(len(RUNNING), socket.MSG_WAITALL) != RUNNING:
+            # Streams that were sent to a process that hangs would never be closed.
+            if connection.recv(len(READY), socket.MSG_WAITALL) != READY:
                 return None
+            _send(connection, argv, seconds)
         except OSError:
             return None
         connection.settimeout(None)

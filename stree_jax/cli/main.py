@@ -94,10 +94,8 @@ def parse_and_run(argv: Sequence[str] | None) -> int:
         except ValueError as error:
             print_status(f"stree-jax: {error}")
             return 2
-        if hasattr(args, "keep"):
-            code = run_attached(sys.argv[1:], seconds)
-            if code is not None:
-                return code
+        if (code := run_attached(sys.argv[1:], seconds)) is not None:
+            return code
     if command_named(args.command).keeps_programs:
         keep_programs()
     return execute(args)

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stree_jax.cli.attach import BUSY, INTERRUPT, RESIZED, RUNNING
+from stree_jax.cli.attach import BUSY, INTERRUPT, READY, RESIZED
 from stree_jax.cli.loaded import keep_loaded
 
 MOST_BYTES = 2**24  # of a request
@@ -79,8 +79,8 @@ class Resident:
                     connection.sendall(BUSY)
                 continue
             try:
+                connection.sendall(READY)
                 request = received(connection)
-                connection.sendall(RUNNING)
             except (OSError, ValueError, KeyError):
                 connection.close()
                 self.free.release()
