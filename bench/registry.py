@@ -33,6 +33,7 @@ BENCHMARKS = {
     "kernels": "time of each op by implementation",
     "devices": "what the devices of a mesh hold and exchange, from compiled programs",
     "peers": "decoding throughput compared with llama.cpp and transformers",
+    "start": "from a command to its first tokens, compared with llama.cpp",
     "kl": "next-token distributions by dtype, compared with the exact ones",
     "all": "the benchmarks of STree's tables and figures, and a report",
     "records": "print a record of earlier measurements",

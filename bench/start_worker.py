@@ -1,0 +1,41 @@
+"""Prints the seconds of the parts of a start, in JSON, for `bench start`.
+
+Run as `python start_worker.py MODEL TOKENS`.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+BEGAN = time.perf_counter()
+sys.path[0] = str(Path(__file__).parent.parent)  # instead of the folder `bench`
+
+from stree_jax.cli.compile_cache import keep_programs  # noqa: E402
+
+
+def main() -> None:
+    keep_programs()
+    times = [BEGAN]
+
+    def note() -> None:
+        times.append(time.perf_counter())
+
+    import jax  # noqa: F401
+
+    note()
+    import stree_jax
+    from stree_jax.generation.generate import generate
+
+    load = stree_jax.load
+    note()
+    model = load(sys.argv[1], mtp=None)
+    note()
+    generate(model, "The capital of France is", max_new_tokens=int(sys.argv[2]))
+    note()
+    names = "import_jax", "import_own", "load", "first"
+    spans = [b - a for a, b in zip(times, times[1:], strict=False)]
+    print(json.dumps(dict(zip(names, spans, strict=True))))
+
+
+main()
