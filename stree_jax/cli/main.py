@@ -16,9 +16,10 @@ from typing import Any
 from stree_jax.cli.attach import kept_for, run_attached
 from stree_jax.cli.commands import command_named, commands
 from stree_jax.cli.common import print_status
-from stree_jax.cli.compile_cache import cache_directory, keep_programs
+from stree_jax.cli.compile_cache import keep_programs
 from stree_jax.cli.options import Parser
 from stree_jax.cli.streams import drop_output, open_closed_streams, printable
+from stree_jax.common.cache_folder import cache_folder
 from stree_jax.common.version import __version__
 
 CLOSED_PIPE = 128 + 13  # the exit code of a process that SIGPIPE ends
@@ -30,9 +31,9 @@ example:
   stree-jax generate "def fibonacci(n):" --compare"""
 CACHE_NOTE = (
     "For the options of a command: stree-jax COMMAND --help.\n\n"
-    "Compiled programs are kept in {folder} (STREE_JAX_CACHE=DIR keeps them in "
-    "DIR/xla, STREE_JAX_CACHE=off keeps none; bench never does). That folder can be "
-    "deleted at any time."
+    "Compiled programs are kept in {folder} (STREE_JAX_CACHE=DIR keeps them there, "
+    "STREE_JAX_CACHE=off keeps none; bench never does). That folder can be deleted at "
+    "any time."
 )
 
 
@@ -41,7 +42,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="stree-jax",
         description=DESCRIPTION,
-        epilog=CACHE_NOTE.format(folder=cache_directory() or "no folder"),
+        epilog=CACHE_NOTE.format(folder=cache_folder() or "no folder"),
     )
     parser.add_argument("--version", action="version", version=__version__)
     below = parser.add_subparsers(
