@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.tensors.source import ALIGNMENT
 from stree_jax.models import (
     Format,
     ModelConfig,
@@ -34,7 +33,7 @@ from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.experts import Experts, expert_at
 from stree_jax.models.weights.formats import is_weight
 from stree_jax.models.weights.panels import KINDS
-from stree_jax.models.weights.panels.kind import aligned
+from stree_jax.models.weights.panels.kind import ALIGNMENT, aligned
 from stree_jax.models.weights.weight import (
     BFLOAT16,
     FLOAT32,

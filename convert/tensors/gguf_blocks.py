@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
+from stree_jax.models.weights.panels.kind import aligned
 
 PIECE = 2**21  # numbers that are decoded to float32 at a time
 PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
@@ -137,7 +138,7 @@ def read_plain(file: Path, name: str, kind: Kind, start: int, shape: Any) -> np.
     """Reads a tensor of plain floats in its own dtype."""
     count = math.prod(shape)
     return (
-        _bytes(file, name, start, kind.nbytes(count))
+        file_bytes(file, name, start, kind.nbytes(count))
         .view(PLAIN[kind.name])
         .reshape(shape)
     )
@@ -148,7 +149,7 @@ def packed_blocks(
 ) -> np.ndarray:
     """Reads the blocks of a tensor without decoding: [rows, bytes per row] uint8."""
     rows, row_bytes = math.prod(shape[:-1]), kind.nbytes(shape[-1])
-    return _bytes(file, name, start, rows * row_bytes).reshape(rows, row_bytes)
+    return file_bytes(file, name, start, rows * row_bytes).reshape(rows, row_bytes)
 
 
 def read_blocks(
@@ -168,7 +169,7 @@ def read_blocks(
     step = max(1, PIECE // columns)
     for i in range(0, rows, step):
         piece = result[i : i + step]
-        data = _bytes(file, name, start + i * row_bytes, len(piece) * row_bytes)
+        data = file_bytes(file, name, start + i * row_bytes, len(piece) * row_bytes)
         with np.errstate(all="ignore"):  # a damaged file may have any scales
             numbers = decode(data.reshape(-1, kind.size)).reshape(piece.shape)
             piece[...] = numbers.astype(dtype, copy=False)
@@ -189,11 +190,27 @@ def _decoder(file: Path, kind: Kind) -> Callable[[np.ndarray], np.ndarray]:
     return lambda blocks: gguf.quants.dequantize(blocks, numbered)
 
 
-def _bytes(file: Path, name: str, start: int, count: int) -> np.ndarray:
+def file_bytes(file: Path, name: str, start: int, count: int) -> np.ndarray:
+    """Reads bytes of a file into new, aligned memory.
+
+    Args:
+      file: the file.
+      name: name of the tensor, for messages.
+      start: offset of the first byte.
+      count: number of bytes.
+
+    Raises:
+      CheckpointError: the file cannot be read, or is too short.
+    """
+    found = aligned((count,), np.dtype(np.uint8))
     try:
-        read = np.fromfile(file, np.uint8, count, offset=start)
+        with open(file, "rb", buffering=0) as opened:
+            opened.seek(start)
+            read = 0
+            while read < count and (more := opened.readinto(found[read:].data)):
+                read += more
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: {name}: {error}") from error
-    if read.size != count:
+    if read < count:
         raise CheckpointError(f"{file}: {name}: the file is truncated")
-    return read
+    return found

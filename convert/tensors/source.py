@@ -19,11 +19,13 @@ from stree_jax.convert.base.files import Index, check_fetched, read_text
 from stree_jax.convert.tensors.dequantize import Part, Scheme, dequantize, problem
 from stree_jax.convert.tensors.gguf_blocks import (
     Kind,
+    file_bytes,
     nvfp4_arrays,
     packed_blocks,
     read_blocks,
     read_plain,
 )
+from stree_jax.models.weights.panels.kind import aligned
 from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Packed
 
 DTYPES = {
@@ -40,7 +42,6 @@ F8 = "F8_E4M3"
 BYTES = {F8: 1, "I8": 1, "U8": 1, "float32": 4, "I32": 4, "U32": 4}
 BYTES |= {"I64": 8, "float64": 8}
 PIECE = 2**24  # numbers of a tensor that are read at a time
-ALIGNMENT = 64  # bytes; XLA:CPU uses arrays with this alignment without a copy
 ADAPTER = "adapter_config.json"
 MAX_NAME = 255  # characters of a file's name
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.(?:safetensors|bin)$")
@@ -204,7 +205,7 @@ class Source:
                 rows = len(arrays["numbers"])
                 factors = np.array(info.factors or (1,), np.float32)
                 arrays["factor"] = np.repeat(factors, rows // len(factors))
-        return Packed(scheme, info.shape, arrays)
+        return Packed(scheme, info.shape, arrays, reusable=info.kind is not None)
 
     def _arrays(self, stored: PackedInfo) -> dict[Part, np.ndarray]:
         """Reads the stored tensors of a quantized matrix, and checks its scales."""
@@ -259,20 +260,12 @@ def _read_slices(name: str, info: TensorInfo, index: Index) -> np.ndarray:
         return read(index)
     first = read((each[0], *rest))
     count = each[-1].stop - each[0].start
-    whole = _aligned((count, *first.shape[1:]), first.dtype)
+    whole = aligned((count, *first.shape[1:]), first.dtype)
     whole[: len(first)] = first
     for piece in each[1:]:
         begin = piece.start - each[0].start
         whole[begin : begin + piece.stop - piece.start] = read((piece, *rest))
     return whole
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocates an array with `ALIGNMENT`, which XLA:CPU can use without a copy."""
-    count = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(count + ALIGNMENT, np.uint8)
-    begin = -buffer.ctypes.data % ALIGNMENT
-    return buffer[begin : begin + count].view(dtype).reshape(shape)
 
 
 def at_once(shape: tuple[int, ...], rows: slice = slice(None)) -> Iterator[slice]:
@@ -286,13 +279,7 @@ def at_once(shape: tuple[int, ...], rows: slice = slice(None)) -> Iterator[slice
 def _read_bytes(name: str, info: TensorInfo) -> np.ndarray:
     """Reads a tensor of one byte per number, as uint8 in its shape."""
     count = math.prod(info.shape)
-    try:
-        read = np.fromfile(info.file, np.uint8, count, offset=info.start)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{info.file}: {name}: {error}") from error
-    if read.size != count:
-        raise CheckpointError(f"{info.file}: {name}: the file is truncated")
-    return read.reshape(info.shape)
+    return file_bytes(info.file, name, info.start, count).reshape(info.shape)
 
 
 def is_file(path: Path) -> bool:

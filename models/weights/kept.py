@@ -152,7 +152,7 @@ class KeptFormat(Format):
         m = rows if experts is None else rows // experts
         padding = -m % LANES
         if experts is None:
-            panels = kind.pack(packed.by_row)
+            panels = kind.pack(packed.by_row, packed.reusable)
         else:
             panels = _packed_experts(kind, packed.by_row, experts, m)
             factor = None if factor is None else factor.reshape(experts, m)

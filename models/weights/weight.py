@@ -144,11 +144,13 @@ class Packed:
         each is the matrix's rows, except of "columns" [k] int32: if it is there, column
         j of the stored matrix is column columns[j] of the matrix. "factor" [m] float32,
         if it is there, multiplies the rows of the matrix.
+      reusable: True if the memory of the arrays may be overwritten by `Format.keep`.
     """
 
     scheme: str
     shape: tuple[int, ...]
     arrays: Mapping[str, np.ndarray]
+    reusable: bool = False
 
     @property
     def by_row(self) -> dict[str, np.ndarray]:

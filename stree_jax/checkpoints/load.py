@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from stree_jax.checkpoints.resolve import check_is_model, resolve
 from stree_jax.common.checks import check_not_forked, flag, shown, with_hints
-from stree_jax.common.heap import no_collection
+from stree_jax.common.heap import no_collection, return_free_memory
 from stree_jax.convert import CheckpointFiles, checked, open_local
 from stree_jax.convert.saved.store import read_params, weights_named
 from stree_jax.convert.tokenizers.tokenizer import read_tokenizer
@@ -93,6 +93,9 @@ def load(
     checkpoint = None if opened.source is None else checked(opened, kept)
     if mesh is not None:
         cut = cut_for(config, mesh, kept, whole)
+    # Before the weights: reading a large vocabulary takes 150 MB, which are returned.
+    tokenizer = read_tokenizer(files, warn)
+    return_free_memory(collect=False)
     if checkpoint is None:
         params = read_params(files, opened.config, kept, own_layers, mesh, cut)
     else:
@@ -101,5 +104,4 @@ def load(
         params = checkpoint.read(mesh=mesh, cut=cut)
     if mesh is None:
         to_large_pages(jax.tree.leaves(params))
-    tokenizer = read_tokenizer(files, warn)
     return Model(params, config, tokenizer, mesh=mesh, cut=cut)

@@ -25,11 +25,16 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def return_free_memory() -> None:
+def return_free_memory(collect: bool = True) -> None:
     """Returns freed memory to the system. glibc keeps much of it otherwise: some
     hundred megabytes after programs were compiled. Other C libraries return it
-    themselves."""
-    gc.collect()
+    themselves.
+
+    Args:
+      collect: True to collect garbage first, which takes about 0.1 s.
+    """
+    if collect:
+        gc.collect()
     if sys.platform != "linux":
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -8,6 +8,7 @@ from stree_jax.models.weights.kept import KEPT, KEPT_INT8, Panels
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.panels import KINDS
 from stree_jax.models.weights.panels.ggml import GGML
+from stree_jax.models.weights.panels.kind import LANES, aligned
 from stree_jax.models.weights.stack import Stack
 from stree_jax.models.weights.weight import Packed, take, unit
 from tests.support.panel_files import dequantized, random_blocks
@@ -44,6 +45,28 @@ def test_panels_hold_the_numbers_of_the_file(scheme):
     np.testing.assert_array_equal(weight.matrix(), exact(matrix))
     ids = jnp.asarray([[3, M - 1], [-1, 16]])
     np.testing.assert_array_equal(weight.rows(ids), exact(matrix)[np.asarray(ids)])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_panels_take_the_place_of_blocks_that_may_be_overwritten(scheme, monkeypatch):
+    monkeypatch.setattr("stree_jax.models.weights.panels.kind.PACK_BYTES", 2**14)
+    kind, m = KINDS[scheme], 8 * LANES  # several pieces
+    blocks = aligned((m, packed(scheme).arrays["blocks"].shape[1]), np.dtype(np.uint8))
+    blocks[:] = random_blocks(scheme, m, K)
+    before = blocks.copy()
+    panels = kind.pack({"blocks": blocks})
+    assert not np.shares_memory(panels, blocks) and (blocks == before).all()
+    again = kind.pack({"blocks": blocks}, reusable=True)
+    np.testing.assert_array_equal(again, panels)
+    assert np.shares_memory(again, blocks) == (panels.nbytes == blocks.nbytes)
+    # Memory that XLA would have to copy is not used again.
+    other = aligned((before.nbytes + 16,), np.dtype(np.uint8))[16:].reshape(
+        before.shape
+    )
+    other[:] = before
+    third = kind.pack({"blocks": other}, reusable=True)
+    np.testing.assert_array_equal(third, panels)
+    assert not np.shares_memory(third, other)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -31,6 +31,7 @@ LANES = 16  # rows of a panel
 BLOCK = 32  # columns of a block of numbers
 WORD = 4  # columns of a row in a vector
 VECTOR = LANES * WORD  # bytes
+ALIGNMENT = 64  # bytes; XLA:CPU uses arrays with this alignment without a copy
 PACK_BYTES = 2**22  # bytes of a matrix that are rearranged at a time
 
 
@@ -189,11 +190,15 @@ class PanelKind(ABC):
         )
         return self.scales(*fields)
 
-    def pack(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    def pack(
+        self, arrays: Mapping[str, np.ndarray], reusable: bool = False
+    ) -> np.ndarray:
         """Rearranges a matrix to panels [P, n, nbytes] uint8.
 
         Args:
           arrays: the arrays of a `Packed`.
+          reusable: True if their memory may be overwritten. The panels then take the
+            place of a single array of as many bytes.
         """
         m = len(next(iter(arrays.values())))
         row_bytes = sum(a[:1].nbytes for a in arrays.values())
@@ -201,10 +206,13 @@ class PanelKind(ABC):
         panels: np.ndarray | None = None
         for i in range(0, m, step):
             part = {name: a[i : i + step] for name, a in arrays.items()}
+            if reusable:
+                part = {name: a.copy() for name, a in part.items()}
             fields, words = self.lanes(part)
             if panels is None:
                 shape = (-(-m // LANES), words.shape[1], self.nbytes)
-                panels = aligned(shape, np.dtype(np.uint8))
+                place = in_place(arrays, shape) if reusable else None
+                panels = aligned(shape, np.dtype(np.uint8)) if place is None else place
             self._write(fields, words, panels[i // LANES :][: len(words)])
         assert panels is not None, "a matrix without rows"
         if m % LANES:  # rows past the last one are zero bytes
@@ -316,9 +324,22 @@ def unpacked(numbers: jax.Array, bits: int) -> jax.Array:
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Allocates an array that XLA:CPU can use without a copy."""
     count = int(np.prod(shape)) * dtype.itemsize
-    buffer = np.empty(count + VECTOR, np.uint8)
-    begin = -buffer.ctypes.data % VECTOR
+    buffer = np.empty(count + ALIGNMENT, np.uint8)
+    begin = -buffer.ctypes.data % ALIGNMENT
     return buffer[begin : begin + count].view(dtype).reshape(shape)
+
+
+def in_place(
+    arrays: Mapping[str, np.ndarray], shape: tuple[int, ...]
+) -> np.ndarray | None:
+    """Returns the memory of a single array as an array of bytes that is as if
+    `aligned`; None if its size or alignment does not fit."""
+    (array, *others) = arrays.values()
+    fits = array.nbytes == int(np.prod(shape)) and array.ctypes.data % ALIGNMENT == 0
+    flags = array.flags
+    if others or not (fits and flags.c_contiguous and flags.writeable):
+        return None
+    return array.view(np.uint8).reshape(shape)
 
 
 def widened(x: Any) -> Any:
