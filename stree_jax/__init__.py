@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stree_jax.models.stack.model import Model as Model
     from stree_jax.sampling.settings import Sampling as Sampling
     from stree_jax.sizing.plan import plan as plan
+    from stree_jax.verify.certify import certify as certify
 
 _NAMES = {
     "convert.base.errors": "CheckpointError",
@@ -40,6 +41,7 @@ _NAMES = {
     "checkpoints.drafters": "load_drafter save_drafter",
     "models.sharding.placement": "shard",
     "sizing.plan": "plan",
+    "verify.certify": "certify",
     "generation.result": "Generation Past",
     "sampling.settings": "Sampling",
     "generation.scoring": "score score_tree",

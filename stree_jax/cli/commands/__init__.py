@@ -72,6 +72,7 @@ COMMANDS = (
         "measure how often a drafter agrees with its target on a text",
         "--text FILE",
     ),
+    _command("certify", "compare speculative with plain decoding on this machine"),
     _command(
         "convert", "convert a checkpoint to a directory of this library", "SRC DST"
     ),

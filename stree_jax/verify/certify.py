@@ -1,0 +1,427 @@
+"""Compares speculative with plain decoding on this machine: tokens, and
+log-probabilities bit by bit.
+
+Drafts come from the text that plain decoding wrote, with planned mistakes, so that
+every kind of path of a tree is accepted and rejected. The text itself cannot depend on
+who drafts.
+
+Letters: B rows, T nodes, O tokens of the texts, S tokens of a prompt, V tokens of the
+vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from stree_jax.common.checks import integer, with_hints
+from stree_jax.generation.arguments import encode_prompts
+from stree_jax.generation.generate import generate
+from stree_jax.generation.result import Generation
+from stree_jax.generation.scoring import first_difference, score
+from stree_jax.models import (
+    PREFILL_CHUNK,
+    Model,
+    chain_nodes,
+    commit,
+    forward_tapped,
+    init_state,
+    param_dtype,
+    prefill,
+)
+from stree_jax.sampling.distribution import Distribution
+from stree_jax.sampling.settings import Sampling
+from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.drafter import DrafterBase, Prompts, Update
+from stree_jax.speculation.drafters.table import AUTO, AnyDrafter
+from stree_jax.speculation.layout import tree_layout
+from stree_jax.speculation.tree import Topology, Tree
+
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a small village,",
+    "Numbers: 1, 2, 3, 4, 5, 6, 7, 8,",
+)
+TREES = ("chain:4", "A", "E", "random:24", "random:64")
+GREEDY, SAMPLED = "greedy", "sampled"
+# One draft token in `MISTAKES` is wrong, and so is one of its siblings.
+MISTAKES = 8
+PROBE = 16  # tokens that `layer_difference` reads in one pass and in single steps
+
+
+@struct.dataclass
+class Echo(DrafterBase):
+    """Drafts known texts, with mistakes at fixed places.
+
+    One child of each node is the next token of the text, and the others are not. Which
+    child it is, and whether there is one, depends on the place in the text.
+
+    Attributes:
+      texts: [B, O] int32. The tokens after each prompt.
+      V: number of tokens of the vocabulary.
+    """
+
+    texts: jax.Array
+    V: int = struct.field(pytree_node=False)
+
+    def init(self, prompts: Prompts, past: Any) -> jax.Array:
+        """Returns the state: the number of tokens of each text so far, [B] int32."""
+        return jnp.zeros(prompts.lengths.shape, jnp.int32)
+
+    def commit(self, state: jax.Array, update: Update) -> jax.Array:
+        return state + update.length
+
+    def propose(
+        self,
+        state: jax.Array,
+        root: jax.Array,
+        tree: Topology,
+        dist: Distribution,
+        rule: Rule,
+    ) -> tuple[Draft, jax.Array]:
+        assert isinstance(tree, Tree)  # every way gives it a tree of fixed shape
+        layout = tree_layout(tree, tree.rows(root.shape[0]))
+        place = state[:, None] + layout.depth - 1
+        in_text = jnp.clip(place, 0, self.texts.shape[1] - 1)
+        right = jnp.take_along_axis(self.texts, in_text, axis=1)
+        same = layout.parents[:, :, None] == layout.parents[:, None]
+        rank = jnp.tril(same, -1).sum(-1, dtype=jnp.int32)
+        mixed = (place.astype(jnp.uint32) * jnp.uint32(2654435761)) >> 8
+        is_right = (mixed % MISTAKES > 0) & (
+            rank == ((mixed // MISTAKES) % max(tree.children, 1)).astype(jnp.int32)
+        )
+        tokens = jnp.where(is_right, right, (right + 1 + rank) % self.V)
+        return Draft(layout, tokens.at[:, 0].set(root)), state
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The comparison of one way of decoding with plain decoding.
+
+    Attributes:
+      way: its name.
+      kind: "greedy" or "sampled".
+      texts: number of texts.
+      equal_tokens: number of texts with the same tokens.
+      equal_bits: number of texts whose tokens also have the same log-probabilities, bit
+        for bit.
+      tokens: number of tokens that were compared.
+      different_bits: number of these tokens whose log-probability differs.
+      largest: largest difference of log-probabilities of the same tokens.
+      gap: largest gap between the logits of the two tokens at a text's first
+        difference; None if all tokens are equal. A gap within rounding means that the
+        two tokens tie.
+      acceptance_length: mean tokens per target forward pass; None where no text is
+        decoded.
+    """
+
+    way: str
+    kind: str
+    texts: int
+    equal_tokens: int
+    equal_bits: int
+    tokens: int
+    different_bits: int
+    largest: float
+    gap: float | None
+    acceptance_length: float | None
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result of `certify`.
+
+    Attributes:
+      compared: a comparison for each way and kind of decoding.
+      layer: the first layer whose output differs between one pass over several tokens
+        and single steps, such as "3 (attention+mlp)"; None if all bits are equal.
+    """
+
+    compared: tuple[Compared, ...]
+    layer: str | None
+
+    @property
+    def equal_tokens(self) -> bool:
+        """True if all texts have the tokens of plain decoding."""
+        return all(c.equal_tokens == c.texts for c in self.compared)
+
+    @property
+    def equal_bits(self) -> bool:
+        """True if all log-probabilities are plain decoding's, bit for bit."""
+        return all(c.equal_bits == c.texts for c in self.compared)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the certificate in types that JSON can represent."""
+        found = {name: getattr(self, name) for name in ("equal_tokens", "equal_bits")}
+        return found | {
+            "first_different_layer": self.layer,
+            "compared": [asdict(c) for c in self.compared],
+        }
+
+
+@with_hints
+def certify(
+    model: Model,
+    prompts: Sequence[str] | Sequence[Sequence[int]] = PROMPTS,
+    *,
+    max_new_tokens: int = 64,
+    drafter: AnyDrafter = AUTO,
+    trees: Sequence[str] = TREES,
+    seeds: Sequence[int] = (0,),
+    say: Callable[[str], object] | None = None,
+) -> Certificate:
+    """Compares speculative decoding with plain decoding of each prompt alone: tokens,
+    and log-probabilities bit by bit.
+
+    The ways of decoding are the trees, with drafts of which a part is right; the
+    drafter with tree "auto"; all prompts as one batch, plain and with a tree; two calls
+    that continue each other (`past`); and `score` of the finished text. Every way is
+    run greedily and with each seed at temperature 1.
+
+    Args:
+      model: the model.
+      prompts: texts, or lists of token ids.
+      max_new_tokens: tokens of each text, at least 2.
+      drafter: as in `generate`.
+      trees: names of trees as in `generate`, or "random:N", a random tree of N nodes.
+      seeds: seeds of sampled texts.
+      say: called with the name of each way before it runs.
+
+    Returns:
+      The certificate.
+
+    Raises:
+      ValueError: an argument is wrong.
+
+    Example:
+      >>> model = stree_jax.load("demo")
+      >>> found = stree_jax.certify(model, ["import os"], max_new_tokens=8, trees=["A"])
+      >>> found.equal_tokens
+      True
+    """
+    new = integer("max_new_tokens", max_new_tokens, 2, 2**16, "2 or more new tokens")
+    ids = encode_prompts(model, prompts)
+    compared = []
+    for seed in (None, *seeds):
+        sampling = None if seed is None else Sampling(temperature=1.0, seed=seed)
+        run = _Run(model, ids, new, sampling, drafter)
+        for way, call in run.ways(trees):
+            if say is not None:
+                say(f"{way}, {run.kind}")
+            compared.append(run.compared(way, call))
+    return Certificate(tuple(compared), layer_difference(model, ids[0]))
+
+
+Result = tuple[list[list[int]], list[np.ndarray], float | None]
+"""Tokens and log-probabilities of each text, and the acceptance length."""
+
+
+class _Run:
+    """Plain decoding of some prompts, and other ways of decoding them."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: list[list[int]],
+        new: int,
+        sampling: Sampling | None,
+        drafter: AnyDrafter,
+    ) -> None:
+        self.model, self.prompts, self.drafter = model, prompts, drafter
+        self.kind = GREEDY if sampling is None else SAMPLED
+        self.new = new
+        self.decode = partial(
+            generate, model, sampling=sampling, stop_tokens=(), logprobs=0
+        )
+        self.plain = self._each(lambda b: {"drafter": None})
+
+    def ways(self, trees: Sequence[str]) -> Iterator[tuple[str, Callable[[], Result]]]:
+        """Yields the ways of decoding by name."""
+        for name in trees:
+            tree = random_tree(int(name[7:])) if name.startswith("random:") else name
+            yield f"tree {name}", partial(self._each, partial(self._echo, tree))
+        drafter = {"drafter": self.drafter, "tree": "auto"}
+        if self.drafter is not None:
+            yield "drafter, tree auto", partial(self._each, lambda b: drafter)
+        yield f"batch of {len(self.prompts)}, plain", partial(self._batch, {})
+        texts = {"tree": "E", "drafter": self._echo_of(self.plain[0])}
+        yield f"batch of {len(self.prompts)}, tree E", partial(self._batch, texts)
+        yield "two calls", self._continued
+        yield "score", self._scored
+
+    def compared(self, way: str, call: Callable[[], Result]) -> Compared:
+        """Runs a way of decoding, and compares its texts with plain decoding's."""
+        tokens, logprobs, length = call()
+        equal = [a == b for a, b in zip(self.plain[0], tokens, strict=True)]
+        pairs = list(zip(self.plain[1], logprobs, strict=True))
+        same = [
+            _common(a, b) for a, b in zip(self.plain[0], tokens, strict=True)
+        ]  # tokens before the first difference
+        differ = [
+            np.asarray(a[:n]).view(np.int32) != np.asarray(b[:n]).view(np.int32)
+            for (a, b), n in zip(pairs, same, strict=True)
+        ]
+        size = [
+            np.abs(a[:n] - b[:n]).max(initial=0.0)
+            for (a, b), n in zip(pairs, same, strict=True)
+        ]
+        gaps = [
+            first_difference(self.model, self.prompts[b], self.plain[0][b], tokens[b])
+            for b, is_equal in enumerate(equal)
+            if not is_equal
+        ]
+        bits = [e and not d.any() for e, d in zip(equal, differ, strict=True)]
+        return Compared(
+            way=way,
+            kind=self.kind,
+            texts=len(equal),
+            equal_tokens=sum(equal),
+            equal_bits=sum(bits),
+            tokens=sum(same),
+            different_bits=int(sum(d.sum() for d in differ)),
+            largest=float(max(size)),
+            gap=max((gap[1] for gap in gaps if gap is not None), default=None),
+            acceptance_length=length,
+        )
+
+    def _echo(self, tree: Any, b: int) -> dict[str, Any]:
+        return {"drafter": self._echo_of(self.plain[0][b : b + 1]), "tree": tree}
+
+    def _echo_of(self, texts: list[list[int]]) -> Echo:
+        return Echo(jnp.asarray(texts, jnp.int32), self.model.config.num_tokens)
+
+    def _each(self, options: Callable[[int], dict[str, Any]]) -> Result:
+        """Decodes each prompt alone.
+
+        Args:
+          options: returns the options of `generate` for a prompt, given its index.
+        """
+        done = [
+            self.decode([ids], max_new_tokens=self.new, **options(b))
+            for b, ids in enumerate(self.prompts)
+        ]
+        return _joined(done)
+
+    def _batch(self, options: dict[str, Any]) -> Result:
+        """Decodes all prompts as one batch."""
+        options = {"drafter": None} | options
+        return _joined([self.decode(self.prompts, max_new_tokens=self.new, **options)])
+
+    def _continued(self) -> Result:
+        """Decodes each prompt by two calls. If sampled, the second draws with its own
+        random numbers, so it reads the rest of the text instead of drawing it."""
+        first = self.new // 2
+        tokens, logprobs = [], []
+        for b, ids in enumerate(self.prompts):
+            one = self.decode([ids], drafter=None, max_new_tokens=first, keep_past=True)
+            rest = self.plain[0][b][first:] if self.kind == SAMPLED else []
+            text, values = one.tokens[0], list(_values(one)[0])
+            if not rest:
+                left = self.new - first
+                two = self.decode(
+                    [[]], drafter=None, max_new_tokens=left, past=one.past
+                )
+                text, values = text + two.tokens[0], values + list(_values(two)[0])
+            tokens.append(text + rest)
+            whole = [*values, *self.plain[1][b][len(values) :]]
+            logprobs.append(np.asarray(whole, np.float32))
+        return tokens, logprobs, None
+
+    def _scored(self) -> Result:
+        """Returns the plain texts with log-probabilities from `score`."""
+        logprobs = []
+        for ids, text in zip(self.prompts, self.plain[0], strict=True):
+            logits = score(self.model, [[*ids, *text]])[0]
+            raw = logits[len(ids) - 1 : -1, : self.model.config.num_tokens]
+            chosen = _logprob_of(raw, jnp.asarray(text, jnp.int32))
+            logprobs.append(np.asarray(chosen))
+        return self.plain[0], logprobs, None
+
+
+@jax.jit
+def _logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the log-probability of token t under logits[t], as `sampling.logprobs`
+    computes it."""
+    all_of_them = jax.nn.log_softmax(logits, axis=-1)
+    return jnp.take_along_axis(all_of_them, tokens[:, None], axis=-1)[:, 0]
+
+
+def _joined(done: Sequence[Generation]) -> Result:
+    tokens = [text for one in done for text in one.tokens]
+    logprobs = [row for one in done for row in _values(one)]
+    lengths = [float(x) for one in done for x in one.acceptance_length]
+    return tokens, logprobs, sum(lengths) / len(lengths)
+
+
+def _values(done: Generation) -> list[np.ndarray]:
+    """Returns the raw log-probabilities of each text's tokens."""
+    assert done.logprobs is not None  # they are requested
+    return [np.asarray(row.raw, np.float32) for row in done.logprobs]
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Returns the number of equal tokens at the beginning of two texts."""
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
+def random_tree(nodes: int, seed: int = 0) -> list[int]:
+    """Returns the parents of a random tree: each node's is one of the six nodes before
+    it, so that the tree is both deep and wide."""
+    if nodes < 2:
+        raise ValueError(f"random:{nodes}: want at least 2 nodes")
+    rng = np.random.default_rng(seed)
+    return [-1, *(int(rng.integers(max(0, n - 6), n)) for n in range(1, nodes))]
+
+
+def layer_difference(model: Model, prompt: Sequence[int]) -> str | None:
+    """Finds the first layer whose output depends on the number of tokens in a pass.
+
+    The last tokens of a text are read in one pass, and in passes of one token. The text
+    is the prompt, repeated if necessary.
+
+    Returns:
+      The index of the layer, from 0, with the names of its mixers, such as "3
+      (attention+mlp)"; None if all bits are equal.
+    """
+    if model.mesh is not None:
+        return None
+    text = np.resize(np.asarray(prompt, np.int32), PREFILL_CHUNK + PROBE)[None]
+    taps = tuple(range(len(model.config.layers)))
+    state = _prefilled(model, jnp.asarray(text))
+    tokens = jnp.asarray(text[:, PREFILL_CHUNK:])
+    at_once = _pass(model, state, tokens, taps)[0]
+    steps = []
+    for i in range(PROBE):
+        found, state = _pass(model, state, tokens[:, i : i + 1], taps)
+        steps.append(found)
+    one_by_one = [np.concatenate(parts, axis=1) for parts in zip(*steps, strict=True)]
+    for i, (a, b) in enumerate(zip(at_once, one_by_one, strict=True)):
+        if (np.asarray(a).view(np.int32) != b.view(np.int32)).any():
+            return f"{i} ({model.config.kinds[i]})"
+    return None
+
+
+@jax.jit
+def _prefilled(model: Model, text: jax.Array) -> Any:
+    state = init_state(model.config, 1, text.shape[1], param_dtype(model.params))
+    length = jnp.full((1,), PREFILL_CHUNK, jnp.int32)
+    return prefill(model, state, text[:, :PREFILL_CHUNK], length, PREFILL_CHUNK)[0]
+
+
+@partial(jax.jit, static_argnames=("taps",))
+def _pass(model: Model, state: Any, tokens: jax.Array, taps: tuple[int, ...]) -> Any:
+    """Returns the output [1, T, d] of each layer for a chain of tokens, and the state
+    after them."""
+    T = tokens.shape[1]
+    nodes = chain_nodes(1, T, model.config.conv_taps)
+    _, tapped, records, state = forward_tapped(model, state, tokens, nodes, taps=taps)
+    path = jnp.arange(T, dtype=jnp.int32)[None]
+    return tapped, commit(state, records, path, jnp.full((1,), T, jnp.int32))

@@ -1,0 +1,129 @@
+"""`certify`: every way of decoding is compared, and planted differences are found."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax.cli.main import main
+from stree_jax.speculation import step
+from stree_jax.verify import certify as module
+from stree_jax.verify.certify import certify, layer_difference, random_tree
+
+PROMPTS = ["import os", "class Node:"]
+SMALL = {"max_new_tokens": 16, "trees": ["chain:4", "random:9"]}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return stree_jax.load("demo", dtype="float32")
+
+
+def test_every_way_has_the_tokens_of_plain_decoding(model):
+    said = []
+    found = certify(model, PROMPTS, say=said.append, **SMALL)
+    ways = [
+        *("tree chain:4", "tree random:9", "drafter, tree auto"),
+        *("batch of 2, plain", "batch of 2, tree E", "two calls", "score"),
+    ]
+    assert [c.way for c in found.compared] == ways * 2
+    assert [c.kind for c in found.compared] == ["greedy"] * 7 + ["sampled"] * 7
+    assert said == [f"{c.way}, {c.kind}" for c in found.compared]
+    assert found.equal_tokens and all(c.tokens == 32 for c in found.compared)
+    assert all(c.largest < 1e-4 and c.gap is None for c in found.compared)
+    # Drafts are accepted and rejected.
+    by_way = {c.way: c for c in found.compared if c.kind == "greedy"}
+    assert 2 < by_way["tree chain:4"].acceptance_length < 5
+    assert 1.3 < by_way["tree random:9"].acceptance_length < 5
+    assert json.loads(json.dumps(found.as_json()))["equal_tokens"] is True
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Returns a function that replaces a function of a module; programs are traced
+    anew with it, and again without it."""
+
+    def plant(where, name, made):
+        monkeypatch.setattr(where, name, made(getattr(where, name)))
+        jax.clear_caches()
+
+    yield plant
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def test_a_pass_that_is_wrong_for_several_nodes_is_found(model, planted):
+    def wrong(forward):
+        def call(target, state, tokens, *args, **options):
+            hidden, *rest = forward(target, state, tokens, *args, **options)
+            return hidden * (1.5 if tokens.shape[1] > 1 else 1.0), *rest
+
+        return call
+
+    planted(step, "forward_tapped", wrong)
+    found = certify(model, PROMPTS, seeds=[], drafter=None, **SMALL)
+    trees = [c for c in found.compared if "tree" in c.way]
+    assert trees and all(c.largest > 0.01 for c in trees)
+    assert not found.equal_bits
+    (plain,) = (c for c in found.compared if c.way == "batch of 2, plain")
+    assert plain.equal_tokens == 2 and plain.largest < 1e-4
+
+
+def test_other_tokens_and_other_bits_are_counted(model):
+    run = module._Run(model, [[1, 2], [3]], 4, None, None)
+    tokens, logprobs = run.plain[0], [x.copy() for x in run.plain[1]]
+    logprobs[0][2] = np.nextafter(logprobs[0][2], np.float32(0))
+    found = run.compared("bits", lambda: (tokens, logprobs, None))
+    assert (found.equal_tokens, found.equal_bits, found.different_bits) == (2, 1, 1)
+    other = [tokens[0], [*tokens[1][:2], (tokens[1][2] + 1) % 2048, tokens[1][3]]]
+    found = run.compared("tokens", lambda: (other, run.plain[1], 1.0))
+    assert (found.equal_tokens, found.equal_bits, found.tokens) == (1, 1, 4 + 2)
+    assert found.gap > 0
+
+
+def test_the_first_layer_that_differs_is_named(model, planted):
+    assert layer_difference(model, [1, 2, 3]) is not None  # see docs: not yet equal
+
+    seen = []
+
+    def recorded(forward):
+        def call(target, state, tokens, nodes, taps=()):
+            T = tokens.shape[1]
+            fill = jnp.zeros((1, T, 4), jnp.float32)
+            seen.append(T)
+            tapped = [fill + (i == 3) * (T > 1) for i in taps]
+            return fill, tapped, forward(target, state, tokens, nodes)[2], state
+
+        return call
+
+    planted(module, "forward_tapped", recorded)
+    kind = model.config.kinds[3]
+    assert layer_difference(model, [1, 2, 3]) == f"3 ({kind})" and set(seen) == {1, 16}
+
+
+def test_random_trees():
+    for nodes in (2, 24, 64):
+        parents = random_tree(nodes)
+        assert len(parents) == nodes and parents[0] == -1
+        assert all(0 <= p < n for n, p in enumerate(parents) if n)
+    with pytest.raises(ValueError, match="at least 2 nodes"):
+        random_tree(1)
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("import os\n")
+    words = ["certify", "--prompts", str(file), "--max-new-tokens", "6", "--seeds"]
+    words += ["--trees", "chain:2"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "texts have the tokens of plain decoding." in out and "chain:2" in out
+    assert main([*words, "--json", "--bits"]) == 1  # see docs: not yet equal
+    report = json.loads(capsys.readouterr().out)
+    assert report["equal_tokens"] and not report["equal_bits"]
+    file.write_text("")
+    assert main(words) == 2
+    assert "no prompts" in capsys.readouterr().err
