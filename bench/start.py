@@ -1,10 +1,10 @@
-"""Measures what a command costs from its start to its first tokens, and compares it
-with llama.cpp.
+"""Measures the time from the start of a command to its first tokens, and its memory,
+and compares them with llama.cpp.
 
 Each call is a process of its own, timed from outside: `stree-jax generate` in a new
-cache folder (cold), again in the same folder (warm), and with `--keep` beside a process
-that keeps the model; `stree-jax info`; and llama-cpp-python. The files are in the page
-cache.
+cache folder (cold), again in the same folder (warm), and with `--keep`, while another
+process keeps the model; `stree-jax info`; and llama-cpp-python. The files are in the
+page cache.
 """
 
 import argparse

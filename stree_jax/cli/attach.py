@@ -1,4 +1,4 @@
-"""Runs a command in a process that keeps the model loaded (`--keep`).
+"""Sends a command to a process that keeps the model loaded (`--keep`).
 
 A process of Python and JAX takes a second to start, and a model takes longer to load.
 So the first command with `--keep` starts a process that runs it and stays (`resident`),
@@ -8,8 +8,9 @@ standard streams, and it runs them. Nothing listens on a network.
 This module imports only what is imported fast. If anything is not as expected, the
 command runs in its own process, as without `--keep`.
 
-The socket is in a folder of the user, which nobody else can enter. Its name is a digest
-of what the resident process depends on: version, source, interpreter and environment.
+The socket is in a folder that no other user can enter. Its name is a digest of the
+version, the source, the interpreter and the environment, because a process keeps these
+from its start.
 The resident process first says `READY` or `BUSY`. The command then sends one JSON line
 with its standard streams attached, and later a byte for each signal. At the end it gets
 the exit code.

@@ -55,8 +55,8 @@ def remembered(
 
 
 def _stamps(path: Path) -> Iterator[tuple[Any, ...]]:
-    """Yields what changes when a file is written or replaced. For a GGUF file, also
-    that of the other shards beside it."""
+    """Yields the name, size, inode and times of a file, or of each file of a folder. A
+    GGUF file may have other shards in its folder, which count, too."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())

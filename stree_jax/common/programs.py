@@ -1,5 +1,5 @@
-"""Jitted functions whose compiled programs are kept on disk, so that a later process
-neither traces, lowers nor compiles them.
+"""Keeps compiled programs on disk, so that a later process need not trace, lower and
+compile them.
 
 JAX's own cache keeps the output of XLA, but its key is computed from the lowered
 program. Tracing and lowering the programs of tree "auto" takes a second. Here the key
@@ -8,7 +8,7 @@ versions, the settings and the source of all that a program depends on. Source:
 `jax.experimental.serialize_executable`.
 
 A kept program is machine code, as in JAX's cache, and reading it runs code of its file.
-So a file counts only if nobody but the user can write to it and to its folder. A file
+So a file counts only if no other user can write to it and to its folder. A file
 that is damaged, or that this process cannot read, is replaced.
 """
 
@@ -361,8 +361,8 @@ def source_digest() -> str:
 
 
 def _folders() -> Iterator[str]:
-    """Yields the folders of the package and of what is below it. In a clone, some of
-    these are elsewhere."""
+    """Yields the folders of the package and of its parts, some of which are links in a
+    clone."""
     import stree_jax
 
     yield from map(os.path.realpath, stree_jax.__path__)

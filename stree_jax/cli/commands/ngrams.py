@@ -41,7 +41,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
     add(table, "--order", int, 3, "tokens of an n-gram, 2 to 8")
     text = "most contexts of one length, a power of two"
     add(table, "--slots", int, 2**18, text)
-    add(table, "--keep", int, 8, "most next tokens stored for a context")
+    text = "most next tokens stored for a context"
+    add(table, "--next-tokens", int, 8, text, dest="keep")
 
 
 def run(args: argparse.Namespace) -> None:
