@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-fast test-real test-peers format lint types check wheel-test \
+.PHONY: demo test test-more test-long test-fast test-real test-peers format lint types check wheel-test \
   clone-test wheels \
   release-check gpu-check gpu-test docs docs-serve clean
 
@@ -32,12 +32,16 @@ demo: .venv/.core
 
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
-# In about ten minutes: all but what tests/long.txt names.
+# In about ten minutes: all but what tests/more.txt and tests/long.txt name.
 test: .venv/.test
-	sed 's/^/--deselect=/' tests/long.txt > .venv/but-long.txt
+	sed 's/^/--deselect=/' tests/more.txt tests/long.txt > .venv/but-long.txt
 	$(PYTEST) @.venv/but-long.txt
 
-# What tests/long.txt names: more cases of what `make test` tests, and whole measurements.
+# More cases of what `make test` tests, which continuous integration always runs.
+test-more: .venv/.test
+	$(PYTEST) @tests/more.txt
+
+# Further cases, and whole measurements.
 test-long: .venv/.test
 	$(PYTEST) @tests/long.txt
 
@@ -82,7 +86,7 @@ wheel-test: .venv/.test
 clone-test:
 	tests/clone_smoke.sh $(PYTHON)
 
-check: lint types test wheel-test
+check: lint types test test-more wheel-test
 
 # The sdist and a wheel built from it, in dist/. One wheel serves every Python from 3.11 on; its
 # manylinux tag follows from this machine's C library (hosted CI builds manylinux_2_28). Python

@@ -36,7 +36,7 @@ def names_read(source):
             found.append(node.left)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if is_environ(node.func.value) or node.func.attr == "getenv":
-                found.append(node.args[0])
+                found += node.args[:1]  # none in `os.environ.items()`
     names = set()
     for node in found:
         name = constants.get(node.id) if isinstance(node, ast.Name) else node.value

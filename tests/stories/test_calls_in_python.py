@@ -15,7 +15,7 @@ from flax import struct
 
 import stree_jax
 from stree_jax import Sampling, models
-from stree_jax.generation import generate as generation
+from stree_jax.common.programs import Jitted
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.layout import tree_layout
 from stree_jax.speculation.start import Start
@@ -89,7 +89,7 @@ def test_an_interrupted_call_leaves_collection_on(model, error, monkeypatch):
     def interrupted(*_):
         raise error
 
-    monkeypatch.setattr(generation, "advance_jit", interrupted)
+    monkeypatch.setattr(Jitted, "ready", lambda *_: interrupted)
     with pytest.raises(error):
         stree_jax.generate(model, "a", max_new_tokens=2)
     assert gc.isenabled()
