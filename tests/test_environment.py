@@ -7,6 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "environment.md"
 FOLDERS = ("stree_jax", "models", "convert", "cpu_kernels", "pallas_kernels", "bench")
+# Methods of `os.environ` that read or set one variable
+OF_ONE = ("get", "pop", "setdefault", "__getitem__", "__contains__")
 
 
 def is_environ(node):
@@ -16,7 +18,7 @@ def is_environ(node):
 
 def names_read(source):
     """Returns the variables that a module reads or sets: `os.environ[X]`,
-    `os.environ.get(X)` and its other methods, `X in os.environ`, `os.getenv(X)`.
+    `os.environ.get(X)` and other methods, `X in os.environ`, `os.getenv(X)`.
 
     X is a string, or a constant of the module.
     """
@@ -35,8 +37,9 @@ def names_read(source):
         elif isinstance(node, ast.Compare) and is_environ(node.comparators[0]):
             found.append(node.left)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if is_environ(node.func.value) or node.func.attr == "getenv":
-                found += node.args[:1]  # none in `os.environ.items()`
+            one = is_environ(node.func.value) and node.func.attr in OF_ONE
+            if one or node.func.attr == "getenv":
+                found.append(node.args[0])
     names = set()
     for node in found:
         name = constants.get(node.id) if isinstance(node, ast.Name) else node.value

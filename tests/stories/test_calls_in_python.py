@@ -86,10 +86,10 @@ def test_streams_side_by_side_and_closed_early(model):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_call_leaves_collection_on(model, error, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise error
 
-    monkeypatch.setattr(Jitted, "ready", lambda *_: interrupted)
+    monkeypatch.setattr(Jitted, "ready", lambda *_, **__: interrupted)
     with pytest.raises(error):
         stree_jax.generate(model, "a", max_new_tokens=2)
     assert gc.isenabled()
