@@ -76,8 +76,8 @@ def kept_for(args: argparse.Namespace) -> int:
     """
     if not hasattr(args, "keep"):
         return ALONE
-    alone = ":" in str(args.drafter) or args.mesh is not None
-    alone |= getattr(args, "processes", None) is not None
+    alone = ":" in str(getattr(args, "drafter", None))
+    alone |= any(getattr(args, n, None) is not None for n in ("mesh", "processes"))
     if alone or not hasattr(socket, "SCM_RIGHTS"):
         return ALONE
     if args.keep is not None:

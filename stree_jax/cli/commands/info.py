@@ -16,6 +16,7 @@ from stree_jax.cli.options import (
     add_draft_vocabulary,
     group,
 )
+from stree_jax.cli.text_options import add_keep_option
 
 if TYPE_CHECKING:
     from stree_jax.models import Format, ModelConfig
@@ -36,6 +37,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     add(work, "--batch", int, 1, "sequences decoded together")
     add(work, "--context", int, 2048, CONTEXT_HELP)
     add_draft_vocabulary(group(p, DRAFTING))
+    add_keep_option(p)
     add_report_options(p)
 
 
