@@ -20,7 +20,7 @@ from bench.prompts import Prompt
 from stree_jax.common.words import suggestion
 from stree_jax.convert.families.configs import read_config
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tensors.source import TensorInfo
+from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import Model, ModelConfig, init_params
 from stree_jax.models.base.keys import default_numbers, key_of

@@ -47,7 +47,8 @@ from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.gguf_header import is_gguf
 from stree_jax.convert.tensors.mlx import check_layout
 from stree_jax.convert.tensors.quantized import logical, scheme_names
-from stree_jax.convert.tensors.source import Source, open_source, source_dtype
+from stree_jax.convert.tensors.stored_tensors import Tensors
+from stree_jax.convert.tensors.tensor_files import open_source, source_dtype
 from stree_jax.convert.tokenizers.tokenizer import (
     copy_tokenizer,
     read_tokenizer,
@@ -91,7 +92,7 @@ class Opened:
     config: ModelConfig
     dtype: np.dtype
     quantized: str | None = None
-    source: Source | None = None
+    source: Tensors | None = None
     names: Names | None = None
     left_out: tuple[str, ...] = ()
     own_format: Format | None = None
@@ -202,7 +203,7 @@ class Checkpoint:
       weight_format: format in which the weights are stored in memory.
     """
 
-    source: Source
+    source: Tensors
     config: ModelConfig
     rows: list[Row]
     weight_format: Format
@@ -344,7 +345,7 @@ def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
     return Checkpoint(source, config, rows, kept)
 
 
-def _check_layer_count(source: Source, config: ModelConfig) -> None:
+def _check_layer_count(source: Tensors, config: ModelConfig) -> None:
     """Raises CheckpointError if the config has more layers than there are tensors."""
     count, where = len(config.layers) + len(config.mtp), source.directory
     if count > len(source.tensors):

@@ -30,13 +30,13 @@ from stree_jax.convert.tensors.gguf_header import (
     read_one,
 )
 from stree_jax.convert.tensors.quantization_config import MODELOPT_FILE, RECIPE_FILES
-from stree_jax.convert.tensors.source import (
+from stree_jax.convert.tensors.tensor_files import (
     ADAPTER,
     INDEX,
-    PICKLED,
     read_json,
     weights_among,
 )
+from stree_jax.convert.tensors.torch_files import PICKLED
 from stree_jax.convert.tokenizers.tokenizer import tokenizer_files_among
 
 CONFIG_FILES = (

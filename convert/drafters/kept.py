@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.convert.tensors.source import Source
+from stree_jax.convert.tensors.stored_tensors import Tensors
 from stree_jax.models.layers.params import Param
 from stree_jax.models.layers.params import Path as ParamPath
 from stree_jax.models.weights.kept import KEPT
@@ -26,7 +26,7 @@ from stree_jax.models.weights.weight import (
 
 
 def can_be_kept(
-    source: Source, param: Param, tensors: Sequence[str], format: Format
+    source: Tensors, param: Param, tensors: Sequence[str], format: Format
 ) -> bool:
     """True if a parameter consists of quantized matrices that the format keeps.
 
@@ -45,7 +45,7 @@ def can_be_kept(
 
 
 def kept(
-    source: Source, tensors: Sequence[str], format: Format, order: np.ndarray | None
+    source: Tensors, tensors: Sequence[str], format: Format, order: np.ndarray | None
 ) -> Any:
     """Reads a parameter that can be kept.
 
@@ -62,7 +62,7 @@ def kept(
 
 
 def layout_of(
-    source: Source,
+    source: Tensors,
     table: Mapping[ParamPath, Param],
     sources: Mapping[ParamPath, Sequence[str]],
 ) -> Layout:
@@ -87,7 +87,7 @@ def layout_of(
     return tuple(found)
 
 
-def _parts(source: Source, tensors: Sequence[str]) -> tuple[Part, ...]:
+def _parts(source: Tensors, tensors: Sequence[str]) -> tuple[Part, ...]:
     """Returns the storage of a parameter that can be kept."""
     parts: list[Part] = []
     for name in tensors:
@@ -100,7 +100,7 @@ def _parts(source: Source, tensors: Sequence[str]) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def matrix_dtype(source: Source, tensors: Sequence[str]) -> np.dtype:
+def matrix_dtype(source: Tensors, tensors: Sequence[str]) -> np.dtype:
     """Returns the dtype in memory of a matrix that cannot be kept quantized, in a
     drafter whose other matrices are kept."""
     stored = {

@@ -12,7 +12,7 @@ from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters.fields import Fields
 from stree_jax.convert.drafters.kept import can_be_kept, kept
 from stree_jax.convert.families.tensors import check_dtype
-from stree_jax.convert.tensors.source import Source
+from stree_jax.convert.tensors.stored_tensors import Tensors
 from stree_jax.models import nest, stored
 from stree_jax.models.drafters.dflash import (
     DFlash,
@@ -160,7 +160,7 @@ def check_shapes(f: Fields, c: DFlashConfig) -> None:
             raise f.error(f"unexpected tensor {name}")
 
 
-def check_stored(source: Source, plain: Callable[[str], str]) -> None:
+def check_stored(source: Tensors, plain: Callable[[str], str]) -> None:
     """Checks the dtypes and names of a drafter's tensors, from headers.
 
     Args:
@@ -196,7 +196,7 @@ def is_block(names: Collection[str]) -> bool:
 
 
 def read_dflash(
-    source: Source, c: DFlashConfig, format: Format, interleaved: bool = False
+    source: Tensors, c: DFlashConfig, format: Format, interleaved: bool = False
 ) -> DFlash:
     """Reads a block drafter's weights.
 
@@ -254,7 +254,7 @@ def _sources(files: Mapping[str, str], c: DFlashConfig) -> dict[ParamPath, list[
 
 
 def kept_sources(
-    source: Source, c: DFlashConfig, interleaved: bool
+    source: Tensors, c: DFlashConfig, interleaved: bool
 ) -> dict[ParamPath, list[str]]:
     """Returns the stored tensors of the parameters that are read without a change other
     than the order of the head's rows; see `read_dflash` for the arguments."""
@@ -267,7 +267,7 @@ def kept_sources(
 
 
 def _whole(
-    source: Source,
+    source: Tensors,
     path: ParamPath,
     tensors: Sequence[str],
     dtype: np.dtype,
@@ -303,7 +303,7 @@ def _half_split(x: np.ndarray, head_dim: int, dim: int) -> np.ndarray:
 
 
 def _head_ids(
-    source: Source, files: Mapping[str, str], c: DFlashConfig
+    source: Tensors, files: Mapping[str, str], c: DFlashConfig
 ) -> tuple[Any, np.ndarray | None]:
     """Returns the token of each row of a trimmed head, in ascending order, and the
     order [D] that sorts the file's rows in this way. (None, None) if the head has a row

@@ -11,7 +11,8 @@ from stree_jax.convert.families import Family, families
 from stree_jax.convert.families.notes import generation_notes
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tensors.source import TensorInfo, is_file
+from stree_jax.convert.tensors.stored_tensors import TensorInfo
+from stree_jax.convert.tensors.tensor_files import is_file
 from stree_jax.convert.tokenizers.tokenizer import end_of_text, end_token
 from stree_jax.models import ModelConfig, param_shapes
 

@@ -12,7 +12,7 @@ from stree_jax.convert.families import Family, families
 from stree_jax.convert.families.tensor_map import source_shapes
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tensors.source import TensorInfo
+from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.models import ModelConfig, param_shapes
 
 

@@ -12,7 +12,7 @@ from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import Names, bare
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tensors.source import OWN_FORMAT
+from stree_jax.convert.tensors.tensor_files import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
 from stree_jax.models.layers.rope import Rope, Yarn
 from stree_jax.models.stack.config_json import MAX_LAYERS, MAX_SIZE

@@ -24,7 +24,7 @@ from stree_jax.convert.families.tensor_map import (
     pieces,
     source_shapes,
 )
-from stree_jax.convert.tensors.source import PIECE, Source, TensorInfo, at_once
+from stree_jax.convert.tensors.stored_tensors import PIECE, TensorInfo, Tensors, at_once
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.stack.config import required
 from stree_jax.models.weights.weight import QUANTIZED, Format, Packed, flat_experts
@@ -55,7 +55,7 @@ def rows_of(names: Names, config: ModelConfig) -> list[Row]:
 
 
 def check_tensors(
-    source: Source, rows: list[Row], config: ModelConfig, names: Names | None = None
+    source: Tensors, rows: list[Row], config: ModelConfig, names: Names | None = None
 ) -> None:
     """Checks that all expected tensors are present, with their shapes and float dtypes,
     and that there are no others.
@@ -109,8 +109,8 @@ def check_tensors(
 
 
 def without_left_out(
-    source: Source, names: Names, warn: Warn | None
-) -> tuple[Source, tuple[str, ...]]:
+    source: Tensors, names: Names, warn: Warn | None
+) -> tuple[Tensors, tuple[str, ...]]:
     """Returns the source without the tensors that a format leaves out, and patterns of
     their names.
 
@@ -138,7 +138,7 @@ def without_left_out(
 
 
 def settle_names(
-    source: Source, names: Names, config: ModelConfig, warn: Warn | None
+    source: Tensors, names: Names, config: ModelConfig, warn: Warn | None
 ) -> tuple[Names, ModelConfig]:
     """Adapts names and weight ties to the tensors of a file, as transformers does.
 
@@ -177,7 +177,7 @@ def settle_names(
     return names, config
 
 
-def _warn_of_ties(source: Source, name: str, other: str, warn: Warn | None) -> None:
+def _warn_of_ties(source: Tensors, name: str, other: str, warn: Warn | None) -> None:
     if warn is not None:
         warn(
             f"{source.directory}: the config ties {name} to {other}, but the file has "
@@ -185,7 +185,7 @@ def _warn_of_ties(source: Source, name: str, other: str, warn: Warn | None) -> N
         )
 
 
-def _are_equal(source: Source, name: str, other: str) -> bool:
+def _are_equal(source: Tensors, name: str, other: str) -> bool:
     """True if two tensors have equal values; NaN equals NaN."""
     infos = source.tensors[name], source.tensors[other]
     if infos[0].shape != infos[1].shape or any(i.dtype not in FLOATS for i in infos):
@@ -202,7 +202,7 @@ def _are_equal(source: Source, name: str, other: str) -> bool:
     )
 
 
-def _shared_copies(source: Source, config: ModelConfig) -> dict[str, str]:
+def _shared_copies(source: Tensors, config: ModelConfig) -> dict[str, str]:
     """Returns the repeated tensors of shared blocks, with the name of the original.
 
     A file may have a shared block's tensors again for every layer that uses the block.
@@ -233,7 +233,7 @@ def check_dtype(name: str, info: TensorInfo) -> None:
 
 
 def read_param(
-    source: Source,
+    source: Tensors,
     row: Row,
     shape: tuple[int, ...],
     dtype: Any,
@@ -256,7 +256,7 @@ def read_param(
     return read[0] if len(read) == 1 else np.concatenate(read, axis=axis)
 
 
-def _read_piece(source: Source, piece: Piece, kept: Any) -> np.ndarray:
+def _read_piece(source: Tensors, piece: Piece, kept: Any) -> np.ndarray:
     row = piece.row
     each = zip(row.sources, piece.indices, strict=True)
     read = (source.read(name, kept, index) for name, index in each)
@@ -271,7 +271,7 @@ def _read_piece(source: Source, piece: Piece, kept: Any) -> np.ndarray:
         raise CheckpointError(f"{file}: {error}") from error
 
 
-def parts_are_read(source: Source, row: Row) -> bool:
+def parts_are_read(source: Tensors, row: Row) -> bool:
     """True if one device's part of a parameter can be read without the rest."""
     return can_be_cut(row) and all(map(source.is_plain, row.sources))
 
@@ -286,13 +286,13 @@ def is_finite(array: np.ndarray) -> bool:
     return all(np.isfinite(piece).all() for piece in some)
 
 
-def nonfinite_note(source: Source, name: str) -> str:
+def nonfinite_note(source: Tensors, name: str) -> str:
     """Returns the warning about a tensor that has NaN or infinity."""
     return f"{source.tensors[name].file}: {name} holds NaN or infinity; kept as it is"
 
 
 @dataclass(frozen=True)
-class _Watched(Source):
+class _Watched(Tensors):
     """A source that lists the tensors with NaN or infinity among those that it read."""
 
     nonfinite: list[str] = field(default_factory=list)
@@ -305,7 +305,7 @@ class _Watched(Source):
 
 
 @contextmanager
-def noting_nonfinite(source: Source, warn: Warn | None) -> Iterator[Source]:
+def noting_nonfinite(source: Tensors, warn: Warn | None) -> Iterator[Tensors]:
     """Yields a source to read weights from, and then warns of the first tensor that had
     NaN or infinity.
 
@@ -321,7 +321,7 @@ def noting_nonfinite(source: Source, warn: Warn | None) -> Iterator[Source]:
 
 
 def nonfinite_tensor(
-    source: Source,
+    source: Tensors,
     row: Row,
     shape: tuple[int, ...],
     axis: int = 0,
@@ -341,7 +341,7 @@ def nonfinite_tensor(
     return next(odd, row.sources[0])
 
 
-def dtype_in_file(source: Source, row: Row) -> str:
+def dtype_in_file(source: Tensors, row: Row) -> str:
     """Returns the dtype in which a file stores a parameter: "quantized" if any of its
     source tensors is quantized, "bfloat16" if all are bfloat16, else "float32"."""
     if any(map(source.is_quantized, row.sources)):
@@ -350,7 +350,7 @@ def dtype_in_file(source: Source, row: Row) -> str:
     return "bfloat16" if found == {"bfloat16"} else "float32"
 
 
-def packed_blocks(source: Source, row: Row, format: Format) -> list[Packed] | None:
+def packed_blocks(source: Tensors, row: Row, format: Format) -> list[Packed] | None:
     """Reads the quantized matrices of a parameter without dequantizing them.
 
     Args:
@@ -371,7 +371,7 @@ def packed_blocks(source: Source, row: Row, format: Format) -> list[Packed] | No
     return matrices
 
 
-def packed_experts(source: Source, row: Row, format: Format) -> list[Packed] | None:
+def packed_experts(source: Tensors, row: Row, format: Format) -> list[Packed] | None:
     """Reads the quantized matrices of experts without dequantizing them.
 
     Args:
@@ -392,7 +392,7 @@ def packed_experts(source: Source, row: Row, format: Format) -> list[Packed] | N
 
 
 def expert_sources(
-    source: Source, row: Row, format: Format
+    source: Tensors, row: Row, format: Format
 ) -> list[tuple[str, ...]] | None:
     """Finds the quantized tensors that a parameter of experts consists of. Reads only
     headers.
@@ -426,7 +426,7 @@ def expert_sources(
 
 
 def packed_orders(
-    source: Source, row: Row, format: Format
+    source: Tensors, row: Row, format: Format
 ) -> list[tuple[str, Any]] | None:
     """Finds the quantized matrices that a parameter consists of. Reads only headers.
 

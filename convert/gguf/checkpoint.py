@@ -1,4 +1,4 @@
-"""Opens a GGUF file as a `Source` of tensors with a `ModelConfig`."""
+"""Opens a GGUF file as a `Tensors` of tensors with a `ModelConfig`."""
 
 import json
 import reprlib
@@ -23,7 +23,7 @@ from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.gguf_blocks import NAMES, read_plain
 from stree_jax.convert.tensors.gguf_header import Header
-from stree_jax.convert.tensors.source import Source, TensorInfo
+from stree_jax.convert.tensors.stored_tensors import TensorInfo, Tensors
 from stree_jax.convert.tokenizers.gguf_vocabulary import (
     settings,
     source_fields,
@@ -44,7 +44,7 @@ QUANTIZED = "bfloat16"  # default dtype for tensors of blocks
 
 def open_gguf(
     files: CheckpointFiles, mtp: bool | None = False, warn: Warn | None = None
-) -> tuple[Source, str, Names, ModelConfig]:
+) -> tuple[Tensors, str, Names, ModelConfig]:
     """Opens a GGUF file, with all shards if it is the first of several. Reads only the
     headers.
 
@@ -65,7 +65,7 @@ def open_gguf(
     header, file = files.header, files.path
     name = architecture_of(header)
     architecture = ARCHITECTURES[name]
-    source = Source(file, _tensors(header), shapes_from="its metadata")
+    source = Tensors(file, _tensors(header), shapes_from="its metadata")
     fields = _fields(header, name, source)
     try:
         check_neutral(fields, architecture.known + architecture.ignored)
@@ -181,7 +181,7 @@ def _factors(header: Header, scales: set[str], name: str) -> tuple[float, ...]:
     return tuple(read_plain(*where).tolist())
 
 
-def _fields(header: Header, name: str, source: Source) -> ConfigFields:
+def _fields(header: Header, name: str, source: Tensors) -> ConfigFields:
     """Returns the architecture's metadata, including the tensor of RoPE factors."""
     prefix = f"{name}."
     values: dict[str, Any] = {

@@ -11,7 +11,7 @@ from stree_jax.convert.families.tensors import (
     packed_orders,
     rows_of,
 )
-from stree_jax.convert.tensors.source import Source
+from stree_jax.convert.tensors.stored_tensors import Tensors
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.kept import KEPT
@@ -19,7 +19,7 @@ from stree_jax.models.weights.panels import KINDS
 from stree_jax.models.weights.weight import Layout, Part
 
 
-def layout_of(source: Source, names: Names, config: ModelConfig) -> Layout:
+def layout_of(source: Tensors, names: Names, config: ModelConfig) -> Layout:
     """Returns the storage of a checkpoint's matrices in dtype "kept", from headers
     only.
 
@@ -40,14 +40,14 @@ def layout_of(source: Source, names: Names, config: ModelConfig) -> Layout:
     )
 
 
-def _is_whole(source: Source, row: Row, shape: tuple[int, ...]) -> bool:
+def _is_whole(source: Tensors, row: Row, shape: tuple[int, ...]) -> bool:
     """True if the row's tensors exist and have the shapes for a parameter."""
     found = [source.tensors.get(name) for name in row.sources]
     wanted = source_shapes(row, shape)
     return [info and info.shape for info in found] == wanted
 
 
-def _parts(source: Source, row: Row, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def _parts(source: Tensors, row: Row, shape: tuple[int, ...]) -> tuple[Part, ...]:
     orders: Sequence[tuple[str, Any]] | None
     if len(shape) == 3:
         experts = expert_sources(source, row, KEPT)
@@ -71,7 +71,7 @@ def _parts(source: Source, row: Row, shape: tuple[int, ...]) -> tuple[Part, ...]
 
 
 def note_of_dequantized(
-    source: Source, rows: Sequence[Row], config: ModelConfig, layout: Layout
+    source: Tensors, rows: Sequence[Row], config: ModelConfig, layout: Layout
 ) -> str | None:
     """Returns one line about the quantized matrices that a kept model stores as
     bfloat16 arrays, or None if there are none."""

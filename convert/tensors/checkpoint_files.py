@@ -8,7 +8,8 @@ from typing import Any
 
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.gguf_header import Header, is_gguf, read_header
-from stree_jax.convert.tensors.source import TensorInfo, is_file, read_json
+from stree_jax.convert.tensors.stored_tensors import TensorInfo
+from stree_jax.convert.tensors.tensor_files import is_file, read_json
 
 CONFIG = "config.json"
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.tensors.source import TensorInfo, read_json
+from stree_jax.convert.tensors.stored_tensors import TensorInfo
+from stree_jax.convert.tensors.tensor_files import read_json
 from stree_jax.models.stack.config_json import (
     MAX_LAYERS,
     MAX_NUMBER,

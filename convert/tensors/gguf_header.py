@@ -18,7 +18,7 @@ import numpy as np
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.base.files import check_fetched
 from stree_jax.convert.tensors.gguf_blocks import KINDS, OTHER_KINDS, Kind, without_ones
-from stree_jax.convert.tensors.source import file_names, weights_among
+from stree_jax.convert.tensors.tensor_files import file_names, weights_among
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

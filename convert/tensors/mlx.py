@@ -15,7 +15,7 @@ import numpy as np
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.tensors.dequantize import FLOATS, Part, Scheme, halves
 from stree_jax.convert.tensors.int4 import KEPT_GROUPS
-from stree_jax.convert.tensors.source import Source
+from stree_jax.convert.tensors.stored_tensors import Tensors
 
 GROUPS = (32, 64, 128)  # columns of a group
 
@@ -78,7 +78,7 @@ def affine(bits: int, columns: int) -> Affine:
     )
 
 
-def check_layout(source: Source) -> None:
+def check_layout(source: Tensors) -> None:
     """Raises CheckpointError for layouts of mlx-lm that differ from transformers'.
 
     mlx-lm transposes convolutions and stacks experts; it also changes norms of some of

@@ -25,7 +25,7 @@ from stree_jax.convert.tensors.recipe import (
     read_block,
     read_modules,
 )
-from stree_jax.convert.tensors.source import Source
+from stree_jax.convert.tensors.stored_tensors import Tensors
 
 CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
 TEXT_CONFIG = "text_config"
@@ -50,7 +50,7 @@ MXFP4 = Blocks("mxfp4", "U8", (1, 32), weight=BLOCKS, scale=SCALES, exponents=Tr
 WEIGHTS = frozenset(s.weight for s in (*COMPRESSED.values(), AWQ, MXFP4))
 
 
-def read_recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
+def read_recipe(source: Tensors, files: CheckpointFiles) -> Recipe | None:
     """Reads the schemes from config.json or from Model Optimizer's own file. Returns
     None if neither mentions quantization."""
     config = files.fields(tensors=source.tensors)
@@ -66,7 +66,7 @@ def read_recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
     return _recipe(config.object(names[0]))
 
 
-def _recipe_of_file(source: Source, files: CheckpointFiles) -> Recipe | None:
+def _recipe_of_file(source: Tensors, files: CheckpointFiles) -> Recipe | None:
     """Reads the schemes from a file of the quantizer's own, or returns None.
 
     The files of GPTQ and AWQ are read only if there are such tensors, because they may

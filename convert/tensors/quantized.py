@@ -1,6 +1,6 @@
 """Finds which tensors of a checkpoint are quantized, by its config files.
 
-The result is a `Source` that lists the dequantized matrices, so that other code can
+The result is a `Tensors` that lists the dequantized matrices, so that other code can
 read it like any other source. `dequantize.py` and `int4.py` define the quantization
 schemes, and `quantization_config.py` says which module has which scheme.
 """
@@ -18,12 +18,8 @@ from stree_jax.convert.tensors.quantization_config import (
     read_recipe,
 )
 from stree_jax.convert.tensors.recipe import Recipe
-from stree_jax.convert.tensors.source import (
-    PICKLED,
-    PackedInfo,
-    Source,
-    TensorInfo,
-)
+from stree_jax.convert.tensors.stored_tensors import PackedInfo, TensorInfo, Tensors
+from stree_jax.convert.tensors.torch_files import PICKLED
 
 # Scales of activations and KV caches, which are ignored: both stay in the model's
 # dtype.
@@ -33,7 +29,7 @@ ACTIVATIONS = frozenset(
 )
 
 
-def logical(source: Source, files: CheckpointFiles) -> Source:
+def logical(source: Tensors, files: CheckpointFiles) -> Tensors:
     """Returns the source with a float tensor in place of each quantized one.
 
     If no config file mentions quantization, the source is unchanged. Only headers are
@@ -85,7 +81,7 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
     return replace(source, tensors=tensors, quantized=quantized)
 
 
-def _check_plain(source: Source) -> None:
+def _check_plain(source: Tensors) -> None:
     """Raises CheckpointError if there are tensors of a quantizer, but no recipe."""
     words = WEIGHTS - {"weight"}
     name = next((n for n in source.tensors if _split(n)[1] in words), None)
@@ -111,7 +107,7 @@ def _joined(module: str, word: str) -> str:
     return module + word if word in (BLOCKS, SCALES) else f"{module}.{word}"
 
 
-def scheme_names(source: Source) -> str | None:
+def scheme_names(source: Tensors) -> str | None:
     """Returns the schemes of a source's weights, such as "nvfp4", "fp8+nvfp4" or
     "q4_k". None if all weights are plain floats."""
     names = {source.scheme(name) for name in source.tensors} - {None}
@@ -186,7 +182,7 @@ def _parts(
     return PackedInfo(scheme, parts)
 
 
-def _zero_biases(source: Source, quantized: Mapping[str, PackedInfo]) -> set[str]:
+def _zero_biases(source: Tensors, quantized: Mapping[str, PackedInfo]) -> set[str]:
     """Returns the biases that a quantizer has added to the modules of a model.
 
     AutoGPTQ writes a bias for every module: zeros if the module has none. A module

@@ -12,7 +12,7 @@ from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.base.files import MAX_TOKENIZER_BYTES, read_text
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tensors.source import is_file, read_json
+from stree_jax.convert.tensors.tensor_files import is_file, read_json
 from stree_jax.convert.tokenizers.gguf_vocabulary import (
     has_vocabulary,
     read_vocabulary,

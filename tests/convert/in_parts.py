@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import stree_jax
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.tensors import source
+from stree_jax.convert.tensors import stored_tensors
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.models import by_path
 from tests.support import mtp, quantized, qwen
@@ -187,19 +187,19 @@ class Cases:
 
     def only_parts(self):
         """Checks that only a device's part of a divided parameter is read."""
-        read, real = {}, source._read_slices
+        read, real = {}, stored_tensors._read_slices
 
         def noted(name, info, index):
             array = real(name, info, index)
             read.setdefault(name, []).append(array.size / np.prod(info.shape))
             return array
 
-        source._read_slices = noted
+        stored_tensors._read_slices = noted
         try:
             path = self.made("granite-nope")
             stree_jax.load(path, "float32", mesh=mesh_of(model=4))
         finally:
-            source._read_slices = real
+            stored_tensors._read_slices = real
         prefix = "model.layers.1.self_attn."
         assert read[f"{prefix}q_proj.weight"] == [0.25] * 4
         assert read[f"{prefix}k_proj.weight"] == [0.5] * 4
@@ -213,8 +213,8 @@ class Cases:
         for file in (ours / "params").rglob("*"):
             if file.is_file():
                 file.write_bytes(b"")
-        theirs, real = self.made("mamba2"), source.Source.read
-        source.Source.read = None
+        theirs, real = self.made("mamba2"), stored_tensors.Tensors.read
+        stored_tensors.Tensors.read = None
         try:
             for path in (ours, theirs):
                 for mesh, words in (
@@ -230,7 +230,7 @@ class Cases:
             )
             refused("unknown axis", theirs, None, mesh=mesh_of(rows=2), whole=True)
         finally:
-            source.Source.read = real
+            stored_tensors.Tensors.read = real
 
     def odd(self):
         """Checks that NaN in a part is reported once, with its tensor."""
@@ -277,10 +277,10 @@ class pieces_of:
         self.count = count
 
     def __enter__(self):
-        self.usual, source.PIECE = source.PIECE, self.count
+        self.usual, stored_tensors.PIECE = stored_tensors.PIECE, self.count
 
     def __exit__(self, *error):
-        source.PIECE = self.usual
+        stored_tensors.PIECE = self.usual
 
 
 def main():

@@ -8,7 +8,7 @@ import pytest
 
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.drafters.eagle import eagle_config, is_eagle, read_eagle
-from stree_jax.convert.tensors.source import open_source
+from stree_jax.convert.tensors.tensor_files import open_source
 from stree_jax.models import AttentionConfig, ModelConfig, by_path
 from stree_jax.models.stack.config import blocks, named
 from tests.support import eagle, published_drafters

@@ -58,7 +58,7 @@ from stree_jax.convert.families.tensor_map import source_shapes
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import REQUIRED, ConfigFields
-from stree_jax.convert.tensors.source import TensorInfo
+from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.models import AttentionConfig, MLPConfig, Rope, param_shapes
 from tests.support.checkpoints import sources
 

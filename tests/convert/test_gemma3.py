@@ -10,7 +10,7 @@ from stree_jax.convert import CheckpointError
 from stree_jax.convert.families.gemma3 import parse
 from stree_jax.convert.families.hf_config import hf_config
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tensors.source import TensorInfo
+from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.models import AttentionConfig, Rope
 from tests.support.checkpoints import assert_same, edit_json, edit_tensors
 from tests.support.hf_windows import FAR, NEAR, VOCAB, gemma3, gemma3_multimodal

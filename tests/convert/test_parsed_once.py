@@ -10,9 +10,9 @@ import stree_jax
 from stree_jax.checkpoints.info import info
 from stree_jax.convert import convert_checkpoint, open_local
 from stree_jax.convert.tensors import gguf_header as header
-from stree_jax.convert.tensors import source
+from stree_jax.convert.tensors import tensor_files
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tensors.source import open_files
+from stree_jax.convert.tensors.tensor_files import open_files
 from tests.support import published, quantized
 from tests.support.checkpoints import edit_json
 
@@ -44,7 +44,7 @@ def parsed(monkeypatch):
 
         monkeypatch.setattr(module, name, counted)
 
-    count(source, "read_text")
+    count(tensor_files, "read_text")
     count(header, "read_one")
     return counts
 

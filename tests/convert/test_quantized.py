@@ -12,8 +12,7 @@ import stree_jax
 from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf
-from stree_jax.convert.tensors import dequantize, quantization_config
-from stree_jax.convert.tensors import source as source_module
+from stree_jax.convert.tensors import dequantize, quantization_config, stored_tensors
 from stree_jax.verify import parity
 from tests.support import hf_checkpoints as hf
 from tests.support.checkpoints import assert_same
@@ -240,7 +239,7 @@ def fold(patch):
             arrays = {**arrays, "scale": scale.astype(E4M3), "global_scale": one}
         return dequantize.dequantize(scheme, arrays, dtype)
 
-    patch.setattr(source_module, "dequantize", wrong)
+    patch.setattr(stored_tensors, "dequantize", wrong)
 
 
 MISTAKES = {

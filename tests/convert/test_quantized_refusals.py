@@ -242,7 +242,7 @@ def test_bytes_cut_off_after_the_listing(quantized, tmp_path, monkeypatch):
     """Data that safetensors does not read is checked here."""
     from stree_jax.convert.tensors import quantized as module
     from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-    from stree_jax.convert.tensors.source import open_source
+    from stree_jax.convert.tensors.tensor_files import open_source
 
     shutil.copytree(quantized(F8), tmp_path / "in")
     files = CheckpointFiles(tmp_path / "in")

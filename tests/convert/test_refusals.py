@@ -15,7 +15,7 @@ from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.families.configs import read_config
 from stree_jax.convert.families.tensors import check_tensors, rows_of
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tensors.source import open_source
+from stree_jax.convert.tensors.tensor_files import open_source
 from tests.support.checkpoints import edit_json, edit_tensors, sources
 
 convert = partial(convert_checkpoint, progress=False)

@@ -17,7 +17,7 @@ from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.saved import store
-from stree_jax.convert.tensors.source import read_json
+from stree_jax.convert.tensors.tensor_files import read_json
 from tests.damage.attempts import watched
 from tests.support.hf_checkpoints import HF_CASES, mamba2
 

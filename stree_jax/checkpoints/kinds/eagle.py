@@ -24,7 +24,7 @@ from stree_jax.convert.drafters.write import write_drafter
 from stree_jax.convert.drafters.write_eagle import eagle_fields, eagle_tensors
 from stree_jax.convert.families.tensors import noting_nonfinite
 from stree_jax.convert.saved.store import dtype_named
-from stree_jax.convert.tensors.source import Source
+from stree_jax.convert.tensors.stored_tensors import Tensors
 from stree_jax.models import Format, MLPConfig, Model, ModelConfig
 from stree_jax.models.base.keys import key_of
 from stree_jax.models.drafters.eagle import (
@@ -130,7 +130,7 @@ class OpenedEagle(OpenedDrafter):
 class _Arrays(Mapping[str, np.ndarray]):
     """The tensors of a source, which are read when they are looked up."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Tensors) -> None:
         self.source = source
 
     def __getitem__(self, name: str) -> np.ndarray:

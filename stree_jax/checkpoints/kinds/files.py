@@ -12,7 +12,8 @@ from stree_jax.checkpoints.resolve import headers, local_or_hub, resolve
 from stree_jax.convert.hub import HubName, repository
 from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.tensors.quantized import logical
-from stree_jax.convert.tensors.source import Source, file_names, open_source, read_json
+from stree_jax.convert.tensors.stored_tensors import Tensors
+from stree_jax.convert.tensors.tensor_files import file_names, open_source, read_json
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,6 @@ class DrafterFiles:
         return CheckpointFiles(self.path)
 
     @cached_property
-    def source(self) -> Source:
+    def source(self) -> Tensors:
         """The tensors of the directory."""
         return logical(open_source(self.path), self.checkpoint)

@@ -27,13 +27,8 @@ from stree_jax.convert import CheckpointError
 from stree_jax.convert.families.tensors import check_dtype, noting_nonfinite
 from stree_jax.convert.saved.atomic import atomic_directory
 from stree_jax.convert.saved.store import dtype_named, weights_named
-from stree_jax.convert.tensors.source import (
-    Source,
-    TensorInfo,
-    is_file,
-    open_files,
-    read_json,
-)
+from stree_jax.convert.tensors.stored_tensors import TensorInfo, Tensors
+from stree_jax.convert.tensors.tensor_files import is_file, open_files, read_json
 from stree_jax.models import Format, Model, ModelConfig
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, head_table
 from stree_jax.models.layers.params import (
@@ -85,7 +80,7 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
 
 def _opened(
     path_or_hub_id: str | Path,
-) -> tuple[Source, dict[Path_, str], HeadsConfig]:
+) -> tuple[Tensors, dict[Path_, str], HeadsConfig]:
     """Returns the tensors, their names by parameter path, and the checked
     architecture."""
     directory = resolve(path_or_hub_id, (("config.json",), FILES))
@@ -105,7 +100,7 @@ def _opened(
     return source, names, config
 
 
-def _usual(source: Source) -> Format:
+def _usual(source: Tensors) -> Format:
     found = {info.dtype for info in source.tensors.values()}
     return weights_named("bfloat16" if found == {"bfloat16"} else "float32")
 

@@ -22,7 +22,8 @@ from stree_jax.convert.saved.store import weights_named
 from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.quantized import scheme_names
-from stree_jax.convert.tensors.source import Source, source_dtype
+from stree_jax.convert.tensors.stored_tensors import Tensors
+from stree_jax.convert.tensors.tensor_files import source_dtype
 from stree_jax.models import Format, Model, ModelConfig, format_named
 from stree_jax.models.stack.boundaries import boundary_count
 from stree_jax.models.weights.kept import KEPT_INT8, Layout
@@ -50,7 +51,7 @@ class OpenedDrafter:
     """
 
     files: CheckpointFiles
-    source: Source
+    source: Tensors
     warn: Warn | None = None
 
     @property
