@@ -153,6 +153,16 @@ def test_a_folder_that_cannot_be_written_changes_nothing(kept, tmp_path):
     assert called(box(1, 2, 3)).tolist() == [3, 5, 7]
 
 
+def test_a_program_is_read_where_nothing_can_be_written(kept, monkeypatch):
+    def refuse(*_):
+        raise OSError("read-only file system")
+
+    called(box(1, 2, 3))
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(programs, "write_whole", refuse)
+    assert called(box(1, 2, 3)).tolist() == [3, 5, 7] and traced == ["scaled"]
+
+
 def test_programs_in_the_cache_of_jax_are_kept_whole(kept, tmp_path):
     """XLA cannot write a program that was read from that cache."""
     from jax.experimental.compilation_cache import compilation_cache

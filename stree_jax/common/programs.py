@@ -23,6 +23,7 @@ import platform
 import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -414,7 +415,8 @@ def _read(file: Path, tree: Any) -> Any:
             return None
         payload, results = pickle.loads(body[start:])  # the user's own, see above
         program = serialize_executable.deserialize_and_load(payload, tree, results)
-        os.utime(file)  # used now, see `_remove_oldest`
+        with suppress(OSError):  # of a read-only file system
+            os.utime(file)  # used now, see `_remove_oldest`
     except Exception as error:
         # Whatever is wrong with the file, the program can be compiled.
         log.debug("%s: not used (%s)", file, error)
