@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from stree_jax.cli.attach import kept_for, run_attached
-from stree_jax.cli.commands import command_named, commands
+from stree_jax.cli.commands import COMMANDS, command_named, commands
 from stree_jax.cli.common import print_status
 from stree_jax.cli.compile_cache import keep_programs
 from stree_jax.cli.options import Parser
@@ -22,6 +22,7 @@ from stree_jax.cli.streams import drop_output, open_closed_streams, printable
 from stree_jax.common.cache_folder import cache_folder
 from stree_jax.common.version import __version__
 
+OWN = {command.name for command in COMMANDS}
 CLOSED_PIPE = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 DESCRIPTION = """
@@ -37,8 +38,13 @@ CACHE_NOTE = (
 )
 
 
-def build_parser() -> Parser:
-    """Returns the parser of all commands. Each gets its options when it is used."""
+def build_parser(words: Sequence[str] = ()) -> Parser:
+    """Returns the parser of all commands. Each gets its options when it is used.
+
+    Args:
+      words: the arguments that it will parse. If they begin with a command of this
+        package, those of other packages are left out, because finding them takes time.
+    """
     parser = Parser(
         prog="stree-jax",
         description=DESCRIPTION,
@@ -48,7 +54,8 @@ def build_parser() -> Parser:
     below = parser.add_subparsers(
         dest="command", required=True, title="commands", metavar="COMMAND"
     )
-    for command in commands():
+    own = bool(words) and words[0] in OWN
+    for command in COMMANDS if own else commands():
         found = below.add_parser(
             command.name,
             help=command.help,
@@ -86,7 +93,8 @@ def console(argv: Sequence[str] | None = None) -> int:
 
 def parse_and_run(argv: Sequence[str] | None) -> int:
     try:
-        args = build_parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        args = build_parser(words).parse_args(words)
     except SystemExit as end:  # --help, --version or invalid options
         return end.code if isinstance(end.code, int) else 0
     if argv is None:
