@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -130,6 +129,18 @@ def _row(start: str, calls: Sequence[tuple[float, int]]) -> dict[str, Any]:
     }
 
 
+# Runs a command and prints its seconds and largest resident kilobytes. Linux counts the
+# memory of the process that starts a command to the command, so this one has little.
+LAUNCH = """
+import json, os, sys, time
+began = time.perf_counter()
+pid = os.spawnvp(os.P_NOWAIT, sys.argv[1], sys.argv[1:])
+_, status, usage = os.wait4(pid, 0)
+print(json.dumps([time.perf_counter() - began, usage.ru_maxrss]), file=sys.stderr)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
 def seconds_and_peak(command: Sequence[str], env: Any) -> tuple[float, int]:
     """Runs a command. Returns its seconds, and the largest resident bytes of its
     process.
@@ -137,23 +148,21 @@ def seconds_and_peak(command: Sequence[str], env: Any) -> tuple[float, int]:
     Raises:
       RuntimeError: it failed. The message has its last line on standard error.
     """
-    with tempfile.TemporaryFile() as errors:
-        began = time.perf_counter()
-        process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - began
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode != 0:
-            errors.seek(0)
-            last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise RuntimeError(f"{' '.join(command)}: {' '.join(last)}")
-    return seconds, 1024 * usage.ru_maxrss
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", LAUNCH, *command],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    *lines, measured = done.stderr.strip().splitlines()
+    if done.returncode != 0:
+        last = " ".join(lines[-1:])
+        raise RuntimeError(f"{' '.join(map(str, command))}: {last}")
+    seconds, kilobytes = json.loads(measured)
+    return seconds, 1024 * kilobytes
 
 
 def parts_of(command: Sequence[str], env: Any) -> dict[str, float]:

@@ -16,6 +16,7 @@ NEEDED = {
     "attention": [*PROMPTS, "--pairs", "a=t:d"],
     "staged": [*PROMPTS, "--ngrams", "n.safetensors"],
     "peers": ["--llama-python", "bin/python"],
+    "start": ["--models", "demo"],
     "all": [*PROMPTS, "--out", "R"],
     **dict.fromkeys(
         (
