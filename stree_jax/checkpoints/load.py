@@ -93,12 +93,13 @@ def load(
     checkpoint = None if opened.source is None else checked(opened, kept)
     if mesh is not None:
         cut = cut_for(config, mesh, kept, whole)
-    # Before the weights: reading a large vocabulary takes 150 MB, which are returned.
-    tokenizer = read_tokenizer(files, warn)
-    return_free_memory(collect=False)
-    if checkpoint is None:
+    if checkpoint is None:  # the checksums of all files are checked with the weights
         params = read_params(files, opened.config, kept, own_layers, mesh, cut)
+        tokenizer = read_tokenizer(files, warn)
     else:
+        # Before the weights: reading a large vocabulary takes 150 MB for a while.
+        tokenizer = read_tokenizer(files, warn)
+        return_free_memory(collect=False)
         if (note := checkpoint.note) is not None:
             warn(note)
         params = checkpoint.read(mesh=mesh, cut=cut)
