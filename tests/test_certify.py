@@ -109,8 +109,25 @@ def test_random_trees():
         parents = random_tree(nodes)
         assert len(parents) == nodes and parents[0] == -1
         assert all(0 <= p < n for n, p in enumerate(parents) if n)
-    with pytest.raises(ValueError, match="at least 2 nodes"):
-        random_tree(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"trees": ["random:1"]}, "trees: 'random:1': want random:N with N from 2"),
+        ({"trees": ["random:x"]}, "trees: 'random:x': want random:N"),
+        ({"trees": ["beam:3x4"]}, "trees: 'beam:3x4': want a tree of fixed shape"),
+        ({"trees": ["Q"]}, "tree: .*'Q'"),
+        ({"seeds": [-1]}, "seed"),
+        ({"max_new_tokens": 1}, r"want 2\.\.65536 new tokens"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(model, options, problem):
+    def say(_):
+        raise AssertionError("it runs")
+
+    with pytest.raises(ValueError, match=problem):
+        certify(model, PROMPTS, say=say, **options)
 
 
 def test_the_command(tmp_path, capsys):

@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stree_jax.cli.common import print_status
-from stree_jax.common.programs import SETTINGS, source_digest
+from stree_jax.common.programs import source_digest
 from stree_jax.common.version import __version__
 
 VARIABLE = "STREE_JAX_KEEP"
@@ -41,11 +41,12 @@ ANSWER_S = 5.0  # seconds to wait for the first answer
 ALONE = -1  # instead of seconds: without a resident process
 UNITS = {"s": 1, "m": 60, "h": 3600}
 LONGEST_S = 7 * 24 * 3600
-# Variables that a process reads only when it starts, besides those of `SETTINGS`.
+# Variables that a process reads only when it starts.
 AT_START = (
-    *("CUDA_VISIBLE_DEVICES", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE"),
-    *("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "TZ"),
+    *("CUDA_VISIBLE_DEVICES", "HOME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "TZ", "XDG_CACHE_HOME"),
 )
+PREFIXES = ("HF_", "HUGGINGFACE_", "JAX_", "PYTHON", "STREE_JAX_", "TF_XLA_", "XLA_")
 
 
 def duration(text: str) -> int:
@@ -83,7 +84,7 @@ def kept_for(args: argparse.Namespace) -> int:
     if args.keep is not None:
         return int(args.keep)
     try:
-        return duration(os.environ.get(VARIABLE, "off"))
+        return duration(os.environ.get(VARIABLE) or "off")
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"{VARIABLE}: {error}") from error
 
@@ -168,7 +169,7 @@ def _socket_path() -> Path:
     environment = sorted(
         (name, value)
         for name, value in os.environ.items()
-        if name.startswith((*SETTINGS, "PYTHON")) or name in AT_START
+        if name.startswith(PREFIXES) or name in AT_START
         if name != VARIABLE
     )
     parts = __version__, source_digest(), sys.executable, sys.flags, environment
@@ -237,6 +238,7 @@ def _send(connection: socket.socket, argv: Sequence[str], seconds: int) -> None:
     request = {
         "argv": list(argv),
         "cwd": os.getcwd(),
+        "has_input": sys.stdin is not None,  # closed, it is the null device here
         "environment": dict(os.environ),
         "seconds": seconds,
         "umask": _umask(),
@@ -264,7 +266,9 @@ def _forwarding(connection: socket.socket) -> Iterator[None]:
         with suppress(OSError):
             connection.sendall(sent[number])
 
-    before = {number: signal.signal(number, forward) for number in sent}
+    # A script's background job ignores Ctrl-C.
+    heard = [n for n in sent if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
         yield
     finally:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stree_jax.common.heap import return_free_memory
+from stree_jax.common.programs import forget
+
 T = TypeVar("T")
 
 
@@ -43,7 +46,10 @@ def remembered(
         return load(*args)
     key = load, args, [stamp for path in paths for stamp in _stamps(path)]
     if key != _loaded.key:
-        _loaded.key = _loaded.result = None  # frees the memory of the other model first
+        if _loaded.result is not None:  # frees the memory of the other model first
+            _loaded.key = _loaded.result = None
+            forget()
+            return_free_memory()
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             result = load(*args)

@@ -12,6 +12,7 @@ import queue
 import signal
 import socket
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,10 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stree_jax.cli.attach import BUSY, INTERRUPT, READY, RESIZED
+from stree_jax.cli.common import print_status
+from stree_jax.cli.compile_cache import keep_programs
 from stree_jax.cli.loaded import keep_loaded
 
 MOST_BYTES = 2**24  # of a request
 REQUEST_S = 5.0  # seconds in which a request has to arrive
+MOST_PRESSES = 30  # of Ctrl-C, one a second, for a command whose sender is gone
 FIRST_S = 60.0  # seconds to wait for the first request
 
 
@@ -47,11 +51,12 @@ class Resident:
         self.listening, self.path = listening, path
         self.requests: queue.Queue[Request] = queue.Queue()
         self.free = threading.Lock()  # held while a command runs, and at the end
+        self.is_running = False  # a command, which Ctrl-C interrupts
+        self.is_broken = False  # a command ended by an exception of ours
         self.own = dict(os.environ)
 
     def serve(self) -> None:
         """Runs commands until none has come for as long as the last one asked."""
-        threading.Thread(target=self._accept, daemon=True).start()
         seconds = FIRST_S
         while True:
             try:
@@ -60,18 +65,24 @@ class Resident:
                 if self.free.acquire(blocking=False):
                     break
                 continue  # a request is arriving
-            except KeyboardInterrupt:  # it came when its command had just ended
-                continue
             seconds = float(request.about["seconds"])
-            try:
-                self._run(request)
-            finally:
-                self.free.release()
-            if not seconds:
-                break
+            self._run(request)
+            if not seconds or self.is_broken:
+                break  # `free` stays locked: whoever comes now runs alone
+            self.free.release()
         self.path.unlink(missing_ok=True)
 
-    def _accept(self) -> None:
+    def interrupt(self, *_: object) -> None:
+        """Handles SIGINT, while a command does not do so itself.
+
+        Raises:
+          KeyboardInterrupt: a command runs. Others come too late for theirs.
+        """
+        if self.is_running:
+            raise KeyboardInterrupt
+
+    def accept(self) -> None:
+        """Accepts commands, in a thread."""
         while True:
             connection, _ = self.listening.accept()
             if not self.free.acquire(blocking=False):
@@ -95,12 +106,18 @@ class Resident:
         )
         code = 1
         with streams(request), surroundings(request.about, self.own):
-            signals.start()
             try:
+                self.is_running = True
+                signals.start()
                 code = _command(request.about["argv"])
+            except KeyboardInterrupt:  # before the command handled it
+                print_status("stree-jax: interrupted")
+                code = 130
             except BaseException:  # what `python` itself would print
                 sys.excepthook(*sys.exc_info())
+                self.is_broken = True
             finally:
+                self.is_running = False
                 done.set()
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
@@ -139,9 +156,11 @@ def received(connection: socket.socket) -> Request:
 
 def _raise_signals(connection: socket.socket, done: threading.Event) -> None:
     """Raises the signals that the sender forwards, in the main thread. If the sender is
-    gone, presses Ctrl-C until the command ends."""
+    gone, closes its streams and presses Ctrl-C until the command ends. If it does not,
+    ends this process."""
     main = threading.main_thread().ident
     assert main is not None  # it runs
+    presses = 0
     while not done.is_set():
         try:
             byte = connection.recv(1)
@@ -151,10 +170,15 @@ def _raise_signals(connection: socket.socket, done: threading.Event) -> None:
             return
         if byte == RESIZED:
             signal.pthread_kill(main, signal.SIGWINCH)
-        elif byte in (INTERRUPT, b""):
+        elif byte == INTERRUPT:
             signal.pthread_kill(main, signal.SIGINT)
-        if not byte:
+        elif not byte:
+            _to_null()  # a chat that waits for input then reads its end
+            signal.pthread_kill(main, signal.SIGINT)
             done.wait(1.0)
+            presses += 1
+            if presses > MOST_PRESSES:
+                os._exit(1)
 
 
 @contextmanager
@@ -164,9 +188,12 @@ def streams(request: Request) -> Iterator[None]:
     for place, number in enumerate(request.streams):
         os.dup2(number, place)
         os.close(number)
+    terminal = _terminal()
     before = sys.stdin, sys.stdout, sys.stderr
     named = before[1].encoding, before[1].errors
     sys.stdin = open(0, encoding=before[0].encoding, closefd=False)
+    if not request.about.get("has_input", True):
+        sys.stdin = None
     sys.stdout = _writer(1, *named)
     sys.stderr = _writer(2, before[2].encoding, before[2].errors)
     try:
@@ -176,10 +203,30 @@ def streams(request: Request) -> Iterator[None]:
             with suppress(OSError, ValueError):
                 stream.flush()
         sys.stdin, sys.stdout, sys.stderr = before
-        null = os.open(os.devnull, os.O_RDWR)
-        for place in range(3):
-            os.dup2(null, place)
-        os.close(null)
+        if terminal is not None:
+            number, modes = terminal
+            with suppress(OSError, termios.error):
+                termios.tcsetattr(number, termios.TCSADRAIN, modes)
+            os.close(number)
+        _to_null()
+
+
+def _to_null() -> None:
+    """Makes the null device the standard streams."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for place in range(3):
+        os.dup2(null, place)
+    os.close(null)
+
+
+def _terminal() -> tuple[int, Any] | None:
+    """Returns a descriptor of the terminal that is standard input, with its modes,
+    which an interrupted prompt may leave changed; None if it is no terminal."""
+    try:
+        modes = termios.tcgetattr(0)
+        return os.dup(0), modes
+    except (OSError, termios.error):
+        return None
 
 
 def _writer(number: int, encoding: str, errors: str | None) -> Any:
@@ -221,11 +268,30 @@ def _command(argv: list[str]) -> int:
     return console(argv)
 
 
+def _import() -> None:
+    """Imports what commands need, before any of them can be interrupted: a module whose
+    import was interrupted stays broken."""
+    keep_programs()  # before jax is imported
+    import jax
+
+    import stree_jax.cli.chat_run
+    import stree_jax.cli.terminal  # noqa: F401
+
+    with suppress(RuntimeError):  # a command says what is wrong
+        jax.devices()
+
+
 def main() -> None:
+    # A script's background job, which may have started this process, ignores it.
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     number, path = int(sys.argv[1]), Path(sys.argv[2])
     keep_loaded()
     with socket.socket(fileno=number) as listening:
-        Resident(listening, path).serve()
+        resident = Resident(listening, path)
+        signal.signal(signal.SIGINT, resident.interrupt)
+        threading.Thread(target=resident.accept, daemon=True).start()
+        _import()
+        resident.serve()
     # Threads of XLA may still run, and nothing here needs a finaliser.
     os._exit(0)
 

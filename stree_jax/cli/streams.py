@@ -51,7 +51,9 @@ def drop_output() -> None:
     """Discards output that is not written yet, so that the interpreter does not fail
     again when it flushes at exit."""
     with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 @contextmanager

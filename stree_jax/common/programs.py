@@ -32,8 +32,9 @@ from stree_jax.common.whole_file import write_whole
 
 MAGIC = b"stree-jax program 1\n"
 MOST_BYTES = 2**29  # of all kept programs; those not used for longest are removed first
-# Environment variables with these beginnings may change a program.
-SETTINGS = ("JAX_", "XLA_", "STREE_JAX_", "TF_", "MLIR_")
+# Environment variables that may change a program: those that begin with the first, and
+# the others. Importing jax itself sets TF_CPP_MIN_LOG_LEVEL, which changes none.
+PREFIXES, NAMES = ("JAX_", "XLA_", "TF_XLA_"), ("STREE_JAX_CPU_KERNELS",)
 # Settings of JAX that never change a program.
 SWITCH = "jax_enable_compilation_cache"
 OF_CACHES = ("jax_compilation_cache", "jax_persistent_cache", SWITCH)
@@ -59,6 +60,18 @@ def keep_in(folder: Path | None) -> None:
     """Keeps the programs of this process in a folder, which is created if necessary.
     With None, no programs are kept."""
     _keeping.folder = folder
+
+
+_functions: list["Jitted"] = []
+
+
+def forget() -> None:
+    """Frees the programs that this process has read or compiled."""
+    import jax
+
+    for function in _functions:
+        function._programs.clear()
+    jax.clear_caches()
 
 
 class Jitted:
@@ -93,6 +106,7 @@ class Jitted:
             function, static_argnames=static or None, donate_argnames=donated or None
         )
         self._programs: dict[Hashable, Any] = {}
+        _functions.append(self)
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -344,7 +358,7 @@ def _surroundings() -> str:
     environment = sorted(
         (name, value)
         for name, value in os.environ.items()
-        if name.startswith(SETTINGS) and "CACHE" not in name
+        if name in NAMES or (name.startswith(PREFIXES) and "CACHE" not in name)
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     return repr((versions, source_digest(), _processor(), cores, environment))

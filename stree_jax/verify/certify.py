@@ -9,7 +9,7 @@ Letters: B rows, T nodes, O tokens of the texts, S tokens of a prompt, V tokens 
 vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.drafter import DrafterBase, Prompts, Update
 from stree_jax.speculation.drafters.table import AUTO, AnyDrafter
 from stree_jax.speculation.layout import tree_layout
-from stree_jax.speculation.tree import Topology, Tree
+from stree_jax.speculation.tree import Topology, Tree, make_tree, resolve_tree
 
 PROMPTS = (
     "The capital of France is",
@@ -141,7 +141,8 @@ class Certificate:
     Attributes:
       compared: a comparison for each way and kind of decoding.
       layer: the first layer whose output differs between one pass over several tokens
-        and single steps, such as "3 (attention+mlp)"; None if all bits are equal.
+        and single steps, such as "3 (attention+mlp)". If None, the layers are equal,
+        and differences come from later: the logits, or sums over a batch.
     """
 
     compared: tuple[Compared, ...]
@@ -206,13 +207,15 @@ def certify(
       >>> found.equal_tokens
       True
     """
-    new = integer("max_new_tokens", max_new_tokens, 2, 2**16, "2 or more new tokens")
+    new = integer("max_new_tokens", max_new_tokens, 2, 2**16, f"2..{2**16} new tokens")
     ids = encode_prompts(model, prompts)
+    # A wrong argument is reported before anything runs.
+    shapes = {name: _shape(name) for name in trees}
+    samplings = [Sampling(temperature=1.0, seed=seed) for seed in seeds]
     compared = []
-    for seed in (None, *seeds):
-        sampling = None if seed is None else Sampling(temperature=1.0, seed=seed)
+    for sampling in (None, *samplings):
         run = _Run(model, ids, new, sampling, drafter)
-        for way, call in run.ways(trees):
+        for way, call in run.ways(shapes):
             if say is not None:
                 say(f"{way}, {run.kind}")
             compared.append(run.compared(way, call))
@@ -242,10 +245,15 @@ class _Run:
         )
         self.plain = self._each(lambda b: {"drafter": None})
 
-    def ways(self, trees: Sequence[str]) -> Iterator[tuple[str, Callable[[], Result]]]:
-        """Yields the ways of decoding by name."""
-        for name in trees:
-            tree = random_tree(int(name[7:])) if name.startswith("random:") else name
+    def ways(
+        self, trees: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Callable[[], Result]]]:
+        """Yields the ways of decoding by name.
+
+        Args:
+          trees: the trees by name.
+        """
+        for name, tree in trees.items():
             yield f"tree {name}", partial(self._each, partial(self._echo, tree))
         drafter = {"drafter": self.drafter, "tree": "auto"}
         if self.drafter is not None:
@@ -372,11 +380,26 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
+def _shape(name: str) -> Tree:
+    """Returns the tree with a name as in `certify`.
+
+    Raises:
+      ValueError: there is no such tree, or its shape depends on the draft.
+    """
+    kind, _, count = name.partition(":")
+    if kind == "random":
+        if not (count.isascii() and count.isdigit() and 2 <= int(count) <= 512):
+            raise ValueError(f"trees: {name!r}: want random:N with N from 2 to 512")
+        return make_tree(random_tree(int(count)))
+    found = resolve_tree(name)
+    if not isinstance(found, Tree):
+        raise ValueError(f"trees: {name!r}: want a tree of fixed shape")
+    return found
+
+
 def random_tree(nodes: int, seed: int = 0) -> list[int]:
     """Returns the parents of a random tree: each node's is one of the six nodes before
     it, so that the tree is both deep and wide."""
-    if nodes < 2:
-        raise ValueError(f"random:{nodes}: want at least 2 nodes")
     rng = np.random.default_rng(seed)
     return [-1, *(int(rng.integers(max(0, n - 6), n)) for n in range(1, nodes))]
 

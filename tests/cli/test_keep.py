@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from stree_jax.cli import attach
 from stree_jax.cli.attach import ALONE, duration
+from tests.support.pseudo_terminal import PseudoTerminal
 from tests.support.table_models import byte_level, follow, padded_size, write_llama
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -82,6 +84,7 @@ class Caller:
     def end(self):
         for number in self.residents():
             os.kill(number, signal.SIGKILL)
+        assert self.gone()
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +170,74 @@ def test_a_process_that_ends_is_reported_and_replaced(caller, model):
     assert caller.run(*generate("a", model, *KEEP))[1].startswith("abcd\n")
     (other,) = caller.residents()
     assert other != number
+
+
+@pytest.mark.parametrize("seconds", [0.6, 1.2])
+def test_ctrl_c_while_it_starts_leaves_it_whole(caller, model, seconds):
+    caller.end()
+    with caller.start(*generate("a", model, *KEEP)) as process:
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode in (0, 130)
+    for _ in range(2):
+        code, out, err = caller.run(*generate("a", model, *KEEP))
+        assert code == 0 and out.startswith("abcd\n") and "Traceback" not in err
+    assert len(caller.residents()) == 1
+
+
+def test_a_resident_of_a_background_job_hears_ctrl_c(caller, model):
+    caller.end()
+    ignored = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    assert caller.run(*generate("a", model, *KEEP), **ignored)[0] == 0
+    (number,) = caller.residents()
+    status = Path(f"/proc/{number}/status").read_text()
+    (mask,) = (line.split()[1] for line in status.splitlines() if "SigIgn" in line)
+    assert not int(mask, 16) >> (signal.SIGINT - 1) & 1
+
+
+def test_descriptors_are_closed(caller, model):
+    def descriptors():
+        (number,) = caller.residents()
+        return len(list(Path(f"/proc/{number}/fd").iterdir()))
+
+    caller.run(*generate("a", model, *KEEP))
+    before = descriptors()
+    for _ in range(3):
+        with caller.start(*generate("a", model, *KEEP)) as process:
+            process.stdout.close()
+            process.wait(60)
+        caller.run(*generate("a", model, *KEEP))
+    assert descriptors() == before
+
+
+def test_closed_input_is_closed_there(caller, model):
+    closed = {"preexec_fn": lambda: os.close(0)}
+    words = "generate", "--model", model, "--drafter", "none"
+    alone = caller.run(*words, **closed)
+    kept = caller.run(*words, *KEEP, **closed)
+    assert alone[:1] == kept[:1] == (2,) and alone[2] == kept[2] != ""
+
+
+def test_a_chat_whose_terminal_program_is_killed_ends(caller, model):
+    folder = model.parent / "chat"
+    if not folder.exists():
+        shutil.copytree(model, folder)
+        (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    words = "chat", "--model", folder, "--drafter", "none", *KEEP
+    command = [sys.executable, "-m", "stree_jax", *map(str, words)]
+    with PseudoTerminal(command, caller.env | {"TERM": "xterm"}) as terminal:
+        before = termios.tcgetattr(terminal.own)
+        terminal.wait_for("Ctrl-D ends the chat")
+        (number,) = caller.residents()
+        terminal.process.kill()
+        end = time.monotonic() + 30
+        while time.monotonic() < end:  # the process is free, and kept its model
+            caller.run(*generate("a", model, "--keep", "0s"))
+            if not caller.residents():
+                break
+        assert number not in caller.residents()
+        assert termios.tcgetattr(terminal.own)[3] == before[3]  # echo, for one
 
 
 def test_it_ends_when_it_has_nothing_to_do(caller, model, tmp_path):

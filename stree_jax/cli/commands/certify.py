@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.cli.common import notes, print_status
-from stree_jax.cli.options import OUTPUT, add, add_pair_options, group
+from stree_jax.cli.options import OUTPUT, add, add_model_options, group
 
 if TYPE_CHECKING:
     from stree_jax.verify.certify import Certificate
@@ -29,7 +29,7 @@ a bit does.""",
 
 def add_options(p: argparse.ArgumentParser) -> None:
     p.epilog = NOTES
-    add_pair_options(p)
+    add_model_options(p, dtype=None)
     text = "UTF-8 file with a prompt on each line (default: four short ones)"
     add(p, "--prompts", Path, None, text, metavar="FILE")
     add(p, "--max-new-tokens", int, 64, "tokens of each text")
