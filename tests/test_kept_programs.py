@@ -35,6 +35,12 @@ class Colour(enum.Enum):
     BLUE = 2
 
 
+@pytest.fixture(autouse=True)
+def of_this_module(monkeypatch):
+    """Lets programs with code of this module be kept."""
+    monkeypatch.setattr(programs, "PACKAGES", {*programs.PACKAGES, "tests"})
+
+
 @pytest.fixture
 def kept(tmp_path):
     """Keeps programs in a folder; no function has been traced."""
@@ -242,6 +248,12 @@ def test_different_values_have_different_texts():
 def test_a_value_without_a_text_is_refused(value):
     with pytest.raises(NotKeptError):
         text(value)
+
+
+def test_a_program_with_code_of_others_is_not_kept(kept, monkeypatch):
+    monkeypatch.setattr(programs, "PACKAGES", programs.PACKAGES - {"tests"})
+    assert called(box(1, 2, 3)).tolist() == [3, 5, 7]
+    assert not kept.exists()
 
 
 def test_a_call_within_another_program_is_traced(kept):

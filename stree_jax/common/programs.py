@@ -35,6 +35,10 @@ MOST_BYTES = 2**29  # of all kept programs; those not used for longest are remov
 # Environment variables that may change a program: those that begin with the first, and
 # the others. Importing jax itself sets TF_CPP_MIN_LOG_LEVEL, which changes none.
 PREFIXES, NAMES = ("JAX_", "XLA_", "TF_XLA_"), ("STREE_JAX_CPU_KERNELS",)
+# Packages whose code is the same if the digest is. A program with other code, such as a
+# custom drafter's, is not kept, because that code may change.
+PACKAGES = {"stree_jax", "jax", "jaxlib", "flax", "numpy", "ml_dtypes"}
+PACKAGES |= {"builtins", "collections", "functools"}
 # Settings of JAX that never change a program.
 SWITCH = "jax_enable_compilation_cache"
 OF_CACHES = ("jax_compilation_cache", "jax_persistent_cache", SWITCH)
@@ -305,10 +309,7 @@ def add_description(texts: list[str], value: Any) -> None:
         texts.append(f"{type(value).__name__} {value!r};")
         return
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        name = f"{value.__module__}.{value.__qualname__};"
-        if "<" in name:
-            raise NotKeptError(f"{name} may mean another function elsewhere")
-        texts.append(name)
+        texts.append(f"{_name_of(value)};")
         return
     if isinstance(value, np.dtype):
         texts.append(f"dtype {value};")
@@ -333,9 +334,21 @@ def add_description(texts: list[str], value: Any) -> None:
         parts = [part for name in names for part in (name, getattr(value, name))]
     else:
         raise NotKeptError(f"no key for {type(value).__qualname__}")
-    texts.append(f"{type(value).__module__}.{type(value).__qualname__}[{len(parts)};")
+    texts.append(f"{_name_of(type(value))}[{len(parts)};")
     for part in parts:
         add_description(texts, part)
+
+
+def _name_of(code: Any) -> str:
+    """Returns the name of a class or function.
+
+    Raises:
+      NotKeptError: its code may be another elsewhere, under the same name.
+    """
+    name = f"{code.__module__}.{code.__qualname__}"
+    if "<" in name or name.partition(".")[0] not in PACKAGES:
+        raise NotKeptError(f"{name} may be other code elsewhere")
+    return name
 
 
 def _description(value: Any) -> str:
