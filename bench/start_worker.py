@@ -11,7 +11,7 @@ from pathlib import Path
 BEGAN = time.perf_counter()
 sys.path[0] = str(Path(__file__).parent.parent)  # instead of the folder `bench`
 
-from stree_jax.cli.compile_cache import keep_programs  # noqa: E402
+from stree_jax.cli.compile_cache import keep_programs  # noqa: E402  # found there
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     def note() -> None:
         times.append(time.perf_counter())
 
-    import jax  # noqa: F401
+    import jax  # noqa: F401  # timed by itself
 
     note()
     import stree_jax

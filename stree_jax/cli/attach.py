@@ -90,7 +90,7 @@ def kept_for(args: argparse.Namespace) -> int:
 
 
 def run_attached(argv: Sequence[str], seconds: int) -> int | None:
-    """Runs a command in the resident process, which is started if there is none.
+    """Runs a command in the resident process, and starts that process if necessary.
 
     Args:
       argv: the command's arguments.
@@ -178,8 +178,8 @@ def _socket_path() -> Path:
 
 
 def _connected(path: Path, seconds: int) -> socket.socket | None:
-    """Returns a connection to the resident process, which is started if there is none
-    and `seconds` is not 0."""
+    """Returns a connection to the resident process. Starts that process if necessary,
+    unless `seconds` is 0."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(ANSWER_S)
     try:

@@ -68,7 +68,7 @@ class Resident:
             seconds = float(request.about["seconds"])
             self._run(request)
             if not seconds or self.is_broken:
-                break  # `free` stays locked: whoever comes now runs alone
+                break  # `free` stays locked: a command that comes now runs alone
             self.free.release()
         self.path.unlink(missing_ok=True)
 
@@ -275,7 +275,7 @@ def _import() -> None:
     import jax
 
     import stree_jax.cli.chat_run
-    import stree_jax.cli.terminal  # noqa: F401
+    import stree_jax.cli.terminal  # noqa: F401  # see above
 
     with suppress(RuntimeError):  # a command says what is wrong
         jax.devices()

@@ -181,7 +181,7 @@ def certify(
     """Compares speculative decoding with plain decoding of each prompt alone: tokens,
     and log-probabilities bit by bit.
 
-    The ways of decoding are the trees, with drafts of which a part is right; the
+    The ways of decoding are the trees, with drafts that are partly right; the
     drafter with tree "auto"; all prompts as one batch, plain and with a tree; two calls
     that continue each other (`past`); and `score` of the finished text. Every way is
     run greedily and with each seed at temperature 1.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NOTES = notes(
     """
-Every text is decoded plainly first, alone. The other ways get drafts of which a part is
+Every text is decoded plainly first, alone. The other ways get drafts that are partly
 right, so that paths of every kind are accepted and rejected: trees, tree auto with the
 drafter, batches, a text continued by a second call, and the scores of the finished
 text. The table counts the texts with equal tokens, and those whose log-probabilities
