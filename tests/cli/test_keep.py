@@ -44,9 +44,11 @@ class Caller:
         names = {"XDG_RUNTIME_DIR": str(runtime), "STREE_JAX_CACHE": str(cache)}
         self.env = os.environ | names | {"PYTHONPATH": str(HERE)}
 
-    def start(self, *words, **options):
+    def start(self, *words, shell='exec "$@"', **options):
+        """Starts a command, with `shell` around it."""
+        command = sys.executable, "-m", "stree_jax", *map(str, words)
         return subprocess.Popen(
-            [sys.executable, "-m", "stree_jax", *map(str, words)],
+            ["sh", "-c", shell, "sh", *command],
             env=self.env,
             stdin=options.pop("stdin", subprocess.DEVNULL),
             stdout=subprocess.PIPE,
@@ -188,8 +190,8 @@ def test_ctrl_c_while_it_starts_leaves_it_whole(caller, model, seconds):
 
 def test_a_resident_of_a_background_job_hears_ctrl_c(caller, model):
     caller.end()
-    ignored = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
-    assert caller.run(*generate("a", model, *KEEP), **ignored)[0] == 0
+    ignoring = "trap '' INT; exec \"$@\""
+    assert caller.run(*generate("a", model, *KEEP), shell=ignoring)[0] == 0
     (number,) = caller.residents()
     status = Path(f"/proc/{number}/status").read_text()
     (mask,) = (line.split()[1] for line in status.splitlines() if "SigIgn" in line)
@@ -212,7 +214,7 @@ def test_descriptors_are_closed(caller, model):
 
 
 def test_closed_input_is_closed_there(caller, model):
-    closed = {"preexec_fn": lambda: os.close(0)}
+    closed = {"shell": 'exec "$@" <&-'}
     words = "generate", "--model", model, "--drafter", "none"
     alone = caller.run(*words, **closed)
     kept = caller.run(*words, *KEEP, **closed)
