@@ -68,8 +68,10 @@ def per_layer(fields: ConfigFields, name: str, default: Any) -> tuple[int, ...]:
 
 
 def one_size(fields: ConfigFields, name: str, default: Any) -> int:
-    """Reads a size of which the file has one number per layer. The numbers that are not
-    0 must be equal. Returns this number, or 0 if all are 0."""
+    """Reads a size that the file stores as one number per layer.
+
+    The numbers that are not 0 must be equal. Returns this number, or 0 if all are 0.
+    """
     sizes = set(per_layer(fields, name, default)) - {0}
     if len(sizes) > 1:
         raise fields.error(name, f"layers of different sizes {sorted(sizes)[:4]}")

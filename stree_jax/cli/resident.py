@@ -275,7 +275,7 @@ def _import() -> None:
     import jax
 
     import stree_jax.cli.chat_run
-    import stree_jax.cli.terminal  # noqa: F401  # see above
+    import stree_jax.cli.terminal  # noqa: F401  # for commands
 
     with suppress(RuntimeError):  # a command says what is wrong
         jax.devices()

@@ -389,8 +389,7 @@ def source_digest() -> str:
 
 
 def _folders() -> Iterator[str]:
-    """Yields the folders of the package and of its parts, some of which are links in a
-    clone."""
+    """Yields the folders of the package and its parts; some are links in a clone."""
     import stree_jax
 
     yield from map(os.path.realpath, stree_jax.__path__)

@@ -199,7 +199,7 @@ class DFlashSource(Source):
 
 def block_read(drafter: DFlash, output: Model) -> int:
     """Returns the bytes of weights that one pass of a block drafter reads: all matrices
-    except the embedding and the tables of pair scores, of which it reads few rows.
+    except the embedding and the tables of pair scores: it reads few of their rows.
 
     Args:
       drafter: the block drafter.
