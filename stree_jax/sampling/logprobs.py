@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax.sampling.best import log_softmax
+
 
 @struct.dataclass
 class LogProbs:
@@ -67,7 +69,7 @@ def write(
         return old.at[row, places].set(new, mode="drop")
 
     def entries(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        z = jax.nn.log_softmax(logits, axis=-1)
+        z = log_softmax(logits)
         chosen = jnp.take_along_axis(z, tokens[..., None], axis=2)[..., 0]
         return chosen, *lax.top_k(z, buffer.top.shape[-1])
 
