@@ -71,7 +71,7 @@ def _check_by_tracing(config: ModelConfig) -> None:
     """
     params = nest({p: _plain(param) for p, (param, _) in param_table(config).items()})
 
-    def run(params: Params) -> jax.Array:
+    def run(params: Params) -> Any:
         model, inputs = _model_and_inputs(config, jnp.float32)
         return model.apply({"params": params}, *inputs, method="init_all")
 
