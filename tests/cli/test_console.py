@@ -138,3 +138,11 @@ def test_a_closed_pipe_ends_the_command_quietly(text, tmp_path):
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_objects_are_frozen_only_where_the_process_ends(monkeypatch, capsys):
+    frozen = []
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(True))
+    assert cli.console(["--version"]) == 0 and not frozen
+    monkeypatch.setattr(sys, "argv", ["stree-jax", "--version"])
+    assert cli.console() == 0 and frozen == [True]
