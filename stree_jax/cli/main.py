@@ -75,6 +75,7 @@ def console(argv: Sequence[str] | None = None) -> int:
         process, and that process runs them if the command asks for it.
     """
     open_closed_streams()
+    code = 0
     try:
         with printable():
             code = parse_and_run(argv)
@@ -85,7 +86,8 @@ def console(argv: Sequence[str] | None = None) -> int:
         return CLOSED_PIPE
     except OSError as error:  # from flushing, for example to a full disk
         drop_output()
-        print_status(f"stree-jax: standard output: {error.strerror or error}")
+        if code != 2:  # then the command has reported an error, such as this one
+            print_status(f"stree-jax: standard output: {error.strerror or error}")
         return 2
     except KeyboardInterrupt:  # before the command itself began
         print_status("stree-jax: interrupted")
