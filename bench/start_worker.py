@@ -25,10 +25,12 @@ def main() -> None:
 
     note()
     import stree_jax
+    from stree_jax.common.programs import begin
     from stree_jax.generation.generate import generate
 
     load = stree_jax.load
     note()
+    begin(sys.argv[1:])
     model = load(sys.argv[1], mtp=None)
     note()
     generate(model, "The capital of France is", max_new_tokens=int(sys.argv[2]))

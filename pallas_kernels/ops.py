@@ -12,6 +12,7 @@ their arguments. The additional argument `implementation` is
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -21,18 +22,50 @@ from jax import lax
 from stree_jax.cpu_kernels import CpuKernel, cpu_kernel, floats
 from stree_jax.cpu_kernels import attention as cpu_attention
 from stree_jax.cpu_kernels import scan as cpu_scan
-from stree_jax.pallas_kernels import (
-    attention,
-    delta,
-    scan,
-    triton_attention,
-    triton_delta,
-    triton_scan,
-)
+from stree_jax.pallas_kernels import attention, delta, scan
 from stree_jax.pallas_kernels.delta import DeltaInputs, DeltaReplayed, as_scan
 from stree_jax.pallas_kernels.dispatch import Implementation, Kernel, dispatch
 from stree_jax.pallas_kernels.faults import cleared, decay_faults, faults_of, marked
 from stree_jax.pallas_kernels.scan import Replayed, ScanInputs
+from stree_jax.pallas_kernels.triton_limits import (
+    attention_unsupported,
+    delta_unsupported,
+    scan_unsupported,
+)
+
+_UNSUPPORTED: dict[str, Callable[..., str | None]] = {  # by the module of the kernel
+    "triton_attention": attention_unsupported,
+    "triton_delta": delta_unsupported,
+    "triton_scan": scan_unsupported,
+}
+
+
+@dataclass(frozen=True)
+class _Triton:
+    """A Triton kernel. Its module is imported when a program for a GPU is lowered, or
+    if the kernel is asked for by name.
+
+    Attributes:
+      module: a key of `_UNSUPPORTED`.
+      name: name of the function in the module.
+    """
+
+    module: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        return getattr(self._imported, self.name)(*args)
+
+    @property
+    def _imported(self) -> Any:
+        return import_module(f"stree_jax.pallas_kernels.{self.module}")
+
+    def reason(self, implementation: Implementation | None, *args: Any) -> str | None:
+        """Returns why the kernel does not support these arguments, which are those of
+        `unsupported` in its module. None if it does."""
+        named = implementation == "triton"
+        check = self._imported.unsupported if named else _UNSUPPORTED[self.module]
+        return check(*args)
 
 
 def _check_heads(op: str, heads: int, shared: int) -> None:
@@ -59,8 +92,9 @@ def tree_scan(
     """Computes a linear recurrence along every path of a tree: `scan.tree_scan` with
     the fastest implementation."""
     _check_heads("tree_scan", inputs.x.shape[2], inputs.B.shape[2])
-    reason = triton_scan.unsupported(inputs.x, inputs.B, mask)
-    kernels = {"triton": Kernel(triton_scan.tree_scan, reason)}
+    triton = _Triton("triton_scan", "tree_scan")
+    reason = triton.reason(implementation, inputs.x, inputs.B, mask)
+    kernels = {"triton": Kernel(triton, reason)}
     args = (inputs, h0, mask, rows)
     return dispatch("tree_scan", implementation, scan.tree_scan, kernels, *args)
 
@@ -77,9 +111,10 @@ def replay_tree_scan(
     `scan.replay_tree_scan` with the fastest implementation."""
     _check_heads("replay_tree_scan", inputs.x.shape[2], inputs.B.shape[2])
     shapes = (inputs.x, inputs.B, mask, past.path)
-    triton = triton_scan.unsupported(*shapes)
-    kernels = {"triton": Kernel(triton_scan.replay_tree_scan, triton)}
-    if triton is not None or implementation not in (None, "xla", "triton", "native"):
+    triton = _Triton("triton_scan", "replay_tree_scan")
+    reason = triton.reason(implementation, *shapes)
+    kernels = {"triton": Kernel(triton, reason)}
+    if reason is not None or implementation not in (None, "xla", "triton", "native"):
         # Mosaic's is slower than Triton's on an H200. Importing it takes 0.1 s.
         from stree_jax.pallas_kernels import mosaic_scan
 
@@ -138,8 +173,9 @@ def delta_scan(
     """Computes the gated delta rule along every path of a tree: `delta.delta_scan` with
     the fastest implementation."""
     _check_heads("delta_scan", inputs.v.shape[2], inputs.k.shape[2])
-    reason = triton_delta.unsupported(inputs, mask)
-    kernels = {"triton": Kernel(triton_delta.delta_scan, reason)}
+    triton = _Triton("triton_delta", "delta_scan")
+    reason = triton.reason(implementation, inputs, mask)
+    kernels = {"triton": Kernel(triton, reason)}
     args = inputs, h0, mask, rows, u
     return dispatch("delta_scan", implementation, delta.delta_scan, kernels, *args)
 
@@ -155,8 +191,9 @@ def delta_replay_scan(
     """Replays the last accepted path into the state, then computes the gated delta rule
     over this tree: `delta.delta_replay_scan` with the fastest implementation."""
     _check_heads("delta_replay_scan", inputs.v.shape[2], inputs.k.shape[2])
-    reason = triton_delta.unsupported(inputs, mask, past)
-    kernels = {"triton": Kernel(triton_delta.delta_replay_scan, reason)}
+    triton = _Triton("triton_delta", "delta_replay_scan")
+    reason = triton.reason(implementation, inputs, mask, past)
+    kernels = {"triton": Kernel(triton, reason)}
     name, args = "delta_replay_scan", (h0, past, inputs, mask)
     return dispatch(name, implementation, delta.delta_replay_scan, kernels, *args)
 
@@ -192,7 +229,8 @@ def tree_attention(
     """Computes attention to the KV cache and to ancestors in the tree:
     `attention.tree_attention` with the fastest implementation."""
     _check_heads("tree_attention", q.shape[2], k.shape[2])
-    reason = triton_attention.unsupported(q, k_cache, v_cache, mask)
+    triton = _Triton("triton_attention", "tree_attention")
+    reason = triton.reason(implementation, q, k_cache, v_cache, mask)
     arrays = q, k, v, k_cache, v_cache, length, mask, first, sink
     native = native_attention.unsupported(*arrays, scale=scale)
     return dispatch(
@@ -200,7 +238,7 @@ def tree_attention(
         implementation,
         _Scaled(attention.without_kernel, scale),
         {
-            "triton": Kernel(_Scaled(triton_attention.tree_attention, scale), reason),
+            "triton": Kernel(_Scaled(triton, scale), reason),
             "native": Kernel(_Scaled(_native_attention, scale), native, "cpu"),
         },
         *arrays,

@@ -27,6 +27,7 @@ from jax import lax
 
 from stree_jax.pallas_kernels.dispatch import int32_inside
 from stree_jax.pallas_kernels.triton_blocks import cleared, faults_of, marked, reached
+from stree_jax.pallas_kernels.triton_limits import attention_unsupported
 
 try:
     from jax.experimental import pallas as pl
@@ -101,19 +102,7 @@ def unsupported(
     """
     if pltriton is None:
         return "this jax has no jax.experimental.pallas.triton"
-    Hq, hd = q.shape[2:]
-    Hk, S = k_cache.shape[1:3]
-    if k_cache.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"a cache of {k_cache.dtype}, neither float32 nor bfloat16"
-    if v_cache.dtype != k_cache.dtype:
-        return f"keys of {k_cache.dtype} but values of {v_cache.dtype}"
-    if hd not in (16, 32, 64, 128, 256):
-        return f"head size {hd}, not a power of two from 16 to 256"
-    if Hq % Hk:
-        return f"{Hq} query heads do not divide among {Hk} KV heads"
-    if S == 0 or 0 in mask.shape:
-        return "an empty cache, batch or tree"
-    return None
+    return attention_unsupported(q, k_cache, v_cache, mask)
 
 
 class _Operands(NamedTuple):

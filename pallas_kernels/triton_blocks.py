@@ -10,7 +10,7 @@ so these products are exact, too. For two float32 factors see `Blocks.precision`
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,14 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from stree_jax.pallas_kernels.scan import FORGOTTEN
+from stree_jax.pallas_kernels.triton_limits import MIN_TILE
 
 try:
     from jax.experimental.pallas import triton as pltriton
-except ImportError:  # this jax has no Triton backend: see `unsupported`
+except ImportError:  # this jax has no Triton backend: see `available`
     pltriton = None  # type: ignore[assignment]  # a module, where it exists
-
-MAX_TOKENS = 64
-MIN_TILE = 16  # smallest side of a tensor core product
 
 
 @dataclass(frozen=True)
@@ -262,29 +260,9 @@ class Specs:
         return pl.BlockSpec(block, lambda b, h, p: (b, 0, h // self.heads_per_group, 0))
 
 
-def unsupported_sizes(
-    arrays: Mapping[str, Any], tokens: int, path: int, head: int, state: int
-) -> str | None:
-    """Returns why a kernel does not support these dtypes and sizes. None if it does.
-
-    Args:
-      arrays: inputs of the products by name, or their shapes and dtypes.
-      tokens, path: T and M.
-      head, state: P and N.
-    """
-    if pltriton is None:
-        return "this jax has no Triton backend of Pallas"
-    for name, z in arrays.items():
-        if z.dtype not in (jnp.float32, jnp.bfloat16):
-            return f"{name} is {z.dtype}, neither float32 nor bfloat16"
-    if tokens > MAX_TOKENS:
-        return f"{tokens} tokens are more than {MAX_TOKENS}"
-    if path > MAX_TOKENS:
-        return f"a path of {path} tokens is longer than {MAX_TOKENS}"
-    for name, size in (("head", head), ("state", state)):
-        if size % MIN_TILE:
-            return f"the {name} size {size} is not a multiple of {MIN_TILE}"
-    return None
+def available() -> bool:
+    """True if this jax and this jaxlib have the Triton backend."""
+    return pltriton is not None
 
 
 @dataclass(frozen=True)

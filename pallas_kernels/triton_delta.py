@@ -37,12 +37,11 @@ from stree_jax.pallas_kernels.delta import DeltaInputs, DeltaReplayed, path_sums
 from stree_jax.pallas_kernels.dispatch import int32_inside
 from stree_jax.pallas_kernels.scan import Replayed
 from stree_jax.pallas_kernels.triton_blocks import (
-    MAX_TOKENS,
-    MIN_TILE,
     Blocks,
     Launch,
     Specs,
     Tree,
+    available,
     cleared,
     faults_of,
     marked,
@@ -50,8 +49,13 @@ from stree_jax.pallas_kernels.triton_blocks import (
     product,
     reached,
     replayer,
-    unsupported_sizes,
     weights,
+)
+from stree_jax.pallas_kernels.triton_limits import (
+    MAX_TOKENS,
+    MIN_TILE,
+    MISSING,
+    delta_unsupported,
 )
 
 
@@ -79,13 +83,9 @@ def unsupported(
     Args:
       inputs, mask, past: as in `delta.delta_replay_scan`, or their shapes and dtypes.
     """
-    arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-    M = 0
-    if past is not None:
-        arrays |= {"the recorded u": past.u, "the recorded k": past.k}
-        M = past.path.shape[-1]
-    sizes = mask.shape[-1], M, inputs.v.shape[-1], inputs.k.shape[-1]
-    return unsupported_sizes(arrays, *sizes)
+    if not available():
+        return MISSING
+    return delta_unsupported(inputs, mask, past)
 
 
 def _kernel(

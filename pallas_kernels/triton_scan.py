@@ -30,11 +30,11 @@ from jax.experimental import pallas as pl
 from stree_jax.pallas_kernels.dispatch import int32_inside
 from stree_jax.pallas_kernels.scan import Replayed, ScanInputs
 from stree_jax.pallas_kernels.triton_blocks import (
-    MIN_TILE,
     Blocks,
     Launch,
     Specs,
     Tree,
+    available,
     cleared,
     faults_of,
     marked,
@@ -42,8 +42,12 @@ from stree_jax.pallas_kernels.triton_blocks import (
     product,
     reached,
     replayer,
-    unsupported_sizes,
     weights,
+)
+from stree_jax.pallas_kernels.triton_limits import (
+    MIN_TILE,
+    MISSING,
+    scan_unsupported,
 )
 
 
@@ -62,9 +66,9 @@ def unsupported(
     Args:
       x, B, mask, path: as in `scan.replay_tree_scan`, or their shapes and dtypes.
     """
-    M = 0 if path is None else path.shape[-1]
-    sizes = mask.shape[-1], M, x.shape[-1], B.shape[-1]
-    return unsupported_sizes({"x": x, "B": B}, *sizes)
+    if not available():
+        return MISSING
+    return scan_unsupported(x, B, mask, path)
 
 
 def _kernel(h0: Any, past: Any, tree: Tree, h: Any, y: Any, *, blocks: Blocks) -> None:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from stree_jax.checkpoints.resolve import check_is_model, resolve
 from stree_jax.common.checks import check_not_forked, flag, shown, with_hints
 from stree_jax.common.heap import no_collection, return_free_memory
+from stree_jax.common.programs import read_ahead
 from stree_jax.convert import CheckpointFiles, checked, open_local
 from stree_jax.convert.saved.store import read_params, weights_named
 from stree_jax.convert.tokenizers.tokenizer import read_tokenizer
@@ -86,6 +87,7 @@ def load(
         weights_named(dtype)
     files, warn, cut = CheckpointFiles(resolve(path_or_hub_id)), warnings.warn, WHOLE
     check_is_model(files)
+    read_ahead()
     opened = open_local(files, dt_floor, warn, mtp)
     kept = opened.weight_format(dtype, warn)
     own_layers = mtp is not False

@@ -6,6 +6,7 @@ error); 130 interrupted; 141 the reader of the output closed the pipe.
 """
 
 import argparse
+import gc
 import logging
 import sys
 import warnings
@@ -74,6 +75,7 @@ def console(argv: Sequence[str] | None = None) -> int:
         process, and that process runs them if the command asks for it.
     """
     open_closed_streams()
+    code = 0
     try:
         with printable():
             code = parse_and_run(argv)
@@ -84,11 +86,17 @@ def console(argv: Sequence[str] | None = None) -> int:
         return CLOSED_PIPE
     except OSError as error:  # from flushing, for example to a full disk
         drop_output()
-        print_status(f"stree-jax: standard output: {error.strerror or error}")
+        if code != 2:  # then the command has reported an error, such as this one
+            print_status(f"stree-jax: standard output: {error.strerror or error}")
         return 2
     except KeyboardInterrupt:  # before the command itself began
         print_status("stree-jax: interrupted")
         return 130
+    finally:
+        if argv is None:
+            # Python searches all objects for garbage, several times, before it ends:
+            # 0.8 s after a short text. Frozen objects are left out.
+            gc.freeze()
 
 
 def parse_and_run(argv: Sequence[str] | None) -> int:

@@ -70,6 +70,8 @@ class Resident:
             if not seconds or self.is_broken:
                 break  # `free` stays locked: a command that comes now runs alone
             self.free.release()
+        # The socket last: while it is there, no command starts another process.
+        self.path.with_suffix(".lock").unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
     def interrupt(self, *_: object) -> None:

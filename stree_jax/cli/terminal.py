@@ -28,6 +28,7 @@ from stree_jax.cli.devices import join, mesh_of
 from stree_jax.cli.loaded import remembered
 from stree_jax.cli.speeds import compile_times, speed_line, tokens_per_s
 from stree_jax.cli.streams import noticing_ctrl_c
+from stree_jax.common.programs import begin
 from stree_jax.common.words import DRAFTERS
 from stree_jax.convert.base.files import MOST_TEXT, read_text, universal
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
@@ -51,6 +52,11 @@ from stree_jax.speculation.drafters.table import AUTO, WITHOUT_MODEL, source_of
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+# Options that decide which compiled programs a command uses.
+OF_PROGRAMS = (
+    *("command", "model", "drafter", "tree", "rule", "dtype", "n", "max_new_tokens"),
+    *("context", "memory", "ngrams", "draft_vocab", "logprobs", "stop"),
+)
 PATIENCE_S = 1.0  # seconds without output, after which a status line is printed
 
 
@@ -81,6 +87,7 @@ def load_models(
         if best.drafter in without_model:
             name, vocabulary = best.drafter, None
         heads = best.heads or None
+    begin([str(getattr(args, name, None)) for name in OF_PROGRAMS])
     with waiting(f"reading {args.model}"):
         ngrams = args.ngrams, args.ngram_levels, args.ngram_width
         pair = args.model, name, args.dtype, *ngrams, mesh_of(args), vocabulary

@@ -17,3 +17,13 @@ def cache_folder() -> Path | None:
     if named in OFF or expanded.startswith("~"):  # a user without a home directory
         return None
     return Path(expanded).absolute()
+
+
+def only_the_user_writes(path: Path) -> bool:
+    """True if only the user can write to a file or folder.
+
+    Raises:
+      OSError: it does not exist.
+    """
+    about = path.lstat()
+    return about.st_uid == os.getuid() and not about.st_mode & 0o022

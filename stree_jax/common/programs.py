@@ -27,6 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from stree_jax.common.cache_folder import only_the_user_writes
+from stree_jax.common.reading_ahead import ReadingAhead, name_of_start
 from stree_jax.common.version import __version__
 from stree_jax.common.whole_file import write_whole
 
@@ -75,7 +77,30 @@ def forget() -> None:
 
     for function in _functions:
         function._programs.clear()
+    _ahead.forget()
     jax.clear_caches()
+
+
+_ahead = ReadingAhead()
+
+
+def begin(options: Any) -> None:
+    """Begins to note which programs a command uses, for the next start with the same
+    options. If this process has programs already, notes nothing.
+
+    Args:
+      options: what the programs depend on, apart from the prompt; any value with the
+        same `repr` in each process.
+    """
+    started = any(function._programs for function in _functions)
+    _ahead.start = None if started else name_of_start(options)
+
+
+def read_ahead() -> None:
+    """Reads, in a thread, the programs that the last start with the options of `begin`
+    used. The kernels that they call must be registered with XLA."""
+    if _keeping.folder is not None and _one_cpu():
+        _ahead.expect(_keeping.folder, _read)
 
 
 class Jitted:
@@ -188,7 +213,7 @@ class Jitted:
             log.debug("%s: not kept (%s)", self.__name__, error)
             return None
         file = _keeping.folder / f"{self.__name__}-{key}"
-        program = _read(file, tree)
+        program = _bound(_ahead.program(file), tree) or _bound(_read(file), tree)
         if program is None and read_only:
             return None
         if program is None:
@@ -196,6 +221,7 @@ class Jitted:
             with _no_cache_of_jax:
                 program = lowered.compile()
             _write(file, program)
+        _ahead.note(file)
         self._programs[here] = program
         return program
 
@@ -415,23 +441,35 @@ def _settings(config: Any) -> list[tuple[str, str]]:
     return [(name, repr(getattr(config, name, None))) for name in names]
 
 
-def _own(path: Path) -> bool:
-    """True if only the user can write to a file or folder."""
-    about = path.lstat()
-    return about.st_uid == os.getuid() and not about.st_mode & 0o022
+class _Flat:
+    """Stands for a structure of arguments that is not known yet."""
+
+    def unflatten(self, leaves: Any) -> list[Any]:
+        return list(leaves)
 
 
-def _read(file: Path, tree: Any) -> Any:
-    """Returns the program in a file. None if it is absent, damaged or another's.
+def _bound(program: Any, tree: Any) -> Any:
+    """Returns a program of `_read` with the structure of its arguments, or None."""
+    import jax
 
-    Args:
-      file: the file.
-      tree: the structure of the program's arguments.
-    """
+    if program is None:
+        return None
+    try:
+        info = tree.unflatten(program.args_info)
+        about = program.out_tree, program._no_kwargs
+        return jax.stages.Compiled(program._executable, [], info, *about)
+    except Exception as error:
+        log.debug("%s: not used (%s)", program, error)
+        return None
+
+
+def _read(file: Path) -> Any:
+    """Returns the program in a file, which `_bound` completes. None if it is absent,
+    damaged or another's."""
     from jax.experimental import serialize_executable
 
     try:
-        if not (_own(file.parent) and _own(file)):
+        if not (only_the_user_writes(file.parent) and only_the_user_writes(file)):
             return None
         body = file.read_bytes()
         sum_at = len(MAGIC)
@@ -440,7 +478,8 @@ def _read(file: Path, tree: Any) -> Any:
         if not whole or hashlib.sha256(body[start:]).digest() != body[sum_at:start]:
             return None
         payload, results = pickle.loads(body[start:])  # the user's own, see above
-        program = serialize_executable.deserialize_and_load(payload, tree, results)
+        flat: Any = _Flat()
+        program = serialize_executable.deserialize_and_load(payload, flat, results)
         with suppress(OSError):  # of a read-only file system
             os.utime(file)  # used now, see `_remove_oldest`
     except Exception as error:
@@ -456,7 +495,7 @@ def _write(file: Path, program: Any) -> None:
 
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _own(file.parent):
+        if not only_the_user_writes(file.parent):
             return
         payload, _, results = serialize_executable.serialize(program)
         body = pickle.dumps((payload, results))

@@ -138,3 +138,35 @@ def test_a_closed_pipe_ends_the_command_quietly(text, tmp_path):
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_objects_are_frozen_only_where_the_process_ends(monkeypatch, capsys):
+    frozen = []
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(True))
+    assert cli.console(["--version"]) == 0 and not frozen
+    monkeypatch.setattr(sys, "argv", ["stree-jax", "--version"])
+    assert cli.console() == 0 and frozen == [True]
+
+
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_reported_once(flush):
+    """By the command itself, which prints parts of a text, or at its end."""
+    code = (
+        "import sys\n"
+        "from stree_jax.cli import main as cli\n"
+        f"cli.run_command = lambda args: print('x', flush={flush})\n"
+        "sys.argv = ['stree-jax', 'info', 'demo']\n"
+        "sys.exit(cli.console())\n"
+    )
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=buffered,
+            text=True,
+        )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.endswith("No space left on device")

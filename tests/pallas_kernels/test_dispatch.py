@@ -1,6 +1,9 @@
 """Test which implementation of an operation runs, and that results are the same."""
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,7 @@ from stree_jax.pallas_kernels.dispatch import Kernel, dispatch
 from tests.support.lowering import lowered
 from tests.support.native import built, use
 
+ROOT = Path(__file__).parents[2]
 B, T, H, P, N = 1, 5, 2, 16, 16
 MASK = jnp.tril(jnp.ones((B, T, T), bool))
 
@@ -254,3 +258,21 @@ def test_numbers_are_rounded_in_every_program():
     for dtype, times in ((jnp.bfloat16, 1), (jnp.float32, 0)):
         text = lowered(partial(rounded_to, dtype=dtype), (x,), "cuda")
         assert text.count("reduce_precision") == times
+
+
+def test_programs_for_cpus_do_not_import_triton():
+    """Importing it takes 0.1 s."""
+    code = """
+import sys
+import jax
+from stree_jax import pallas_kernels
+from tests.pallas_kernels.test_dispatch import delta_replay_args, replay_args
+jax.jit(pallas_kernels.replay_tree_scan).lower(*replay_args())
+jax.jit(pallas_kernels.delta_replay_scan).lower(*delta_replay_args())
+assert "stree_jax.pallas_kernels.triton_limits" in sys.modules
+names = ("triton_blocks", "pallas.triton", "panels.triton")
+assert not [name for name in sys.modules if name.endswith(names)]
+"""
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT
+    )

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stree_jax.models.weights.panels import triton
 from stree_jax.models.weights.panels.kind import BLOCK, PanelKind
 from stree_jax.models.weights.panels.product import rounded
 from stree_jax.models.weights.plain import MIN_GPU_ROWS
@@ -27,6 +26,9 @@ def gpu_product(
 ) -> jax.Array:
     """Computes `product.panel_product` in the way that is best for the number of input
     rows; see the module's docstring."""
+    # Importing Triton takes 0.1 s; only programs for GPUs need it.
+    from stree_jax.models.weights.panels import triton
+
     if triton.unsupported(rows, panels, kind, planes) is None:
         return triton.panel_product(rows, panels, kind, planes)
     form = batched_product if rows.shape[0] <= MAX_BATCHED_ROWS else decoded_product
