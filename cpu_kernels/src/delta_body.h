@@ -27,16 +27,6 @@ TARGET inline void write_gates(const Delta& d, int64_t b, const Shared& shared) 
   }
 }
 
-// Copies the factors that normalize a group's keys of the path, for each head of the group.
-TARGET inline void read_key_scales(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
-  const int64_t heads = s.H / s.G;
-  for (int64_t j = 0; j < path_length(s, b); j++) {
-    const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
-    for (int64_t h = g * heads; h < (g + 1) * heads; h++)
-      shared.path_dt[j * s.H + h] = s.past.dt[row * s.G + g];
-  }
-}
-
 // Returns the factor that gives a row of n numbers length 1.
 TARGET inline float normalizing(const float* row, int64_t n) {
   using V = Lanes;
@@ -53,17 +43,13 @@ TARGET inline void scale_row(float* to, const float* from, float factor, int64_t
   for (int64_t i = 0; i < n; i += V::W) V::store(to + i, V::load(from + i, V::W) * factor, V::W);
 }
 
-// Computes how much of every column of a head's state each token of the path keeps.
-template <class L>
-TARGET void read_path_factors(const Scan& s, int64_t b, int64_t head, const Shared& shared) {
-  using V = Lanes;
-  const int64_t n = rounded_up(s.N, L::step);
+// Normalizes a group's keys of the path, as its nodes' were.
+TARGET inline void normalize_path(const Scan& s, int64_t b, int64_t g, int64_t n,
+                                  const Shared& shared) {
   for (int64_t j = 0; j < path_length(s, b); j++) {
     const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
-    const float* const a = s.past.a + (row * s.H + head) * s.N;
-    float* const to = shared.path_factors + (head * s.M + j) * n;
-    for (int64_t i = 0; i < n; i += V::W)
-      V::store(to + i, i < s.N ? V::exp(V::load(a + i, s.N - i)) : V::F{}, V::W);
+    float* const key = shared.past_B + (g * s.M + j) * n;
+    scale_row(key, key, s.past.dt[row * s.G + g], n);
   }
 }
 
@@ -112,7 +98,7 @@ TARGET void group_of(const Delta& d, void* base, int64_t b, int64_t g) {
   const int64_t n = rounded_up(s.N, L::step);
   if (g == 0) {
     if (!s.a_by_column) read_steps(s, b, s.past.a, shared.path_a);
-    for (int64_t i = 0; s.a_by_column && i < s.M * s.H; i++) shared.path_a[i] = 0.0f;
+    for (int64_t i = 0; i < s.M * s.H; i++) shared.path_dt[i] = 1.0f;  // in the keys
     write_gates(d, b, shared);
   }
   read_path<L>(s, b, g, shared);
@@ -120,7 +106,7 @@ TARGET void group_of(const Delta& d, void* base, int64_t b, int64_t g) {
     read_path_factors<L>(s, b, g, shared);
     write_factors<L>(d, b, g, shared);
   }
-  read_key_scales(s, b, g, shared);
+  normalize_path(s, b, g, n, shared);
   E* const keys = static_cast<E*>(d.B) + (b * s.now.capacity * s.G + g) * s.N;
   const int64_t of_q = g * s.N, of_k = (s.G + g) * s.N;
   move_window<E>(d, b, of_q, s.N);

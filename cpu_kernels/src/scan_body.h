@@ -249,6 +249,20 @@ TARGET inline void exp_row(float* x, int64_t size) {
     V::store(x + i, V::exp(V::load(x + i, size - i)), size - i);
 }
 
+// Computes how much of every column of a head's state each token of the path keeps.
+template <class L>
+TARGET void read_path_factors(const Scan& s, int64_t b, int64_t head, const Shared& shared) {
+  using V = Lanes;
+  const int64_t n = rounded_up(s.N, L::step);
+  for (int64_t j = 0; j < path_length(s, b); j++) {
+    const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
+    const float* const a = s.past.a + (row * s.H + head) * s.N;
+    float* const to = shared.path_factors + (head * s.M + j) * n;
+    for (int64_t i = 0; i < n; i += V::W)
+      V::store(to + i, i < s.N ? V::exp(V::load(a + i, s.N - i)) : V::F{}, V::W);
+  }
+}
+
 // Computes what the path's tokens add to a head's state, dt_j x_j [M, P], and their decays.
 TARGET inline void read_past(const Scan& s, int64_t b, int64_t head, const Shared& shared,
                              const Own& own) {
@@ -259,9 +273,9 @@ TARGET inline void read_past(const Scan& s, int64_t b, int64_t head, const Share
     widen_row(added, s.past.x, (row * s.H + head) * s.P, s.P, s.P, s.x_bf16);
     const float dt = shared.path_dt[j * s.H + head];
     for (int64_t i = 0; i < s.P; i++) added[i] *= dt;
-    own.past_decay[j] = shared.path_a[j * s.H + head];
+    if (!s.a_by_column) own.past_decay[j] = shared.path_a[j * s.H + head];
   }
-  exp_row(own.past_decay, length);
+  if (!s.a_by_column) exp_row(own.past_decay, length);
 }
 
 // Computes the state after the path; for every query the product of C and its parent's state,
@@ -373,8 +387,9 @@ TARGET void scan_group(const Scan& s, void* base, int64_t b, int64_t g) {
   const Shared shared = shared_of<L>(s, base, b);
   if (g == 0) {
     read_steps(s, b, s.past.dt, shared.path_dt);
-    read_steps(s, b, s.past.a, shared.path_a);
+    if (!s.a_by_column) read_steps(s, b, s.past.a, shared.path_a);
   }
+  if (s.a_by_column) read_path_factors<L>(s, b, g, shared);
   read_path<L>(s, b, g, shared);
   read_C<L>(s, b, g, shared);
   read_B<L>(s, b, g, shared);

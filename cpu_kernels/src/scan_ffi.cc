@@ -72,6 +72,8 @@ ffi::Error replay(ffi::ThreadPool pool, F32 h0, Any x, F32 dt, F32 a, Any B, S32
   Scan s = replay_of(h0, tokens_of(x, dt, a, B), B.dimensions()[2], path, length, h);
   if (!of_one_dtype(s, {&x, &B})) return refused("want x and B in float32 or bfloat16");
   s.now.capacity = 0;
+  s.a_by_column = a.dimensions().size() == 4;
+  if (s.a_by_column && s.G != s.H) return refused("want as many heads of B as of x");
   return run(pool, s, level);
 }
 

@@ -205,12 +205,14 @@ class Mamba1Module(nn.Module):
             dt, B, C = normed(pass_.nodes_only(dtBC), p, c)
             dt = linear(dt, p["dt_proj"], valid_count=valid_count)
             dt = jax.nn.softplus(pass_.nodes_only(dt) + as_row(p["dt_bias"], 3))
+            # See `mamba2.equations`.
+            x, dt, B, C = jax.lax.optimization_barrier((x, dt, B, C))
 
         with jax.named_scope("scan"):
             parts = None if record is None else (record.x, record.dt, record.B)
             x, dt, B = pass_.merged(parts, (x, dt, B))
             A = -jnp.exp(p["A_log"].astype(jnp.float32).T)
-            A = jnp.broadcast_to(A[None], state.A.shape)
+            A = jax.lax.optimization_barrier(jnp.broadcast_to(A[None], state.A.shape))
             scanned = SelectiveInputs(x, dt, B, C, A, p["D"].astype(jnp.float32))
             y, ssm = scan_nodes(scanned, state.ssm, pass_)
 

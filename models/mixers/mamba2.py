@@ -458,7 +458,10 @@ def equations(
         x, B, C = split_heads(rounded_to(jax.nn.silu(convolved), conv0.dtype), c)
 
     with jax.named_scope("scan"):
-        record = pass_.merged(record, MambaRecord(x, dt, a, B, xBC))
+        # XLA would compute these twice, for the record and for the scan, and the two
+        # could differ in their last bits.
+        new = jax.lax.optimization_barrier(MambaRecord(x, dt, a, B, xBC))
+        record = pass_.merged(record, new)
         r, D = record, weights.D
         past = None if pending is None else replayed(pending)
         scanned = ScanInputs(r.x, r.dt, r.a, r.B, C, D)
@@ -525,6 +528,10 @@ def scan_nodes(
       y [B, Tq, H, P] float32 of the queried nodes, and the state [B, H, P, N] float32
       after the pending path.
     """
+    known = rows is None and nodes.scan in ("tree", "chain")
+    if known and cpu_kernels.level() is not None and nodes.mask.shape[1] <= MAX_NODES:
+        # A chain, too: the kernel's results do not depend on what is read together.
+        return replay_tree_scan(h0, past or no_path(inputs), inputs, nodes.mask)
     if past is not None and nodes.scan == "tree":
         return replay_tree_scan(h0, past, inputs, nodes.mask)
     if past is not None:  # a chain during prefill: replay the previous chunk
@@ -535,6 +542,13 @@ def scan_nodes(
     if nodes.scan == "chunk" or (nodes.scan == "chain" and long):
         return chunk_scan(inputs, h0, CHUNK), h0
     return tree_scan(inputs, h0, nodes.mask, rows), h0
+
+
+def no_path(inputs: ScanInputs) -> Replayed:
+    """Returns a path of length 0."""
+    first = (z[:, :1] for z in (inputs.x, inputs.dt, inputs.a, inputs.B))
+    path = jnp.zeros((inputs.x.shape[0], 1), jnp.int32)
+    return Replayed(*first, path, path[:, 0])
 
 
 class Mamba2(Mixer[MambaConfig]):
