@@ -28,7 +28,7 @@ Scan replay_of(const F32& h0, const Tokens& past, int64_t groups, const S32& pat
 }
 
 ffi::Error run(ffi::ThreadPool& pool, Scan& s, int64_t level) {
-  plan(s);
+  if (!plan(s)) return refused(NO_TREE);
   if (!paths_inside(s)) return refused(OUTSIDE);
   const ScanKernel& kernel = kernels_of(level).scan;
   void* const shared = scratch_of_thread<0>(kernel.shared_bytes(s));

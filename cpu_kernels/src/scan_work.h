@@ -1,6 +1,7 @@
 // Divides the work of a scan among threads.
 #pragma once
 #include <algorithm>
+#include <cstring>
 
 #include "kernels.h"
 #include "work.h"
@@ -25,12 +26,19 @@ inline int64_t up_to_last(const uint8_t* flags, int64_t count, int64_t apart) {
   return count;
 }
 
-// Finds a row's parents, the last ancestors before each node in the mask.
-inline void find_parents(const Scan& s, int64_t b, int32_t* parents) {
+constexpr char NO_TREE[] = "want the mask of a tree, with parents before their children";
+
+// Finds a row's parents, the last ancestors before each node in the mask. Returns false if a node
+// does not have its parent's ancestors.
+inline bool find_parents(const Scan& s, int64_t b, int32_t* parents) {
   for (int64_t t = 0; t < s.nodes[b]; t++) {
     const uint8_t* const mask = s.mask + (b * s.T + t) * s.T;
-    parents[t] = static_cast<int32_t>(up_to_last(mask, t, 1) - 1);
+    const int64_t parent = up_to_last(mask, t, 1) - 1;
+    parents[t] = static_cast<int32_t>(parent);
+    if (parent >= 0 && std::memcmp(mask, mask - (t - parent) * s.T, parent + 1) != 0) return false;
+    if (up_to_last(mask, s.T, 1) != t + 1) return false;
   }
+  return true;
 }
 
 // Sorts a row's queries by their nodes' parents. Padding queries have no place.
@@ -80,8 +88,8 @@ inline int64_t give_slots(const Scan& s, int64_t b, const int32_t* parents,
   return count;
 }
 
-// Plans the walk: see the fields of `Scan`. A padding node is not its own ancestor in the mask.
-inline void plan(Scan& s) {
+// Plans the walk: see the fields of `Scan`. Returns false if there is no tree. A padding node is not its own ancestor in the mask.
+inline bool plan(Scan& s) {
   const int64_t each = 3 * s.T + 2 * s.Tq + 2, bytes = 4 * (s.batch * each + 2 * s.T);
   auto* const counts =
       static_cast<int64_t*>(scratch_of_thread<2>(16 * s.batch + bytes));
@@ -96,12 +104,13 @@ inline void plan(Scan& s) {
   for (int64_t b = 0; b < s.batch; b++) {
     counts[b] = up_to_last(s.mask + b * s.T * s.T, s.T, s.T + 1);
     counts[s.batch + b] = s.rows ? s.Tq : counts[b];
-    find_parents(s, b, parents + b * s.T);
+    if (!find_parents(s, b, parents + b * s.T)) return false;
     sort_queries(s, b, parents + b * s.T, place + b * s.Tq, query + b * s.Tq,
                  children + b * (s.T + 2));
     s.slots = std::max(s.slots, give_slots(s, b, parents + b * s.T, children + b * (s.T + 2),
                                            slot + b * s.T, free));
   }
+  return true;
 }
 
 inline int64_t group_parts(const Scan& s) {

@@ -247,7 +247,12 @@ def _by_kernels(
     pairs = chosen.reshape(-1)
     h = _biased(expert_product(x, pairs, into), bias, pairs)
     y = expert_product(_activated(h, gated, activation), pairs, down)
-    return (weight[..., None] * y.reshape(*chosen.shape, -1)).sum(axis=1)
+    # XLA's sum over an axis depends on the other axes in its last bits.
+    parts = weight[..., None] * y.reshape(*chosen.shape, -1)
+    total = parts[:, 0]
+    for i in range(1, chosen.shape[1]):
+        total = total + parts[:, i]
+    return total
 
 
 @cpu_kernel(
