@@ -326,7 +326,8 @@ TARGET void add_block(const Attention& a, const Tile& tile, const Space& space, 
   const int64_t count = clamped(cached(a, tile.b) - begin, 0, KEYS);  // rows of the cache
   const auto* k = static_cast<const Weight*>(a.k_cache) + base * a.hd;
   const auto* v = static_cast<const Weight*>(a.v_cache) + base * a.hd;
-  const auto *k_nodes = static_cast<const Weight*>(space.k), *v_nodes = static_cast<const Weight*>(space.v);
+  const auto* const k_nodes = static_cast<const Weight*>(space.k);
+  const auto* const v_nodes = static_cast<const Weight*>(space.v);
   int64_t low = a.T, high = 0;  // the nodes among the places
   bool any = false, hidden = false;
   for (int64_t r = 0; r < rows; r++) {
@@ -365,10 +366,10 @@ TARGET void add_block(const Attention& a, const Tile& tile, const Space& space, 
       for (int64_t i = 0; i < a.hd; i++) to.weighted[r * a.hd + i] *= kept;
   }
   if (count > 0) {
-    if (hidden)
-      v = without_faults<L>(a, tile, space, v, count, space.scores, [&](int64_t r, int64_t s) TARGET {
-        return s >= seen_by(a, tile, r, begin).from;
-      }, to);
+    const auto sees = [&](int64_t r, int64_t s) TARGET {
+      return s >= seen_by(a, tile, r, begin).from;
+    };
+    if (hidden) v = without_faults<L>(a, tile, space, v, count, space.scores, sees, to);
     add_values<L>(a, rows, space, v, count, space.scores, to);
   }
   for (int64_t first = low; first < high; first += KEYS) {
@@ -376,13 +377,14 @@ TARGET void add_block(const Attention& a, const Tile& tile, const Space& space, 
     for (int64_t i = 0; i < rows * KEYS; i++) space.of_nodes[i] = 0.0f;
     for_nodes(first, some, [](float& weight, float& of_node) TARGET { of_node = weight; });
     const Weight* values = v_nodes + first * a.hd;
+    const auto sees = [&](int64_t r, int64_t s) TARGET {
+      const int64_t q = tile.b * a.Tq + (tile.first + r) / (a.Hq / a.Hk);
+      const Seen seen = seen_by(a, tile, r, begin);
+      return a.mask[q * a.T + first + s] != 0 && seen.count > 0 && first + s >= seen.nodes[0] &&
+             first + s <= seen.nodes[seen.count - 1];
+    };
     if (a.T > 1)
-      values = without_faults<L>(a, tile, space, values, some, space.of_nodes, [&](int64_t r, int64_t s) TARGET {
-        const int64_t q = tile.b * a.Tq + (tile.first + r) / (a.Hq / a.Hk);
-        const Seen seen = seen_by(a, tile, r, begin);
-        return a.mask[q * a.T + first + s] != 0 && seen.count > 0 && first + s >= seen.nodes[0] &&
-               first + s <= seen.nodes[seen.count - 1];
-      }, to);
+      values = without_faults<L>(a, tile, space, values, some, space.of_nodes, sees, to);
     add_values<L>(a, rows, space, values, some, space.of_nodes, to);
   }
 }

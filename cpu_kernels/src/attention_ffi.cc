@@ -15,7 +15,8 @@ constexpr int64_t TILE = 96;  // queries per tile, a multiple of six and of 16
 // any. The rest is padding, for which nothing is computed.
 void list_ancestors(Attention& a) {
   const int64_t rows = a.batch * a.Tq, counts = 2 * a.batch;
-  auto* const memory = static_cast<int64_t*>(scratch_of_thread<2>(8 * counts + 4 * rows * (a.T + 1)));
+  const int64_t bytes = 8 * counts + 4 * rows * (a.T + 1);
+  auto* const memory = static_cast<int64_t*>(scratch_of_thread<2>(bytes));
   auto* const count = reinterpret_cast<int32_t*>(memory + counts);
   int32_t* const ancestors = count + rows;
   for (int64_t row = 0; row < rows; row++) {

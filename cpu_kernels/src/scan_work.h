@@ -88,7 +88,8 @@ inline int64_t give_slots(const Scan& s, int64_t b, const int32_t* parents,
   return count;
 }
 
-// Plans the walk: see the fields of `Scan`. Returns false if there is no tree. A padding node is not its own ancestor in the mask.
+// Plans the walk: see the fields of `Scan`. Returns false if the mask is not that of a tree. A
+// padding node is not its own ancestor in the mask.
 inline bool plan(Scan& s) {
   const int64_t each = 3 * s.T + 2 * s.Tq + 2, bytes = 4 * (s.batch * each + 2 * s.T);
   auto* const counts =

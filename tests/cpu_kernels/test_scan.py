@@ -14,7 +14,6 @@ from tests.support.reference import (
     assert_near,
     binary,
     chain,
-    random_order,
     random_parents,
 )
 from tests.support.scans import Shape, definition, replay_inputs
