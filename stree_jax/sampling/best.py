@@ -70,7 +70,7 @@ def best_drawn(
 def log_softmax(scores: jax.Array) -> jax.Array:
     """Returns log-probabilities [..., V] of scores [..., V] float32.
 
-    On CPUs with kernels a row has the same bits beside any others.
+    On CPUs with kernels the bits of a row do not depend on the other rows.
     """
     return scores - best_scores(scores, count=1)[2]
 
@@ -83,6 +83,6 @@ def log_softmax(scores: jax.Array) -> jax.Array:
 def row_sums(x: jax.Array) -> jax.Array:
     """Returns the sums [..., 1] of the rows of x [..., V] float32.
 
-    On CPUs with kernels a row has the same bits beside any others.
+    On CPUs with kernels the bits of a row do not depend on the other rows.
     """
     return x.sum(axis=-1, keepdims=True)
