@@ -209,6 +209,8 @@ def delta_replay(
     if past.a.ndim == 3:
         return replay(h0, as_scan(past), implementation=implementation)
     native = native_delta_replay.unsupported(h0, past)
+    if native is None and past.k.shape[2] != past.u.shape[2]:
+        native = "wants as many key heads as value heads if decays are by channel"
     kernels = {"native": Kernel(native_delta_replay, native, "cpu")}
     return dispatch(
         "delta_replay", implementation, delta.delta_replay, kernels, h0, past
