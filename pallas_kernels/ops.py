@@ -43,7 +43,7 @@ _UNSUPPORTED: dict[str, Callable[..., str | None]] = {  # by the module of the k
 @dataclass(frozen=True)
 class _Triton:
     """A Triton kernel. Its module is imported when a program for a GPU is lowered, or
-    if the kernel is asked for by name.
+    if a caller names the kernel.
 
     Attributes:
       module: a key of `_UNSUPPORTED`.
