@@ -201,7 +201,7 @@ class MoE(nn.Module):
             y = total(y, self.parts)
             if c.bias:
                 each = p["down_bias"].astype(jnp.float32)[chosen]
-                y = y + (weight[..., None] * each).sum(axis=1)
+                y = y + _in_order(weight, each)
             if c.d_latent:
                 y = linear(y, p["latent_out"], valid_count=valid_count)
             y = y.reshape(u.shape)
@@ -247,12 +247,21 @@ def _by_kernels(
     pairs = chosen.reshape(-1)
     h = _biased(expert_product(x, pairs, into), bias, pairs)
     y = expert_product(_activated(h, gated, activation), pairs, down)
-    # XLA's sum over an axis depends on the other axes in its last bits.
-    parts = weight[..., None] * y.reshape(*chosen.shape, -1)
-    total = parts[:, 0]
-    for i in range(1, chosen.shape[1]):
-        total = total + parts[:, i]
-    return total
+    return _in_order(weight, y.reshape(*chosen.shape, -1))
+
+
+def _in_order(weight: jax.Array, each: jax.Array) -> jax.Array:
+    """Computes the sums [n, f] of weight [n, k] * each [n, k, f] over k, with the same
+    bits for any n.
+
+    XLA's sum over an axis depends on the other axes in its last bits, and without the
+    barrier it may fuse a product with the sum.
+    """
+    parts = lax.optimization_barrier(weight[..., None] * each)
+    added = parts[:, 0]
+    for i in range(1, each.shape[1]):
+        added = added + parts[:, i]
+    return added
 
 
 @cpu_kernel(

@@ -27,6 +27,9 @@ from tests.support.tiny import perturbed, tiny_hybrid
 if cpu_kernels.level() is None:
     pytest.skip("without CPU kernels bits may differ", allow_module_level=True)
 
+# As users' programs are: without optimisation, XLA's own loops differ by their lengths.
+pytestmark = pytest.mark.usefixtures("optimised")
+
 S = 96  # tokens of a text; more than one block of attention's places
 # Products of latent attention by head are XLA's.
 KINDS = [name for name in FAMILIES if "mla" not in str(FAMILIES[name].mixers)]
