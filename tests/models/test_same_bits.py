@@ -31,8 +31,7 @@ if cpu_kernels.level() is None:
 pytestmark = pytest.mark.usefixtures("optimised")
 
 S = 96  # tokens of a text; more than one block of attention's places
-# Products of latent attention by head are XLA's.
-KINDS = [name for name in FAMILIES if "mla" not in str(FAMILIES[name].mixers)]
+KINDS = list(FAMILIES)
 DTYPES = ("float32", "bfloat16", "int8")
 
 
