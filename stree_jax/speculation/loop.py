@@ -321,7 +321,7 @@ resume_decoding_jit = Jitted(init_decoding, static=_STATIC, donated=("past",))
 advance_jit = Jitted(advance, static=("verify",), donated=("decoding",))
 
 
-def _committed(
+def committed(
     state: State,
     records: Records,
     path: jax.Array,
@@ -339,4 +339,4 @@ def _committed(
     return committed_on(mesh, commit, state, records, path, length)
 
 
-commit_jit = Jitted(_committed, static=("mesh",), donated=("state",))
+commit_jit = Jitted(committed, static=("mesh",), donated=("state",))
