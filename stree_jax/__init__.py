@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stree_jax.generation.result import Past as Past
     from stree_jax.generation.scoring import score as score
     from stree_jax.generation.scoring import score_tree as score_tree
+    from stree_jax.generation.token_logprobs import token_logprobs as token_logprobs
     from stree_jax.generation.tokens import generate_tokens as generate_tokens
     from stree_jax.models.sharding.devices import make_mesh as make_mesh
     from stree_jax.models.sharding.placement import shard as shard
@@ -46,6 +47,7 @@ _NAMES = {
     "sampling.settings": "Sampling",
     "generation.scoring": "score score_tree",
     "generation.tokens": "generate_tokens",
+    "generation.token_logprobs": "token_logprobs",
 }
 _MODULE_OF = {name: m for m, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_MODULE_OF]

@@ -34,21 +34,48 @@ def _score(model: Model, tokens: jax.Array) -> jax.Array:
 
 
 def _score_chunks(model: Model, tokens: jax.Array) -> jax.Array:
+    def logits(_: None, hidden: jax.Array, part: jax.Array) -> tuple[None, jax.Array]:
+        return None, logits_of(model, hidden)
+
+    return read_chunks(model, tokens, logits, None, tokens)
+
+
+def read_chunks(
+    model: Model, tokens: jax.Array, read: Any, carry: Any, extra: jax.Array
+) -> jax.Array:
+    """Reads texts chunk by chunk, and returns what a function makes of each chunk.
+
+    Args:
+      model: the model.
+      tokens: [B, T] int32, T a multiple of the chunk.
+      read: maps a carry, the hidden states [B, chunk, d] and the chunk of `extra` to
+        the next carry and a result [B, chunk, ...].
+      carry: the first carry, a pytree of arrays.
+      extra: [B, T, ...].
+
+    Returns:
+      The results [B, T, ...].
+    """
     batch, T = tokens.shape
-    chunks = tokens.reshape(batch, -1, PREFILL_CHUNK).swapaxes(0, 1)
+
+    def chunks(z: jax.Array) -> jax.Array:
+        return z.reshape(batch, -1, PREFILL_CHUNK, *z.shape[2:]).swapaxes(0, 1)
+
     full = jnp.full((batch,), PREFILL_CHUNK, jnp.int32)
 
     # In the backward pass, recompute each chunk instead of storing its intermediates.
     # Kernels have no derivatives: these come from the mixers' plain-JAX definitions. A
     # forward pass that stores intermediates would have to compile the definitions, too.
     @jax.checkpoint
-    def one_chunk(state: State, part: jax.Array) -> tuple[State, jax.Array]:
-        hidden, state = extend(model, state, part, full)
-        return state, logits_of(model, hidden)
+    def one_chunk(both: Any, parts: Any) -> tuple[Any, jax.Array]:
+        state, carry = both
+        hidden, state = extend(model, state, parts[0], full)
+        carry, found = read(carry, hidden, parts[1])
+        return (state, carry), found
 
     empty = init_state(model.config, batch, T, param_dtype(model.params))
-    _, logits = lax.scan(one_chunk, empty, chunks)
-    return logits.swapaxes(0, 1).reshape(batch, T, -1)
+    _, found = lax.scan(one_chunk, (empty, carry), (chunks(tokens), chunks(extra)))
+    return found.swapaxes(0, 1).reshape(batch, T, *found.shape[3:])
 
 
 @with_hints

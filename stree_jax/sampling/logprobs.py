@@ -70,8 +70,7 @@ def write(
 
     def entries(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         z = log_softmax(logits)
-        chosen = jnp.take_along_axis(z, tokens[..., None], axis=2)[..., 0]
-        return chosen, *lax.top_k(z, buffer.top.shape[-1])
+        return of_tokens(z, tokens), *lax.top_k(z, buffer.top.shape[-1])
 
     raw_chosen, raw_top, raw_tokens = entries(raw)
     chosen, top, top_tokens = entries(processed)
@@ -83,3 +82,8 @@ def write(
         top=enter(buffer.top, top),
         top_tokens=enter(buffer.top_tokens, top_tokens),
     )
+
+
+def of_tokens(z: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the entries [B, D] of tokens [B, D] in log-probabilities [B, D, V]."""
+    return jnp.take_along_axis(z, tokens[..., None], axis=2)[..., 0]
