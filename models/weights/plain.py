@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.cpu_kernels import MAX_ROWS as SKINNY
 from stree_jax.cpu_kernels import (
     by_platform,
     cpu_kernel,
@@ -20,6 +19,7 @@ from stree_jax.cpu_kernels import (
 from stree_jax.models.weights.experts import chosen_rows, chosen_shape
 from stree_jax.models.weights.weight import Format, Weight
 
+SKINNY = 64  # rows up to which a product takes the time to read its weight
 MIN_GPU_ROWS = 16  # on a GPU, small 8- and 16-bit products are padded to so many rows
 
 

@@ -1,6 +1,6 @@
 """Computes logits for known tokens: along a sequence, or over a tree after a prefix."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.common.checks import check_not_forked, with_hints
+from stree_jax.cpu_kernels import MAX_ROWS
 from stree_jax.generation.arguments import checked_tokens
 from stree_jax.models import (
     PREFILL_CHUNK,
@@ -34,48 +35,69 @@ def _score(model: Model, tokens: jax.Array) -> jax.Array:
 
 
 def _score_chunks(model: Model, tokens: jax.Array) -> jax.Array:
-    def logits(_: None, hidden: jax.Array, part: jax.Array) -> tuple[None, jax.Array]:
+    def logits(_: None, hidden: jax.Array, __: None) -> tuple[None, jax.Array]:
         return None, logits_of(model, hidden)
 
-    return read_chunks(model, tokens, logits, None, tokens)
+    return read_chunks(model, tokens, logits, None, None)
 
 
 def read_chunks(
-    model: Model, tokens: jax.Array, read: Any, carry: Any, extra: jax.Array
+    model: Model,
+    tokens: jax.Array,
+    read: Callable[..., tuple[Any, jax.Array]],
+    carry: Any,
+    extra: Any,
 ) -> jax.Array:
     """Reads texts chunk by chunk, and returns what a function makes of each chunk.
+
+    Many texts are read in groups, so that CPU kernels compute all of them.
 
     Args:
       model: the model.
       tokens: [B, T] int32, T a multiple of the chunk.
-      read: maps a carry, the hidden states [B, chunk, d] and the chunk of `extra` to
-        the next carry and a result [B, chunk, ...].
-      carry: the first carry, a pytree of arrays.
-      extra: [B, T, ...].
+      read: maps a carry, the hidden states [B, chunk, d] and the chunk of each array of
+        `extra` to the next carry and a result [B, chunk, ...].
+      carry: the first carry, a pytree of arrays [B, ...].
+      extra: a pytree of arrays [B, T, ...].
 
     Returns:
       The results [B, T, ...].
     """
-    batch, T = tokens.shape
+    (batch, T), rows = tokens.shape, MAX_ROWS // PREFILL_CHUNK
 
     def chunks(z: jax.Array) -> jax.Array:
-        return z.reshape(batch, -1, PREFILL_CHUNK, *z.shape[2:]).swapaxes(0, 1)
+        return z.reshape(z.shape[0], -1, PREFILL_CHUNK, *z.shape[2:]).swapaxes(0, 1)
 
-    full = jnp.full((batch,), PREFILL_CHUNK, jnp.int32)
+    def of_group(group: Any) -> jax.Array:
+        tokens, carry, extra = group
+        size = tokens.shape[0]
+        full = jnp.full((size,), PREFILL_CHUNK, jnp.int32)
 
-    # In the backward pass, recompute each chunk instead of storing its intermediates.
-    # Kernels have no derivatives: these come from the mixers' plain-JAX definitions. A
-    # forward pass that stores intermediates would have to compile the definitions, too.
-    @jax.checkpoint
-    def one_chunk(both: Any, parts: Any) -> tuple[Any, jax.Array]:
-        state, carry = both
-        hidden, state = extend(model, state, parts[0], full)
-        carry, found = read(carry, hidden, parts[1])
-        return (state, carry), found
+        # In the backward pass, recompute each chunk instead of storing its
+        # intermediates. Kernels have no derivatives: these come from the mixers'
+        # plain-JAX definitions. A forward pass that stores intermediates would have to
+        # compile the definitions, too.
+        @jax.checkpoint
+        def one_chunk(both: Any, parts: Any) -> tuple[Any, jax.Array]:
+            (state, carry), (part, extra) = both, parts
+            hidden, state = extend(model, state, part, full)
+            carry, found = read(carry, hidden, extra)
+            return (state, carry), found
 
-    empty = init_state(model.config, batch, T, param_dtype(model.params))
-    _, found = lax.scan(one_chunk, (empty, carry), (chunks(tokens), chunks(extra)))
-    return found.swapaxes(0, 1).reshape(batch, T, *found.shape[3:])
+        empty = init_state(model.config, size, T, param_dtype(model.params))
+        parts = chunks(tokens), jax.tree.map(chunks, extra)
+        _, found = lax.scan(one_chunk, (empty, carry), parts)
+        return found.swapaxes(0, 1).reshape(size, T, *found.shape[3:])
+
+    if batch <= rows:
+        return of_group((tokens, carry, extra))
+
+    def groups(z: jax.Array) -> jax.Array:
+        padded = jnp.pad(z, ((0, -batch % rows), *[(0, 0)] * (z.ndim - 1)))
+        return padded.reshape(-1, rows, *z.shape[1:])
+
+    found = lax.map(of_group, jax.tree.map(groups, (tokens, carry, extra)))
+    return found.reshape(-1, *found.shape[2:])[:batch]
 
 
 @with_hints

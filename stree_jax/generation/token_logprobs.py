@@ -82,27 +82,26 @@ def _token_logprobs(
 def _chunks(model: Model, tokens: jax.Array, rows: SamplingRows | None) -> jax.Array:
     batch, V = tokens.shape[0], model.config.num_tokens
     seen = None
-    if rows is not None and rows.penalty is not None:
-        seen = jnp.zeros((batch, V), bool)
+    if rows is not None:
+        rows = rows.replace(key=None)  # nothing is drawn
+        if rows.penalty is not None:
+            seen = jnp.zeros((batch, V), bool)
 
-    def read(
-        seen: jax.Array | None, hidden: jax.Array, both: jax.Array
-    ) -> tuple[jax.Array | None, jax.Array]:
-        # A chunk of tokens with those that follow, packed as one array.
-        part, following = jnp.split(both, 2, axis=-1)
-        args = hidden, part[..., 0], following[..., 0], seen, rows
-        if batch * PREFILL_CHUNK * V <= MOST_LOGITS:
+    def read(carry: Any, hidden: jax.Array, both: Any) -> tuple[Any, jax.Array]:
+        (seen, rows), (part, following) = carry, both
+        args, size = (hidden, part, following, seen, rows), part.shape[0]
+        if part.size * V <= MOST_LOGITS:
             found = _of_chunk(model, *args)
         else:
             each = jax.tree.map(lambda x: x[:, None], args)
             found = jax.lax.map(lambda one: _of_chunk(model, *one), each)[:, 0]
         if seen is not None:
-            row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-            seen = seen.at[row, part[..., 0]].set(True, mode="drop")
-        return seen, found
+            row = jnp.arange(size, dtype=jnp.int32)[:, None]
+            seen = seen.at[row, part].set(True, mode="drop")
+        return (seen, rows), found
 
-    both = jnp.stack([tokens, jnp.roll(tokens, -1, axis=1)], axis=-1)
-    return read_chunks(model, tokens, read, seen, both)
+    both = tokens, jnp.roll(tokens, -1, axis=1)
+    return read_chunks(model, tokens, read, (seen, rows), both)
 
 
 def _of_chunk(
