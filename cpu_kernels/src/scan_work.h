@@ -29,12 +29,13 @@ inline int64_t up_to_last(const uint8_t* flags, int64_t count, int64_t apart) {
 constexpr char NO_TREE[] = "want the mask of a tree, with parents before their children";
 
 // Finds a row's parents, the last ancestors before each node in the mask. Returns false if a node
-// does not have its parent's ancestors.
+// does not have its parent's ancestors. Padding between nodes has no parent.
 inline bool find_parents(const Scan& s, int64_t b, int32_t* parents) {
   for (int64_t t = 0; t < s.nodes[b]; t++) {
     const uint8_t* const mask = s.mask + (b * s.T + t) * s.T;
-    const int64_t parent = up_to_last(mask, t, 1) - 1;
+    const int64_t parent = mask[t] ? up_to_last(mask, t, 1) - 1 : -1;
     parents[t] = static_cast<int32_t>(parent);
+    if (!mask[t]) continue;
     if (parent >= 0 && std::memcmp(mask, mask - (t - parent) * s.T, parent + 1) != 0) return false;
     if (up_to_last(mask, s.T, 1) != t + 1) return false;
   }
