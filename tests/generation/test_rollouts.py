@@ -203,8 +203,8 @@ def test_the_gradient_is_that_of_the_scores(model, texts):
         logits = logits[..., : model.config.num_tokens] / rows.temperature[:, None, None]
         z = jax.nn.log_softmax(logits)
         found = jnp.take_along_axis(z, tokens[:, 1:, None], axis=2)[..., 0]
-        place = jnp.arange(1, tokens.shape[1])
-        return jnp.where(place < lengths[:, None], found, 0).sum()
+        place = jnp.arange(1, tokens.shape[1])[None]
+        return jnp.where(place < lengths[:, None], found, 0.0).sum()
 
     mine, own = (jax.jit(jax.grad(f))(model.params) for f in (of_tokens, of_scores))
     chex.assert_trees_all_close(mine, own, rtol=2e-3, atol=2e-4)
