@@ -4,7 +4,7 @@ from flax import struct
 
 from stree_jax.models import Model
 from stree_jax.speculation.drafter import DrafterBase, NoDrafter
-from stree_jax.speculation.drafters.lookup import LOOKUP, LookupDrafter
+from stree_jax.speculation.drafters.lookup import LOOKUP, LookupDrafter, LookupIn
 from stree_jax.speculation.source import Source, picked_tree
 from stree_jax.speculation.tree import Auto, Beam, Topology, chain
 
@@ -33,6 +33,23 @@ class LookupSource(Source):
 
     def bind(self, target: Model, tree: Topology) -> DrafterBase:
         return LookupDrafter()
+
+
+@struct.dataclass
+class TextsSource(LookupSource):
+    """Prompt lookup that also searches other texts."""
+
+    value: LookupIn
+
+    def check(self, target: Model) -> None:
+        self.value.check()
+
+    @property
+    def timed_as(self) -> Source:
+        return LookupSource()
+
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        return LookupDrafter(self.value.texts)
 
 
 @struct.dataclass
