@@ -17,8 +17,8 @@ It may differ between instruction sets.
 import jax
 import jax.numpy as jnp
 
-# The largest number of rows for which the kernel is used, padding included. XLA computes
-# larger products, in less time for a row but with other bits.
+# The most rows for which the kernel is used, padding included. XLA computes larger
+# products, in less time for a row but with other bits.
 MAX_ROWS = 1024
 MAX_INT8_GROUP = 2**16  # columns of an int8 group, so that sums fit in int32
 

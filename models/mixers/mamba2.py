@@ -546,9 +546,9 @@ def scan_nodes(
 
 def no_path(inputs: ScanInputs) -> Replayed:
     """Returns a path of length 0."""
-    first = (z[:, :1] for z in (inputs.x, inputs.dt, inputs.a, inputs.B))
-    path = jnp.zeros((inputs.x.shape[0], 1), jnp.int32)
-    return Replayed(*first, path, path[:, 0])
+    x, dt, a, B = (z[:, :1] for z in (inputs.x, inputs.dt, inputs.a, inputs.B))
+    path = jnp.zeros((x.shape[0], 1), jnp.int32)
+    return Replayed(x, dt, a, B, path, path[:, 0])
 
 
 class Mamba2(Mixer[MambaConfig]):

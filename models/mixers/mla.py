@@ -20,7 +20,7 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax import cpu_kernels
-from stree_jax.cpu_kernels import cpu_kernel, floats
+from stree_jax.cpu_kernels import cpu_kernel, floats, ints
 from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
@@ -147,9 +147,9 @@ def _by_expert(x: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
 
 def _heads_unsupported(x: jax.Array, weight: jax.Array, *, axis: int) -> str | None:
     H, C = x.shape[2:]
-    rows, heads = floats(x.size // C, C), jax.ShapeDtypeStruct((x.size // C,), jnp.int32)
+    rows, heads = floats(x.size // C, C), ints(x.size // C)
     shape = (H, weight.shape[3 - axis], C)
-    experts = jax.ShapeDtypeStruct(shape, weight.dtype)
+    experts: Any = jax.ShapeDtypeStruct(shape, weight.dtype)
     return stack_of(experts).chosen_unsupported(rows, heads)
 
 

@@ -14,7 +14,6 @@ from stree_jax.generation.arguments import checked_tokens
 from stree_jax.models import (
     PREFILL_CHUNK,
     Model,
-    State,
     check_model,
     extend,
     forward_tree,

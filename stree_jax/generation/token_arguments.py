@@ -141,7 +141,9 @@ def stop_table(model: Model, stop_tokens: Any, batch: int) -> jax.Array:
         raise ValueError(f"stop_tokens: want {want}, got shape {stops.shape}")
     check_range("stop_tokens", stops, -1 if by_row else 0, model.config.num_tokens - 1)
     stops = jnp.asarray(stops, jnp.int32)
-    return stops if by_row else jnp.broadcast_to(stops.reshape(1, -1), (batch, stops.size))
+    return (
+        stops if by_row else jnp.broadcast_to(stops.reshape(1, -1), (batch, stops.size))
+    )
 
 
 def check_automata(automata: StopAutomata, batch: int, num_tokens: int) -> None:

@@ -1,5 +1,6 @@
 """Log-probabilities of known tokens, without the logits of a whole text in memory."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -83,7 +84,8 @@ def _chunks(model: Model, tokens: jax.Array, rows: SamplingRows | None) -> jax.A
     batch, V = tokens.shape[0], model.config.num_tokens
     seen = None
     if rows is not None:
-        rows = rows.replace(key=None)  # nothing is drawn
+        # Nothing is drawn; chunks cannot carry typed keys through `lax.map`.
+        rows = replace(rows, key=jnp.zeros((batch,), jnp.int32))
         if rows.penalty is not None:
             seen = jnp.zeros((batch, V), bool)
 

@@ -120,20 +120,18 @@ class GeneratedTokens:
         """
         most = 2**31 - 1  # ids were checked by `generate_tokens`
         prompts, lengths = right_padded(prompts, lengths, mask, most)
-        n, O = self.tokens.shape[0] // prompts.shape[0], self.tokens.shape[1]
+        n, width = self.tokens.shape[0] // prompts.shape[0], self.tokens.shape[1]
         prompts, lengths = (jnp.repeat(x, n, axis=0) for x in (prompts, lengths))
         S = prompts.shape[1]
-        place = jnp.arange(S + O, dtype=jnp.int32)[None]
+        place = jnp.arange(S + width, dtype=jnp.int32)[None]
         ends = (lengths + self.length)[:, None]
         output = (place >= lengths[:, None]) & (place < ends)
-        source = jnp.clip(place - lengths[:, None], 0, O - 1)
+        source = jnp.clip(place - lengths[:, None], 0, width - 1)
 
         def at_output(table: jax.Array, others: jax.Array) -> jax.Array:
-            return jnp.where(
-                output, jnp.take_along_axis(table, source, axis=1), others
-            )
+            return jnp.where(output, jnp.take_along_axis(table, source, axis=1), others)
 
-        before = jnp.pad(prompts, ((0, 0), (0, O)))
+        before = jnp.pad(prompts, ((0, 0), (0, width)))
         tokens = at_output(self.tokens, jnp.where(place < ends, before, 0))
         found = None
         if self.logprobs is not None:

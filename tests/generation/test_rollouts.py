@@ -12,7 +12,7 @@ from stree_jax import Sampling, cpu_kernels
 from stree_jax.generation.stop_automata import stop_automata
 from stree_jax.sampling import sampling_arrays, sampling_rows
 
-O = 20
+MOST = 20
 SAMPLING = Sampling(0.8, top_p=0.9)
 OPTIONS = dict(drafter="lookup", tree="chain:3")
 
@@ -49,8 +49,8 @@ def rollout(model, texts):
             model,
             prompts,
             lengths,
-            max_new_tokens=O,
-            limits=jnp.array([O, 7]),
+            max_new_tokens=MOST,
+            limits=jnp.array([MOST, 7]),
             sampling=SAMPLING,
             key=key,
             stop_strings=["\n\n"],
@@ -69,7 +69,7 @@ def test_it_is_generate_with_arrays(model, texts, rollout):
     result = stree_jax.generate(
         model,
         texts,
-        max_new_tokens=[O, 7],
+        max_new_tokens=[MOST, 7],
         sampling=SAMPLING,
         key=jax.random.key(3),
         stop_strings=["\n\n"],
@@ -178,15 +178,22 @@ def test_stop_automata_are_data(model, texts):
     prompts, lengths, _ = padded(texts)
     run = jax.jit(
         lambda automata: stree_jax.generate_tokens(
-            model, prompts, lengths, max_new_tokens=O, drafter=None, stop_strings=automata
+            model,
+            prompts,
+            lengths,
+            max_new_tokens=MOST,
+            drafter=None,
+            stop_strings=automata,
         )
     )
     for strings in (["return"], [["x"], ["import"]]):
         done = run(stop_automata(model, strings, 2))
         same = stree_jax.generate(
-            model, texts, max_new_tokens=O, drafter=None, stop_strings=strings
+            model, texts, max_new_tokens=MOST, drafter=None, stop_strings=strings
         )
-        assert [r[:n].tolist() for r, n in zip(done.tokens, done.length)] == same.tokens
+        assert [
+            r[:n].tolist() for r, n in zip(done.tokens, done.length, strict=True)
+        ] == same.tokens
 
 
 def test_the_gradient_is_that_of_the_scores(model, texts):
@@ -200,7 +207,9 @@ def test_the_gradient_is_that_of_the_scores(model, texts):
 
     def of_scores(params):
         logits = stree_jax.score(model.replace(params=params), tokens)[:, :-1]
-        logits = logits[..., : model.config.num_tokens] / rows.temperature[:, None, None]
+        logits = (
+            logits[..., : model.config.num_tokens] / rows.temperature[:, None, None]
+        )
         z = jax.nn.log_softmax(logits)
         found = jnp.take_along_axis(z, tokens[:, 1:, None], axis=2)[..., 0]
         place = jnp.arange(1, tokens.shape[1])[None]

@@ -1,10 +1,12 @@
 """Sources that need no model: prompt lookup, and plain decoding."""
 
+from typing import Any
+
 from flax import struct
 
 from stree_jax.models import Model
 from stree_jax.speculation.drafter import DrafterBase, NoDrafter
-from stree_jax.speculation.drafters.lookup import LOOKUP, LookupDrafter, LookupIn
+from stree_jax.speculation.drafters.lookup import LOOKUP, LookupDrafter
 from stree_jax.speculation.source import Source, picked_tree
 from stree_jax.speculation.tree import Auto, Beam, Topology, chain
 
@@ -39,7 +41,7 @@ class LookupSource(Source):
 class TextsSource(LookupSource):
     """Prompt lookup that also searches other texts."""
 
-    value: LookupIn
+    value: Any  # a `LookupIn`
 
     def check(self, target: Model) -> None:
         self.value.check()
