@@ -11,7 +11,7 @@ from flax import struct
 
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels import cpu_kernel, floats, like
-from stree_jax.models.base.shards import Run, run_width
+from stree_jax.models.base.shards import ALONE, Group, Run, run_width
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
 from stree_jax.models.layers.nodes import Pass
@@ -244,7 +244,7 @@ def normed_heads(
     q_scale: jax.Array,
     k_scale: jax.Array,
     c: AttentionConfig,
-    parts: int = 1,
+    parts: Group = ALONE,
 ) -> jax.Array:
     """Applies an RMSNorm to each head of q and k, or to all heads together.
 
@@ -253,7 +253,7 @@ def normed_heads(
       q_scale, k_scale: the norms' scales: [hd], the same for all heads, or of all
         channels.
       c: the config.
-      parts: number of devices that share the heads.
+      parts: the devices that share the heads.
 
     Returns:
       [B, T, d_qkv] float32. The channels of v are unchanged.
@@ -279,12 +279,12 @@ class Attention(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of the caches and records.
-      parts: number of devices that share the mixer.
+      parts: the devices that share the mixer.
     """
 
     config: AttentionConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax import cpu_kernels
-from stree_jax.models.base.shards import Run
+from stree_jax.models.base.shards import ALONE, Group, Run
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
 from stree_jax.models.layers.nodes import Pass
@@ -162,12 +162,12 @@ class Mamba1Module(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of x and of the convolution's inputs in records and states.
-      parts: number of devices that share the mixer.
+      parts: the devices that share the mixer.
     """
 
     config: Mamba1Config
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(

@@ -9,7 +9,7 @@ from flax import linen as nn
 from jax import lax
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
-from stree_jax.models.base.shards import total
+from stree_jax.models.base.shards import ALONE, Group, total
 from stree_jax.models.layers.mixer import FLOAT, Mixer
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import ZEROS, Param, Table, declare
@@ -162,12 +162,12 @@ class MoE(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of new parameters.
-      parts: number of devices that share the experts.
+      parts: the devices that share the experts.
     """
 
     config: MoEConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.common.checks import check_not_forked, with_hints
+from stree_jax.common.unchecked import varying_axes
 from stree_jax.cpu_kernels import MAX_ROWS
 from stree_jax.generation.arguments import checked_tokens
 from stree_jax.models import (
@@ -23,14 +24,14 @@ from stree_jax.models import (
     prefill,
 )
 from stree_jax.sampling.ranks import rank_of
-from stree_jax.speculation.on_mesh import whole_on
+from stree_jax.speculation.on_mesh import rows_on, whole_on
 from stree_jax.speculation.tree import Tree, make_tree
 
 
 @jax.jit
 def _score(model: Model, tokens: jax.Array) -> jax.Array:
     """Returns logits [B, T, V] float32 of tokens [B, T], T a multiple of the chunk."""
-    return whole_on(model, _score_chunks, tokens)
+    return rows_on(model, _score_chunks, tokens)
 
 
 def _score_chunks(model: Model, tokens: jax.Array) -> jax.Array:
@@ -84,6 +85,7 @@ def read_chunks(
             return (state, carry), found
 
         empty = init_state(model.config, size, T, param_dtype(model.params))
+        empty = lax.pcast(empty, varying_axes((model, tokens)), to="varying")
         parts = chunks(tokens), jax.tree.map(chunks, extra)
         _, found = lax.scan(one_chunk, (empty, carry), parts)
         return found.swapaxes(0, 1).reshape(size, T, *found.shape[3:])
@@ -124,7 +126,7 @@ def score(model: Model, tokens: Any) -> jax.Array:
     T = tokens.shape[1]
     if tokens.size == 0:
         raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
-    padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)), mode="edge")
+    padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)))
     return _score(model, padded)[:, :T]
 
 

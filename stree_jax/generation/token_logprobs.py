@@ -16,7 +16,7 @@ from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.logprobs import of_tokens
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, SamplingRows
-from stree_jax.speculation.on_mesh import whole_on
+from stree_jax.speculation.on_mesh import rows_on
 
 MOST_LOGITS = 2**24  # at once, a chunk of all rows; else row by row
 
@@ -77,7 +77,7 @@ def _token_logprobs(
     model: Model, tokens: jax.Array, rows: SamplingRows | None
 ) -> jax.Array:
     """Returns the log-probability [B, T] of the token after each token [B, T]."""
-    return whole_on(model, _chunks, tokens, rows)
+    return rows_on(model, _chunks, tokens, rows)
 
 
 def _chunks(model: Model, tokens: jax.Array, rows: SamplingRows | None) -> jax.Array:
@@ -87,7 +87,7 @@ def _chunks(model: Model, tokens: jax.Array, rows: SamplingRows | None) -> jax.A
         # Nothing is drawn; chunks cannot carry typed keys through `lax.map`.
         rows = replace(rows, key=jnp.zeros((batch,), jnp.int32))
         if rows.penalty is not None:
-            seen = jnp.zeros((batch, V), bool)
+            seen = jnp.broadcast_to(tokens[:, :1] < 0, (batch, V))  # nothing
 
     def read(carry: Any, hidden: jax.Array, both: Any) -> tuple[Any, jax.Array]:
         (seen, rows), (part, following) = carry, both

@@ -308,5 +308,6 @@ def _past(spec: Spec, done: Decoding) -> TokensPast:
     """Returns the states after the texts of a batch that has finished."""
     last = done.pending
     path = last.records, last.path, last.length
-    state = committed(done.state, *path, mesh=spec.target.mesh)
+    target = spec.target
+    state = committed(done.state, *path, mesh=target.mesh, cut=target.cut)
     return TokensPast(state, kept(done.drafting))
