@@ -85,9 +85,9 @@ def test_shard_inside_a_program_and_its_inverse(results):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_packed_weights_in_parts_and_back(rng, axis):
+def test_packed_weights_in_parts_and_back(axis):
     """Two tensors along the divided axis; four devices share two units of the last."""
-    runs = Run(512, 4), Run(256, 2, repeats=True)
+    rng, runs = np.random.default_rng(0), (Run(512, 4), Run(256, 2, repeats=True))
     shape = (768, 256) if axis == 0 else (64, 768)
     param = Param(shape, runs=runs, axis=axis, quantizable=True)
     whole = format_named("int8").store(rng.standard_normal(shape, np.float32))
