@@ -10,6 +10,7 @@ from flax import struct
 
 from stree_jax.common.checks import integer, shown, with_hints
 from stree_jax.models import Model, check_model
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, SamplingRows, sampling_rows
 from stree_jax.speculation.accept import Rule
@@ -21,6 +22,7 @@ from stree_jax.speculation.loop import FOREVER, MOST_TOKENS, advance, init_decod
 from stree_jax.speculation.tree import Topology
 
 
+@register_for_export
 @struct.dataclass
 class GeneratedTokens:
     """The result of `generate_tokens`: a pytree of arrays.
