@@ -63,7 +63,7 @@ from stree_jax.models.stack.model import (
     param_dtype,
     run_layers,
 )
-from stree_jax.models.stack.model_json import static_from_json, static_to_json
+from stree_jax.models.stack.model_json import register_model
 from stree_jax.models.stack.state import (
     LayerRecord,
     LayerState,
@@ -299,9 +299,7 @@ register_for_export(
     lambda fields: [to_json(fields[0])],
     lambda values: (from_json(values[0], EagleConfig),),
 )
-register_for_export(
-    EagleModel, static_to_json, partial(static_from_json, kind=EagleConfig)
-)
+register_model(EagleModel, EagleConfig)
 
 
 def eagle_model(eagle: Eagle, target: Model) -> EagleModel:

@@ -1,6 +1,7 @@
 """Attention from tree nodes to the committed tokens and to their own ancestors."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -143,11 +144,18 @@ def append_rows(
       start: [B] int32, cache row that the path begins at.
     """
     chosen = jax.vmap(lambda z, p: z[p])(rows, path).swapaxes(1, 2)
-    zero = np.int32(0)
-    for b in range(cache.shape[0]):  # XLA updates one slice per batch row in place
-        place = (np.int32(b), zero, start[b], zero)
-        row = as_bits(chosen[b : b + 1])
-        cache = jax.lax.dynamic_update_slice(cache, row, place)
+    zero, batch = np.int32(0), cache.shape[0]
+
+    def written(cache: jax.Array, b: Any, row: jax.Array) -> jax.Array:
+        place = (b, zero, start[b], zero)
+        return jax.lax.dynamic_update_slice(cache, as_bits(row), place)
+
+    if cpu_kernels.symbolic_size(batch):
+        number = jnp.asarray(batch, jnp.int32)
+        row = partial(jax.lax.dynamic_index_in_dim, chosen)
+        return jax.lax.fori_loop(0, number, lambda b, z: written(z, b, row(b)), cache)
+    for b in range(batch):  # XLA updates one slice per batch row in place
+        cache = written(cache, np.int32(b), chosen[b : b + 1])
     return cache
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from stree_jax.cpu_kernels import cpu_kernel, floats
+from stree_jax.cpu_kernels import at_most, cpu_kernel, floats, symbolic_size
 from stree_jax.models.base.shards import ALONE, Group, total
 from stree_jax.models.layers.mixer import FLOAT, Mixer
 from stree_jax.models.layers.nodes import Pass
@@ -313,7 +313,7 @@ def weighted_experts(
             preferred_element_type=jnp.float32,
         )
 
-    if n * k < E:
+    if at_most(n * k, E - 1):
         # XLA:CPU has no 16-bit gather and converts to float32. Without the barrier it
         # would convert all experts before the decoding loop and keep the copies.
         into, down, chosen = lax.optimization_barrier((into, down, chosen))
@@ -368,7 +368,7 @@ def _stored_experts(
     """Computes `weighted_experts` for projections that are not plain arrays."""
     (n, k), E = chosen.shape, down.shape[0]
     stacks = stack_of(into), stack_of(down)
-    if n * k < E:
+    if at_most(n * k, E - 1):
         pairs = chosen.reshape(-1)
         h = stacks[0].chosen_product(x, pairs, native=False)
         h = _biased(h, bias, pairs)
@@ -387,7 +387,7 @@ def _stored_experts(
         each = jax.vmap(of_expert)(*matrices)  # [together, n, d']
         return y + _weighted(each, weights).sum(axis=0), None
 
-    most = max(1, MAX_ROWS_AT_ONCE // n)
+    most = 1 if symbolic_size(n) else max(1, MAX_ROWS_AT_ONCE // n)
     together = next(c for c in range(min(most, E), 0, -1) if E % c == 0)
     parts = _table(chosen, weight, E).T, *stacks, bias
     parts = jax.tree.map(

@@ -74,7 +74,8 @@ def model_pytree(kind: type) -> type:
     def whole(static: Static, children: Iterable[Params]) -> Any:
         config, content, mesh, cut = static
         model = kind(*children, config, content.value, mesh=mesh, cut=cut)
-        model.__dict__["_content"] = content  # so that its text is read only once
+        if not content.accepts_all:  # what a written program returns has no tokenizer
+            model.__dict__["_content"] = content  # so that its text is read only once
         return model
 
     def state(model: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 
 from stree_jax.cpu_kernels import (
+    at_most,
     by_platform,
     cpu_kernel,
     experts_unsupported,
@@ -65,7 +66,7 @@ class PlainWeight(Weight):
     ) -> jax.Array:
         """Computes rows @ matrix.T with the rows rounded to the weight's dtype and sums
         in float32."""
-        if rows.shape[0] > SKINNY and not native:
+        if not at_most(rows.shape[0], SKINNY) and not native:
             return _whole(rows, self.array)
         cpu = _skinny_cpu if native else _skinny_cpu.definition
         args = rows, self.array, valid_count

@@ -18,6 +18,7 @@ from stree_jax.generation.token_arguments import (
     stop_table,
 )
 from stree_jax.models import Model, State, check_model
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, SamplingRows
@@ -39,6 +40,7 @@ from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
 
 
+@register_for_export
 @struct.dataclass
 class TokensPast:
     """The states after the texts of a batch, from which a later `generate_tokens`
@@ -53,6 +55,7 @@ class TokensPast:
     drafter: DraftState
 
 
+@register_for_export
 @struct.dataclass
 class Texts:
     """Prompts with their outputs, as a trainer reads them: a pytree of arrays.
@@ -72,6 +75,7 @@ class Texts:
     logprobs: jax.Array | None
 
 
+@register_for_export
 @struct.dataclass
 class GeneratedTokens:
     """The result of `generate_tokens`: a pytree of arrays.

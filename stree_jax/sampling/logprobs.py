@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.sampling.best import log_softmax
 
 
+@register_for_export
 @struct.dataclass
 class LogProbs:
     """Log-probabilities at the O positions of an output.

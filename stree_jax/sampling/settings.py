@@ -20,6 +20,7 @@ from stree_jax.common.checks import (
     with_hints,
 )
 from stree_jax.models.base.keys import key_of
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.sampling.threefry import as_threefry, is_typed
 
 _FLOAT32 = np.finfo(np.float32)
@@ -81,6 +82,7 @@ class Sampling:
             check("seed", as_integer, lambda s: 0 <= s < 2**32, of_32_bits)
 
 
+@register_for_export
 @struct.dataclass
 class Filters:
     """Filters of the tokens that B rows may choose.
@@ -105,6 +107,7 @@ def no_filters(rows: int) -> Filters:
     return Filters(jnp.zeros((rows,), jnp.int32), all_of_it, off)
 
 
+@register_for_export
 @struct.dataclass
 class SamplingRows:
     """`Sampling` of B rows as arrays on the device.

@@ -76,7 +76,7 @@ def cache_capacity(
         a multiple of a chunk.
     """
     chunk = chunk_of(text_tokens)
-    chunks = -(-max(text_tokens - 1, 1) // chunk) + resumed
+    chunks = -(-jax.core.max_dim(text_tokens - 1, 1) // chunk) + resumed
     return whole_blocks(chunks * chunk + max_new_tokens + depth + 2)
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.adaptive.calibration import Counts, count, no_counts
 from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter, Looking
@@ -81,6 +82,7 @@ LAST_ROW_GAIN = 0.7  # gain of the last row, relative to the mean of the rows
 UNFORCED = -1  # `Force.size` if the policy chooses
 
 
+@register_for_export
 @struct.dataclass
 class StepTimes:
     """Step times in seconds, or proportional to seconds: only ratios matter.
@@ -286,7 +288,7 @@ class AdaptivePolicy:
         compiled step."""
         steps = [tree for tree, _ in compiled_steps(self.menu, batch)]
         shared = isinstance(steps[-1], Budget) and steps[-1].has_padding
-        return batch > 1 and len(steps) == 2 and shared
+        return shared and len(steps) == 2 and batch > 1
 
     def _nodes_below(self, batch: int) -> np.ndarray:
         """Returns the possible numbers [K] of nodes below the roots, growing. They are
