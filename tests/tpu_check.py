@@ -38,10 +38,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import stree_jax
 from bench import passes
 from bench.shapes import config_of
+from stree_jax import shard
 from stree_jax.models import Model
 from stree_jax.models.base.argmax import argmax
-from stree_jax.models.sharding.placement import abstract_model
-from stree_jax.sizing.memory import abstract_model as on_one_device
+from stree_jax.sizing.memory import abstract_model
 from stree_jax.speculation.step import packed
 from tests.support.families import FAMILIES
 from tests.support.kept_files import write_llama
@@ -78,7 +78,7 @@ def whole(model: Model, rows: int = 1, **options: Any) -> Program:
 
 def family(name: str, dtype: str = "float32") -> Model:
     """Returns a tiny model of a family, as shapes."""
-    return on_one_device(FAMILIES[name], dtype)
+    return abstract_model(FAMILIES[name], dtype)
 
 
 def kept() -> Model:
@@ -91,7 +91,7 @@ def kept() -> Model:
 
 def published(shape: str) -> Model:
     """Returns a model of a published size, as shapes."""
-    return on_one_device(config_of(shape), "bfloat16")
+    return abstract_model(config_of(shape), "bfloat16")
 
 
 Case = tuple[str, Callable[[], Program]]  # name, and a function that makes the program
@@ -124,7 +124,8 @@ def tiny_cases(mesh: Mesh) -> Iterator[Case]:
     yield "qwen3.5, mtp, auto", lambda: whole(family("qwen3.5"), **mtp)
     yield "bamba, lookup, sampled", lambda: whole(family("bamba"), **sampled)
     for name in ("bamba", "qwen3.5"):
-        model = partial(abstract_model, FAMILIES[name], "float32", mesh)
+        whole_model = abstract_model(FAMILIES[name], "float32")
+        model = partial(shard, whole_model, mesh)
         label = f"{name}, lookup, 2x2 chips"
         yield label, lambda m=model: whole(m(), rows=2, **lookup)
 
