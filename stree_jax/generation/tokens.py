@@ -13,6 +13,7 @@ from stree_jax.generation.stop_automata import stop_automata
 from stree_jax.generation.token_arguments import (
     check_automata,
     counts,
+    known,
     right_padded,
     rows_of_sampling,
     stop_table,
@@ -206,7 +207,8 @@ def generate_tokens(
         its own; static. If None, no log-probabilities.
       n: samples per prompt, which share its prefill; static.
       past: `GeneratedTokens.past` (or `Generation.past`) of an earlier call with B
-        rows. The prompts are then whole texts, of which the past has read a beginning.
+        rows. The prompts are then whole texts, of which the past has read a beginning:
+        `GeneratedTokens.joined`, and what follows.
       keep_past: True to return a `past`; static.
 
     Returns:
@@ -251,7 +253,7 @@ def generate_tokens(
     source = source_of(drafter, model.config)
     states = None
     if past is not None:
-        states = _checked_past(past, model, source, batch)
+        states = _checked_past(past, model, source, lengths)
     spec = spec_for(model, source, tree, rule, times)
     decoding = init_decoding(
         spec,
@@ -292,19 +294,27 @@ def _repeated(by_prompt: dict[str, Any], n: int) -> dict[str, Any]:
 
 
 def _checked_past(
-    past: Any, model: Model, source: Source, batch: int
+    past: Any, model: Model, source: Source, lengths: jax.Array
 ) -> tuple[State, DraftState]:
-    """Returns the states of a past.
+    """Returns the states of a past, for texts of these lengths [B].
 
     Raises:
-      ValueError: it is no past, or of another model, drafter or number of rows.
+      ValueError: it is no past, or of another model, drafter or number of rows. Outside
+        `jit`, also if it has read more than a text has.
     """
+    batch = lengths.shape[0]
     if not isinstance(past, TokensPast | Past):
         raise ValueError(
             f"past: want the past of an earlier result, got {shown(type(past))}"
         )
     check_state("past: of another target or batch", model, past.target, batch)
     source.check_past(model, past.drafter, batch)
+    read = past.target.length
+    if known(read) and known(lengths) and (read >= lengths).any():
+        raise ValueError(
+            f"past: it has read {read.tolist()} tokens, and wants longer texts, with "
+            f"prompts and outputs; got lengths {lengths.tolist()}"
+        )
     return past.target, past.drafter
 
 

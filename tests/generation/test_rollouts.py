@@ -134,6 +134,8 @@ def test_a_past_is_continued(model, rollout):
     assert run(done.past).tokens.tolist() == anew.tokens.tolist()
     with pytest.raises(ValueError, match="^past: of another target or batch"):
         stree_jax.generate_tokens(model, [[8]], past=done.past, **options)
+    with pytest.raises(ValueError, match="^past: it has read .* wants longer texts"):
+        stree_jax.generate_tokens(model, [[8]] * 6, past=done.past, **options)
 
 
 def test_settings_that_change_compile_nothing(model, texts):
