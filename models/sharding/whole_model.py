@@ -96,6 +96,13 @@ def shard(
     if model.mesh is not None:
         raise ValueError("model: already on a mesh; load it again")
     whole, mesh, axes = flag("whole", whole), automatic(mesh), _axes(rows, parts)
+    for argument, names, usual in (("rows", rows, DATA), ("parts", parts, MODEL)):
+        each = (names,) if isinstance(names, str) else names
+        if names != usual and (missing := set(each) - {*mesh.axis_names}):
+            raise ValueError(
+                f"{argument}: the mesh has no axis {shown(min(missing))}; its axes are "
+                f"{', '.join(map(str, mesh.axis_names))}"
+            )
     format = model.weight_format.with_params(by_path(model.params))
     cut = cut_for(model.config, mesh, format, whole, axes)
     place = _placing(model)

@@ -77,8 +77,7 @@ def right_padded(
     lengths = integers("lengths", lengths, "an array of integers [B]")
     if lengths.shape != (batch,):
         raise ValueError(
-            "prompts: want [B, S] and lengths [B], "
-            f"got {prompts.shape} and {lengths.shape}"
+            f"lengths: want one for each of {batch} prompts, got {lengths.shape}"
         )
     check_range("prompts", prompts, 0, vocab_size - 1)
     check_range("lengths" if mask is None else "mask: tokens", lengths, 1, S)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.common.checks import flag, integer, shown, with_hints
+from stree_jax.generation.arguments import lists_by_row
 from stree_jax.generation.result import Past
-from stree_jax.generation.stop_automata import stop_automata
+from stree_jax.generation.stop_automata import automata_of, searched_pieces
 from stree_jax.generation.token_arguments import (
     check_automata,
     counts,
@@ -278,9 +279,10 @@ def _automata(model: Model, stop_strings: Any, batch: int) -> StopAutomata | Non
     if isinstance(stop_strings, StopAutomata):
         check_automata(stop_strings, batch, model.config.num_tokens)
         return stop_strings
-    if isinstance(stop_strings, list | tuple) and not any(stop_strings):
+    lists = lists_by_row("stop_strings", stop_strings, batch, str)
+    if not any(lists):
         return None
-    return stop_automata(model, stop_strings, batch)
+    return automata_of(model, searched_pieces(model), lists)
 
 
 def _repeated(by_prompt: dict[str, Any], n: int) -> dict[str, Any]:
