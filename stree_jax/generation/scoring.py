@@ -10,7 +10,7 @@ from jax import lax
 
 from stree_jax.common.checks import check_not_forked, with_hints
 from stree_jax.common.unchecked import varying_axes
-from stree_jax.cpu_kernels import MAX_ROWS
+from stree_jax.cpu_kernels import MAX_ROWS, symbolic_size
 from stree_jax.generation.arguments import checked_tokens
 from stree_jax.models import (
     PREFILL_CHUNK,
@@ -90,7 +90,7 @@ def read_chunks(
         _, found = lax.scan(one_chunk, (empty, carry), parts)
         return found.swapaxes(0, 1).reshape(size, T, *found.shape[3:])
 
-    if batch <= rows:
+    if symbolic_size(batch) or batch <= rows:
         return of_group((tokens, carry, extra))
 
     def groups(z: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.common.checks import check_not_forked, with_hints
+from stree_jax.cpu_kernels import at_most
 from stree_jax.generation.arguments import checked_tokens
 from stree_jax.generation.scoring import read_chunks
 from stree_jax.generation.token_arguments import counts, rows_of_sampling
@@ -92,7 +93,7 @@ def _chunks(model: Model, tokens: jax.Array, rows: SamplingRows | None) -> jax.A
     def read(carry: Any, hidden: jax.Array, both: Any) -> tuple[Any, jax.Array]:
         (seen, rows), (part, following) = carry, both
         args, size = (hidden, part, following, seen, rows), part.shape[0]
-        if part.size * V <= MOST_LOGITS:
+        if at_most(part.size * V, MOST_LOGITS):
             found = _of_chunk(model, *args)
         else:
             each = jax.tree.map(lambda x: x[:, None], args)
