@@ -1,7 +1,6 @@
 """Reinforcement learning: GRPO (Shao et al. 2024) with exact speculative rollouts.
 
-Prints each update's reward, how far the trainer's log-probabilities are from those of
-the rollouts (0: the same bits), and the tokens per target pass.
+Prints the reward and the distance of trainer and rollouts (0: the same bits).
 Run it: python examples/grpo.py [--updates 50] [--drafts model, texts or none]
 """
 
