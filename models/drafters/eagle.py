@@ -348,7 +348,7 @@ class FirstLayer(ResidualLayer):
             u = jnp.concatenate([e, g], axis=-1)
             before = g if c.norm_residual else before
         mixer = mixer_of(c.mixers[FIRST])
-        attention = mixer.Module(c.mixers[FIRST], self.dtype, 1, name=FIRST)
+        attention = mixer.Module(c.mixers[FIRST], self.dtype, name=FIRST)
         a, new, then = attention(u, *mixer_args(FIRST, pass_, state, record))
         return before + a, {FIRST: new}, {FIRST: then}
 
