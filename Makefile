@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo test test-more test-long test-fast test-real test-peers format lint types check wheel-test \
   clone-test wheels \
-  release-check gpu-check gpu-test docs docs-serve clean
+  release-check gpu-check gpu-test gpu-session tpu-check docs docs-serve clean
 
 KERNELS := setup.py $(wildcard cpu_kernels/src/*)
 
@@ -132,6 +132,26 @@ gpu-check: .venv-gpu/.done
 gpu-test:
 	JAX_PLATFORMS=cuda python -m pytest -q -m gpu tests
 
+# On the same kind of machine: tests and benchmarks for 25 minutes, the most telling first.
+# The same command resumes. Results go to OUT.
+OUT ?= gpu-session
+
+gpu-session:
+	python -m bench.gpu_session $(OUT)
+
+# Compiles passes and whole decoding programs for TPU v5e and v6e; needs no TPU (libtpu, of
+# the version that jax 0.10.2 names, has 692 MB). The same command resumes.
+TPU := .venv-tpu/bin
+
+.venv-tpu/.done: pyproject.toml
+	$(PYTHON) -m venv .venv-tpu
+	$(TPU)/pip install --quiet --editable '.[gguf]' jax==0.10.2 libtpu==0.0.42.1
+	touch $@
+
+tpu-check: .venv-tpu/.done
+	$(TPU)/python -m tests.tpu_check --json .venv-tpu/tiny.jsonl
+	$(TPU)/python -m tests.tpu_check --json .venv-tpu/shapes.jsonl --shapes
+
 # The documentation site, in site/. Docstrings are read from the source, so that this
 # environment has neither jax nor the package.
 DOCS := .venv-docs/bin
@@ -154,4 +174,4 @@ docs-serve: .venv-docs/.done
 	$(MKDOCS) serve
 
 clean:
-	rm -rf .venv .venv-docs .venv-gpu .venv-real .venv-release build dist site *.egg-info
+	rm -rf .venv .venv-docs .venv-gpu .venv-tpu gpu-session .venv-real .venv-release build dist site *.egg-info

@@ -24,13 +24,13 @@ from bench.shapes import config_of
 from stree_jax.cli.options import add, add_dtype
 from stree_jax.models import param_shapes
 from stree_jax.models.sharding.devices import make_mesh
-from stree_jax.models.sharding.placement import abstract_model
+from stree_jax.models.sharding.whole_model import abstract_model
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.loop import advance_jit
-from stree_jax.speculation.on_mesh import decoding_specs, rows_axis
+from stree_jax.speculation.on_mesh import decoding_specs, place_of
 from stree_jax.speculation.specs import make_spec
 from stree_jax.speculation.start import Start
 from stree_jax.speculation.step import Spec
@@ -166,7 +166,9 @@ def abstract_decoding(spec: Spec, args: argparse.Namespace) -> Decoding:
     start = Start(text, requests, room=NEW_TOKENS, capacity=args.context)
     shapes = start.shapes(spec)
     assert mesh is not None
-    specs = decoding_specs(shapes, spec.policy, rows_axis(mesh, batch))
+    place = place_of(mesh, spec.target.cut, numbers)
+    assert place is not None
+    specs = decoding_specs(shapes, spec.policy, place)
 
     def placing(x: Any, where: Any) -> Any:
         sharding = NamedSharding(mesh, where)

@@ -19,6 +19,7 @@ from stree_jax.cpu_kernels.kernel import cpu_kernel as cpu_kernel
 from stree_jax.cpu_kernels.kernel import floats as floats
 from stree_jax.cpu_kernels.kernel import ints as ints
 from stree_jax.cpu_kernels.kernel import like as like
+from stree_jax.cpu_kernels.kernel import without_kernels as without_kernels
 from stree_jax.cpu_kernels.library import available as available
 from stree_jax.cpu_kernels.library import describe as describe
 from stree_jax.cpu_kernels.library import level as level
@@ -28,7 +29,6 @@ from stree_jax.cpu_kernels.mixer import MixerWeights as MixerWeights
 from stree_jax.cpu_kernels.mixer import mixer_outputs as mixer_outputs
 from stree_jax.cpu_kernels.mixer import mixer_unsupported as mixer_unsupported
 from stree_jax.cpu_kernels.panels import panels_unsupported as panels_unsupported
-from stree_jax.cpu_kernels.product import MAX_PADDED_ROWS as MAX_PADDED_ROWS
 from stree_jax.cpu_kernels.product import MAX_ROWS as MAX_ROWS
 from stree_jax.cpu_kernels.product import int8_unsupported as int8_unsupported
 from stree_jax.cpu_kernels.product import product_unsupported as product_unsupported
@@ -36,3 +36,6 @@ from stree_jax.cpu_kernels.selective import path_unsupported as path_unsupported
 from stree_jax.cpu_kernels.selective import (
     selective_unsupported as selective_unsupported,
 )
+from stree_jax.cpu_kernels.sizes import at_most as at_most
+from stree_jax.cpu_kernels.sizes import symbolic as symbolic
+from stree_jax.cpu_kernels.sizes import symbolic_size as symbolic_size

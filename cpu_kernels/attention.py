@@ -2,11 +2,10 @@
 
 The kernel computes `pallas_kernels.attention.tree_attention`, with the same axes. It
 reads the cache once, up to each row's length, in blocks of 64 keys. Threads share a
-long cache in parts, whose bounds depend only on the length.
+long text in parts of 1,024 places.
 
 A query's result does not depend on the other rows of the batch, the number of threads
-or the capacity of the cache, bit for bit. Of the other queries it depends on one thing:
-whether a KV head has at most six queries or more.
+or the capacity of the cache, nor on which keys are in the cache yet, bit for bit.
 """
 
 import jax

@@ -6,7 +6,9 @@ known. `lax.platform_dependent` also chooses by platform, but it traces the func
 all platforms at every call.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, update_wrapper
 from inspect import signature
@@ -21,11 +23,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from stree_jax.cpu_kernels.library import level
+from stree_jax.cpu_kernels.sizes import symbolic
 
 Function = Callable[..., Any]
 P = ParamSpec("P")
 R = TypeVar("R")
 PLATFORMS = ("cpu", "cuda")  # accepted by `by_platform`; others run the default
+SYMBOLIC = "the shapes are symbolic"
 SWITCHED_OFF = "the compiled kernels are missing or switched off"
 
 
@@ -118,12 +122,16 @@ class CpuKernel(Generic[P, R]):
         """Returns why the kernel does not support these arguments. None if it does."""
         if level() is None:
             return SWITCHED_OFF
+        if symbolic(args):
+            return SYMBOLIC
         reason = self.spec.unsupported(*args, **options)
         return str(reason) if reason else None
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         allowed = level()
-        if allowed is None or self.spec.unsupported(*args, **options):
+        if allowed is None or symbolic(args):
+            return self.definition(*args, **options)
+        if self.spec.unsupported(*args, **options):
             return self.definition(*args, **options)
         leaves, tree = jax.tree.flatten(args)
         named = tuple(sorted(options.items()))
@@ -195,10 +203,8 @@ class _Call:
         return function(*args, **dict(self.options))
 
     def chosen(self, platform: str, module: Any) -> Function:
-        # If a later jax moves these parameters, no kernel is used.
-        parameters = getattr(module, "lowering_parameters", None)
         one_cpu = platform == "cpu" and _on_one_device(module.axis_context)
-        runs_here = one_cpu and not getattr(parameters, "for_export", True)
+        runs_here = one_cpu and not _for_export(module)
         return self.compiled if runs_here else self.definition
 
     def compiled(self, *leaves: jax.Array) -> Sequence[jax.Array]:
@@ -254,6 +260,39 @@ def _scalar(value: bool | int | float) -> np.generic:
     return np.int64(value) if isinstance(value, int) else np.float32(value)
 
 
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Leaves kernels out of the programs that are exported inside the block.
+
+    `jax.export` refuses to serialize calls of Triton kernels, because they work with
+    one version of jax only. Programs that run in this process keep their kernels. A
+    context manager.
+
+    Example:
+      >>> scores = jax.jit(stree_jax.score)
+      >>> args = stree_jax.load("demo"), jnp.array([[60, 61, 62]])
+      >>> with pallas_kernels.without_kernels():
+      ...     program = jax.export.export(scores, platforms=["cpu", "cuda"])(*args)
+      >>> program.platforms
+      ('cpu', 'cuda')
+    """
+    token = _LEFT_OUT.set(True)
+    try:
+        yield
+    finally:
+        _LEFT_OUT.reset(token)
+
+
+_LEFT_OUT = ContextVar("without_kernels", default=False)
+
+
+def _for_export(module: Any) -> bool:
+    """True if a program is lowered for `jax.export`, which is assumed if a later jax
+    moves this parameter."""
+    parameters = getattr(module, "lowering_parameters", None)
+    return getattr(parameters, "for_export", True)
+
+
 def _on_one_device(context: Any) -> bool:
     """True in a program for one device, and inside a `shard_map` over the whole
     mesh."""
@@ -301,7 +340,9 @@ class _ByPlatform:
         function = dict(self.functions).get("cpu", self.definition)
         return jax.eval_shape(function, *arrays)
 
-    def chosen(self, platform: str, _: Any) -> Function:
+    def chosen(self, platform: str, module: Any) -> Function:
+        if _LEFT_OUT.get() and _for_export(module):
+            return self.definition
         return dict(self.functions).get(platform, self.definition)
 
     def batched(
@@ -329,11 +370,12 @@ _choose.multiple_results = True
 def _bind_choice(*leaves: jax.Array, choice: Choice) -> Any:
     """Calls a choice, to be resolved when the program is lowered.
 
-    Inside a `jax.shard_map` with `check_vma`, the definition runs: JAX checks its
-    operations, and cannot check this primitive.
+    With symbolic shapes the definition runs, because kernels need known ones. It also
+    runs inside a `jax.shard_map` with `check_vma`: JAX checks its operations, and
+    cannot check this primitive.
     """
     leaves = tuple(map(jnp.asarray, leaves))
-    if any(map(_varies, leaves)):
+    if any(map(_varies, leaves)) or symbolic(leaves):
         return choice.definition(*leaves)
     outs = _choose.bind(*leaves, choice=choice)
     return jax.tree.unflatten(_shapes_of(choice, *map(_shape, leaves))[1], outs)

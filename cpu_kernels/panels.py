@@ -6,7 +6,7 @@ instruction set, bit for bit.
 
 import jax
 
-from stree_jax.cpu_kernels.product import MAX_PADDED_ROWS
+from stree_jax.cpu_kernels.product import MAX_ROWS
 
 
 def panels_unsupported(
@@ -19,6 +19,6 @@ def panels_unsupported(
       panels: [P, n, nbytes] uint8.
       valid_count: as in `product_unsupported`.
     """
-    if not 1 <= rows.shape[0] <= MAX_PADDED_ROWS:
-        return f"wants 1 to {MAX_PADDED_ROWS} rows, got {rows.shape[0]}"
+    if not 1 <= rows.shape[0] <= MAX_ROWS:
+        return f"wants 1 to {MAX_ROWS} rows, got {rows.shape[0]}"
     return None if panels.size else f"wants panels, got {panels.shape}"

@@ -17,12 +17,9 @@ It may differ between instruction sets.
 import jax
 import jax.numpy as jnp
 
-# The largest number of rows for which the kernel is used; XLA computes larger products.
-# Up to 64 rows, a product takes about as long as reading its weight from memory.
-# MAX_PADDED_ROWS applies to products with a `valid_count`. It is larger because it also
-# counts padding rows, which take no time.
-MAX_ROWS = 64
-MAX_PADDED_ROWS = 1024
+# The most rows for which the kernel is used, padding included. XLA computes larger
+# products, in less time for a row but with other bits.
+MAX_ROWS = 1024
 MAX_INT8_GROUP = 2**16  # columns of an int8 group, so that sums fit in int32
 
 
@@ -38,9 +35,9 @@ def product_unsupported(
         are valid; results of the rest are not written. The weight is read once per 64
         valid rows. If None, all rows are valid.
     """
-    (t, k), limit = rows.shape, MAX_ROWS if valid_count is None else MAX_PADDED_ROWS
-    if not 1 <= t <= limit:
-        return f"wants 1 to {limit} rows, got {t}"
+    t, k = rows.shape
+    if not 1 <= t <= MAX_ROWS:
+        return f"wants 1 to {MAX_ROWS} rows, got {t}"
     if k < 1 or weight.shape[0] < 1:
         return f"wants a weight that is not empty, got {weight.shape}"
     if weight.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):

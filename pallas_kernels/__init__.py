@@ -6,6 +6,7 @@ P head size, N state size, G groups, K conv taps, C conv channels, Hq/Hk query/K
 M longest path.
 """
 
+from stree_jax.cpu_kernels import without_kernels as without_kernels
 from stree_jax.pallas_kernels.attention import ATTENTION_BLOCK as ATTENTION_BLOCK
 from stree_jax.pallas_kernels.attention import as_bits as as_bits
 from stree_jax.pallas_kernels.conv import commit_window as commit_window

@@ -394,12 +394,12 @@ def delta_replay(h0: jax.Array, past: DeltaReplayed) -> jax.Array:
 def as_scan(past: DeltaReplayed) -> Replayed:
     """Returns a path, whose decays are per head, as an argument of `scan.replay`.
 
-    The states differ only in what a token adds: u instead of x, and its normalized key
-    instead of dt times B.
+    The states differ only in what a token adds: u instead of dt times x, and its
+    normalized key instead of B.
     """
     u, k, scale, a, path, length = past
-    dt = jnp.repeat(scale, u.shape[2] // scale.shape[2], axis=2)
-    return Replayed(u, dt, a, k, path, length)
+    ones = jnp.ones(u.shape[:3], jnp.float32)
+    return Replayed(u, ones, a, _scaled(k, scale), path, length)
 
 
 def delta_replay_scan(

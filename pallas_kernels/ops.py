@@ -123,11 +123,11 @@ def replay_tree_scan(
     native = native_replay_tree_scan.unsupported(h0, past, inputs, mask)
     kernels["native"] = Kernel(native_replay_tree_scan, native, "cpu")
     if implementation is None and mask.shape[-1] == past.path.shape[-1] == 1:
-        # Plain decoding, one token after another, has no matrix products, and XLA fuses
-        # it with the surrounding operations. A step of Mamba2-2.7B on an H200 takes
-        # 4.2 ms (4.7 ms with the kernel); a layer of Mamba2-130M on a CPU takes 43 us
-        # (56 us with the kernel).
-        implementation = "xla"
+        # Plain decoding, one token after another, has no matrix products, and on a GPU
+        # XLA fuses it with the surrounding operations. A step of Mamba2-2.7B on an H200
+        # takes 4.2 ms (4.7 ms with the kernel). On a CPU only the kernel gives the same
+        # bits as in a tree.
+        kernels = {"native": kernels["native"]}
     name, args = "replay_tree_scan", (h0, past, inputs, mask)
     return dispatch(name, implementation, scan.replay_tree_scan, kernels, *args)
 
@@ -208,8 +208,22 @@ def delta_replay(
     with the fastest implementation."""
     if past.a.ndim == 3:
         return replay(h0, as_scan(past), implementation=implementation)
-    args = h0, past
-    return dispatch("delta_replay", implementation, delta.delta_replay, {}, *args)
+    native = native_delta_replay.unsupported(h0, past)
+    if native is None and past.k.shape[2] != past.u.shape[2]:
+        native = "wants as many key heads as value heads if decays are by channel"
+    kernels = {"native": Kernel(native_delta_replay, native, "cpu")}
+    return dispatch(
+        "delta_replay", implementation, delta.delta_replay, kernels, h0, past
+    )
+
+
+native_delta_replay = cpu_kernel(
+    "stree_replay",
+    outputs=lambda h0, _: floats(*h0.shape),
+    unsupported=cpu_scan.replay_unsupported,
+    aliases={"h0": None},
+    prepare=lambda h0, past: cpu_scan.replay_arrays(h0, as_scan(past)),
+)(delta.delta_replay)
 
 
 def tree_attention(

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from stree_jax.generation.result import Past as Past
     from stree_jax.generation.scoring import score as score
     from stree_jax.generation.scoring import score_tree as score_tree
+    from stree_jax.generation.token_logprobs import token_logprobs as token_logprobs
     from stree_jax.generation.tokens import generate_tokens as generate_tokens
     from stree_jax.models.sharding.devices import make_mesh as make_mesh
-    from stree_jax.models.sharding.placement import shard as shard
+    from stree_jax.models.sharding.whole_model import shard as shard
+    from stree_jax.models.sharding.whole_model import unshard as unshard
     from stree_jax.models.stack.model import Model as Model
     from stree_jax.sampling.settings import Sampling as Sampling
     from stree_jax.sizing.plan import plan as plan
@@ -39,13 +41,14 @@ _NAMES = {
     "models.sharding.devices": "make_mesh",
     "generation.generate": "generate stream tune",
     "checkpoints.drafters": "load_drafter save_drafter",
-    "models.sharding.placement": "shard",
+    "models.sharding.whole_model": "shard unshard",
     "sizing.plan": "plan",
     "verify.certify": "certify",
     "generation.result": "Generation Past",
     "sampling.settings": "Sampling",
     "generation.scoring": "score score_tree",
     "generation.tokens": "generate_tokens",
+    "generation.token_logprobs": "token_logprobs",
 }
 _MODULE_OF = {name: m for m, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_MODULE_OF]

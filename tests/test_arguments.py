@@ -124,7 +124,7 @@ LIST = "want one list of {}s for all prompts or a list of one for each of the 2"
         (dict(sampling=[Sampling(), None]), f"sampling: {ONE.format('Sampling')}, got"),
         (dict(key=jax.random.key(0)), "key: greedy decoding uses no random numbers"),
         (
-            dict(sampling=Sampling(), key=jax.random.split(jax.random.key(0))),
+            dict(sampling=Sampling(), key=jax.random.split(jax.random.key(0), 3)),
             "key: want one key, got keys",
         ),
         (dict(rule="best"), "rule: unknown acceptance 'best'; known: naive, levia"),
@@ -192,7 +192,7 @@ def test_a_past_of_another_model_is_refused(target):
         ([[8, -1]], [2], r"prompts: -1\.\.8 are not all in 0\.\.49"),
         ([[8, 9]], [0], r"lengths: 0\.\.0 are not all in 1\.\.2"),
         ([[8, 9]], [3], r"lengths: 3\.\.3 are not all in 1\.\.2"),
-        ([[8, 9]], [1, 1], r"prompts: want \[B, S\] and lengths \[B\]"),
+        ([[8, 9]], [1, 1], r"lengths: want one for each of 1 prompts, got \(2,\)"),
         ([8, 9], [1, 1], r"prompts: want \[B, S\] and lengths \[B\]"),
     ],
 )

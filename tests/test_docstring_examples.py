@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import trees
+from stree_jax import pallas_kernels, trees
 
 GLOBALS = {"stree_jax": stree_jax, "jax": jax, "jnp": jnp, "np": np}
+GLOBALS["pallas_kernels"] = pallas_kernels
 TREES = [name for name, value in vars(trees).items() if callable(value)]
 PUBLIC = {
     **{f"stree_jax.{n}": getattr(stree_jax, n) for n in stree_jax.__all__},
     **{f"stree_jax.trees.{name}": getattr(trees, name) for name in TREES},
 }
+PUBLIC["stree_jax.pallas_kernels.without_kernels"] = pallas_kernels.without_kernels
 del PUBLIC["stree_jax.__version__"]
 
 

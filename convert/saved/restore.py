@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,7 +29,7 @@ from stree_jax.models.base.shards import MODEL, WHOLE, Cut
 from stree_jax.models.layers.params import NORMAL, Param, array_dtype
 from stree_jax.models.layers.params import Path as ParamPath
 from stree_jax.models.sharding.parts import cut_at
-from stree_jax.models.sharding.placement import part_indices, spec_of
+from stree_jax.models.sharding.placement import changes_order, part_order, spec_of
 from stree_jax.models.stack.memory import size_of
 from stree_jax.models.stack.param_table import param_at
 
@@ -130,7 +129,7 @@ def _as_read(
 
 def _spec_as_read(param: Param, parts: int, shape: tuple[int, ...]) -> P:
     """Returns the partition spec with which a parameter is read."""
-    if not _changes_order(param, parts):
+    if not changes_order(param, parts):
         return spec_of(param, parts, len(shape))
     other = _other_axis(param, parts, shape)
     return P(*(MODEL if axis == other else None for axis in range(len(shape))))
@@ -141,20 +140,6 @@ def _other_axis(param: Param, parts: int, shape: tuple[int, ...]) -> int | None:
     axis, or None."""
     axes = (axis for axis, size in enumerate(shape) if size % parts == 0)
     return next((axis for axis in axes if param and axis != param.axis), None)
-
-
-def _order(param: Param, parts: int) -> np.ndarray:
-    """Returns the indices along the divided axis, part after part."""
-    each = (part_indices(param, i, parts) for i in range(parts))
-    return np.concatenate([np.r_[places] for places in each])
-
-
-def _changes_order(param: Param, parts: int) -> bool:
-    """True if the parts are not contiguous along the divided axis."""
-    if parts == 1:
-        return False
-    order = _order(param, parts)
-    return not np.array_equal(order, np.arange(param.shape[param.axis]))
 
 
 def _as_kept(
@@ -168,7 +153,7 @@ def _as_kept(
     sharding."""
     if mesh is None:
         return stored(param, leaf, format)
-    if format.plain and not _changes_order(param, parts):
+    if format.plain and not changes_order(param, parts):
         return leaf  # already in its place
     # `_moved` is compiled once for each different `param`, and does not use the
     # initialiser. With the same one for all, parameters of equal shape share a program.
@@ -197,9 +182,9 @@ def _moved(
         return stored(param, x, format, columns)
 
     def local(x: jax.Array) -> Any:
-        if _changes_order(param, parts):
+        if changes_order(param, parts):
             axis = param.axis
-            x = x.take(_order(param, parts), axis, mode="clip")
+            x = x.take(part_order(param, parts), axis, mode="clip")
             if other is None:
                 width = x.shape[axis] // parts
                 begin = lax.axis_index(MODEL) * width

@@ -1,21 +1,18 @@
 // Attention from tree nodes to the KV cache and to each other. Include after lanes.h.
 //
-// The reference implementation in JAX is `tree_attention` in pallas_kernels/attention.py. For each
-// query and a range of keys the kernel computes the largest score m, the sum l of exp(score - m),
-// and the sum of the values weighted by exp(score - m); such results of two ranges can be merged.
-// The ranges of the cache depend only on its length and are merged in order. A query's result
-// therefore does not depend on other queries, rows of the batch, threads, or the capacity of the
-// cache, bit for bit, with one exception:
-//
-// For up to FEW queries per KV head, scores are dot products with the keys as stored. For
-// more it is faster to transpose a block of keys first, or to use AMX tiles. They sum in different
-// orders.
+// The reference implementation in JAX is `tree_attention` in pallas_kernels/attention.py. A key has
+// a place in the text, whether it is in the cache or of a node: a query sees the cache up to its
+// end and then its ancestors, in the order of their places. Places are divided into blocks and
+// these into parts, whose borders are multiples of KEYS and PART. For a query and a part the kernel
+// computes the largest score m, the sum l of exp(score - m), and the sum of the values weighted by
+// exp(score - m), block by block; then the parts are merged in order. All sums go over keys in the
+// order of places. So the result of a query depends on its text alone, bit for bit: not on what is
+// in the cache yet, on other queries, rows of the batch, threads, or the capacity of the cache.
 
-constexpr int64_t KEYS = 64;  // keys whose scores are computed at a time
-constexpr int64_t FEW = 6;    // queries of a KV head up to which keys are not transposed
+constexpr int64_t KEYS = 64;  // places of a block
 
-// Products of many wide queries with 16-bit keys and values, for kernels that have tiles. See
-// amx_attention.cc, which specializes it.
+// Products of wide queries with 16-bit keys, for kernels that have tiles. See amx_attention.cc,
+// which specializes it.
 template <class L>
 struct TileProducts {
   static constexpr bool exist = false;
@@ -28,10 +25,10 @@ struct Queries {
 
 struct Space {
   void* q;        // [rows, padded], in the form for dot products
-  float* wide_q;  // [rows, hd], in float32
-  float* scores;  // [rows, KEYS]
-  float* keys;    // [hd, KEYS], transposed
+  float* scores;  // [rows, KEYS], by place
+  float* of_nodes;  // [rows, KEYS], scores or weights of some nodes
   float* values;  // [KEYS, hd], in float32
+  void* clean;    // [KEYS, hd], see `without_faults`
   void *k, *v;    // [T, hd], of the nodes
   char* tiles;    // space of `TileProducts`, or null
   Queries seen, more;
@@ -49,10 +46,10 @@ TARGET int64_t space_layout(const Attention& a, char* base, Space* space) {
   Layout layout{base};
   layout.place(reinterpret_cast<typename L::Row**>(&space->q),
                a.tile * rounded_up(a.hd, L::step));
-  layout.place(&space->wide_q, a.tile * a.hd);
   layout.place(&space->scores, a.tile * KEYS);
-  layout.place(&space->keys, a.hd * KEYS);
+  layout.place(&space->of_nodes, a.tile * KEYS);
   layout.place(&space->values, KEYS * a.hd);
+  layout.place(reinterpret_cast<Weight**>(&space->clean), KEYS * a.hd);
   layout.place(reinterpret_cast<Weight**>(&space->k), a.T * a.hd);
   layout.place(reinterpret_cast<Weight**>(&space->v), a.T * a.hd);
   space->tiles = nullptr;
@@ -72,7 +69,7 @@ TARGET int64_t attention_bytes(const Attention& a) {
 // Returns the buffer for the sums of a part of the keys, for a tile of queries.
 TARGET inline Queries part_of(const Attention& a, int64_t unit, int64_t part) {
   const int64_t size = a.tile * (a.hd + 2);
-  float* base = a.partial + (unit * (a.splits + 1) + part) * size;
+  float* base = a.partial + (unit * a.parts + part) * size;
   return {base, base + a.tile, base + 2 * a.tile};
 }
 
@@ -100,18 +97,26 @@ TARGET inline int64_t place_of(const Attention& a, const Tile& tile, int64_t row
   return ((tile.b * a.Tq + t) * a.Hq + tile.head * G + g) * a.hd;
 }
 
+// Copies a tile's queries, and the keys and values of all nodes.
 template <class L>
-TARGET void pack_queries(const Attention& a, const Tile& tile, const Space& space) {
+TARGET void pack_tile(const Attention& a, const Tile& tile, const Space& space) {
+  using Weight = typename L::Weight;
   const int64_t padded = rounded_up(a.hd, L::step);
   for (int64_t r = 0; r < tile.rows(); r++) {
     const float* from = a.q + place_of(a, tile, tile.first + r);
     auto* to = static_cast<typename L::Row*>(space.q) + r * padded;
-    float* wide = space.wide_q + r * a.hd;
     for (int64_t i = 0; i < a.hd; i++) to[i] = L::as_row(from[i]);
     for (int64_t i = a.hd; i < padded; i++) to[i] = 0;
-    for (int64_t i = 0; i < a.hd; i++)
-      wide[i] = sizeof(typename L::Weight) == 2 ? widened(bfloat16_of(from[i])) : from[i];
   }
+  const auto gather = [&](void* array, const void* from) {
+    for (int64_t t = 0; t < a.T; t++)
+      __builtin_memcpy(static_cast<Weight*>(array) + t * a.hd,
+                       static_cast<const Weight*>(from) +
+                           ((tile.b * a.T + t) * a.Hk + tile.head) * a.hd,
+                       a.hd * sizeof(Weight));
+  };
+  gather(space.k, a.k);
+  gather(space.v, a.v);
   if constexpr (TileProducts<L>::exist)
     if (space.tiles) TileProducts<L>::pack(a, tile.rows(), space);
 }
@@ -187,34 +192,13 @@ TARGET inline void add_product(float* out, const float* left, const float* right
   }
 }
 
-// Transposes keys [count, hd] to [hd, KEYS] in float32. Columns past `count` are 0.
-template <class E>
-TARGET void transpose_keys(const E* keys, int64_t count, int64_t hd, float* to) {
-  using V = Lanes;
-  for (int64_t s = 0; s < KEYS; s += V::W)
-    for (int64_t i = 0; i < hd; i += V::W) {
-      V::F block[V::W];
-      for (int64_t j = 0; j < V::W; j++)
-        block[j] = s + j < count ? V::load(keys + (s + j) * hd + i, hd - i) : V::F{};
-      transpose_block(block);
-      for (int64_t j = 0; j < V::W && i + j < hd; j++)
-        V::store(to + (i + j) * KEYS + s, block[j], V::W);
-    }
-}
-
-// Converts products of a row's query with keys to weights exp(score - m), 0 for keys that
-// `allowed` (if not null) masks and for the first `hidden` ones. Updates m and l. Returns
-// exp(old m - m).
-TARGET inline float weigh(float* scores, int64_t count, float scale, const uint8_t* allowed,
-                          int64_t hidden, float* m, float* l) {
+// Converts products of a row's query with keys to weights exp(score - m), 0 for places outside
+// [from, to). Updates m and l. Returns exp(old m - m).
+TARGET inline float weigh(float* scores, int64_t from, int64_t to, float scale, float* m,
+                          float* l) {
   using V = Lanes;
   const float none = -__builtin_inff();
-  if (allowed)
-    for (int64_t i = 0; i < count; i++) scores[i] = allowed[i] ? scores[i] * scale : none;
-  else
-    for (int64_t i = 0; i < count; i++) scores[i] *= scale;
-  for (int64_t i = 0; i < hidden; i++) scores[i] = none;
-  for (int64_t i = count; i < KEYS; i++) scores[i] = none;
+  for (int64_t i = 0; i < KEYS; i++) scores[i] = i < from || i >= to ? none : scores[i] * scale;
   V::F most = V::F{} + *m;
   for (int64_t i = 0; i < KEYS; i += V::W) {
     const V::F s = V::load(scores + i, V::W);
@@ -223,7 +207,7 @@ TARGET inline float weigh(float* scores, int64_t count, float scale, const uint8
   float top = *m;
   for (int i = 0; i < V::W; i++) top = most[i] > top ? most[i] : top;
   bool has_nan = false;  // a NaN compares as not larger than anything
-  for (int64_t i = 0; i < count && !(top > none); i++) has_nan |= scores[i] != scores[i];
+  for (int64_t i = from; i < to && !(top > none); i++) has_nan |= scores[i] != scores[i];
   if (has_nan) top = 0.0f;
   if (!(top > none)) {  // all keys so far are masked
     for (int64_t i = 0; i < KEYS; i++) scores[i] = 0.0f;
@@ -241,50 +225,54 @@ TARGET inline float weigh(float* scores, int64_t count, float scale, const uint8
   return kept;
 }
 
-// Returns the first row of the cache that a row's query sees.
-TARGET inline int64_t first_of(const Attention& a, const Tile& tile, int64_t row) {
-  return a.first ? a.first[tile.b * a.Tq + (tile.first + row) / (a.Hq / a.Hk)] : 0;
+TARGET inline int64_t cached(const Attention& a, int64_t b) {
+  const int64_t length = a.length[b];
+  return length < 0 ? 0 : length < a.S ? length : a.S;
 }
 
-// The keys of a block that the queries of a tile see. `allowed` (or null) is the mask [Tq, T], from
-// the first of these keys on. `row` is that key's row of the cache, or -1 if the keys are of nodes.
-struct Seen {
-  const uint8_t* allowed;
-  int64_t row, count;
+TARGET inline int64_t clamped(int64_t x, int64_t low, int64_t high) {
+  return x < low ? low : x < high ? x : high;
+}
 
-  TARGET const uint8_t* mask_of(const Attention& a, const Tile& tile, int64_t r) const {
-    return allowed ? allowed + (tile.first + r) / (a.Hq / a.Hk) * a.T : nullptr;
-  }
-  // Returns how many of the first keys a row's query does not see.
-  TARGET int64_t hidden(const Attention& a, const Tile& tile, int64_t r) const {
-    const int64_t before = row < 0 ? 0 : first_of(a, tile, r) - row;
-    return before < 0 ? 0 : before < count ? before : count;
-  }
+// What a row's query sees of the KEYS places from `begin` on.
+struct Seen {
+  int64_t from, to;           // places it sees
+  const int32_t* nodes;       // of these, the ones that are nodes, in order
+  int64_t count, first_place; // of the nodes
 };
 
+TARGET inline Seen seen_by(const Attention& a, const Tile& tile, int64_t row, int64_t begin) {
+  const int64_t q = tile.b * a.Tq + (tile.first + row) / (a.Hq / a.Hk);
+  const int64_t first = a.first ? a.first[q] : 0, length = cached(a, tile.b);
+  const int64_t root = first > length ? first : length;  // the place of its first ancestor
+  const int64_t none = clamped(begin - root, 0, a.count[q]);
+  const int64_t end = clamped(begin + KEYS - root, 0, a.count[q]);
+  return {clamped(first - begin, 0, KEYS), clamped(root + a.count[q] - begin, 0, KEYS),
+          a.ancestors + q * a.T + none, end - none, root + none - begin};
+}
+
 // Returns the values [count, hd] with zeros in place of those that contain NaN or infinity, whose
-// product with the weight 0 of a masked key would be NaN. Adds these to the sums of the queries
-// that see them. Overwrites space.keys if there are any.
-template <class L>
+// product with the weight 0 of a key that a query does not see would be NaN. Adds these to the
+// sums of the queries that see them: sees(row, s).
+template <class L, class Sees>
 TARGET __attribute__((noinline)) const typename L::Weight* without_faults(
     const Attention& a, const Tile& tile, const Space& space, const typename L::Weight* v,
-    const Seen& seen, const Queries& to) {
+    int64_t count, const float* weights, const Sees& sees, const Queries& to) {
   using V = Lanes;
-  auto* const clean = reinterpret_cast<typename L::Weight*>(space.keys);
+  auto* const clean = static_cast<typename L::Weight*>(space.clean);
   bool any = false;
-  for (int64_t s = 0; s < seen.count; s++) {
+  for (int64_t s = 0; s < count; s++) {
     const typename L::Weight* const value = v + s * a.hd;
     V::F zeros = V::F{};
     for (int64_t i = 0; i < a.hd; i += V::W)
       zeros = V::fma(V::load(value + i, a.hd - i), V::F{}, zeros);
     if (V::sum(zeros) == 0.0f) continue;
-    if (!any) __builtin_memcpy(clean, v, seen.count * a.hd * sizeof(*v));
+    if (!any) __builtin_memcpy(clean, v, count * a.hd * sizeof(*v));
     any = true;
     __builtin_memset(clean + s * a.hd, 0, a.hd * sizeof(*v));
     for (int64_t r = 0; r < tile.rows(); r++) {
-      const uint8_t* const mask = seen.mask_of(a, tile, r);
-      if (s < seen.hidden(a, tile, r) || (mask && !mask[s])) continue;
-      const V::F weight = V::F{} + space.scores[r * KEYS + s];
+      if (!sees(r, s)) continue;
+      const V::F weight = V::F{} + weights[r * KEYS + s];
       float* const sum = to.weighted + r * a.hd;
       for (int64_t i = 0; i < a.hd; i += V::W)
         V::store(sum + i,
@@ -295,103 +283,109 @@ TARGET __attribute__((noinline)) const typename L::Weight* without_faults(
   return any ? clean : v;
 }
 
-// Adds up to KEYS keys and values [count, hd] to the queries' sums. `allowed` and `row` are as in
-// `Seen`.
+// Computes the products [rows, KEYS] of the queries with `count` keys.
 template <class L>
-TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
-                     const typename L::Weight* k, const typename L::Weight* v,
-                     int64_t count, const uint8_t* allowed, int64_t row, const Queries& to) {
+TARGET void score_keys(const Attention& a, int64_t rows, const Space& space,
+                       const typename L::Weight* k, const typename L::Weight* next,
+                       int64_t count, float* scores) {
+  if constexpr (TileProducts<L>::exist)
+    if (space.tiles) return TileProducts<L>::scores(a, k, count, rows, space, scores);
+  const auto* q = static_cast<const typename L::Row*>(space.q);
+  for (int64_t c = 0; c < count; c += COLUMNS) {
+    const int some = static_cast<int>(count - c < COLUMNS ? count - c : COLUMNS);
+    product_rows<L>(q, rounded_up(a.hd, L::step), rows, k + c * a.hd, a.hd,
+                    reinterpret_cast<const char*>(next + c * a.hd), scores + c, KEYS, some);
+  }
+}
+
+// Adds `count` values, times weights [rows, KEYS], to the queries' sums.
+template <class L>
+TARGET void add_values(const Attention& a, int64_t rows, const Space& space,
+                       const typename L::Weight* v, int64_t count, const float* weights,
+                       const Queries& to) {
   using V = Lanes;
-  const int64_t rows = tile.rows(), all = count * a.hd;
-  const Seen seen{allowed, row, count};
-  const bool in_tiles = space.tiles && queries_per_head(a, tile.b) > FEW;
-  if (in_tiles) {
-    if constexpr (TileProducts<L>::exist)
-      TileProducts<L>::scores(a, k, count, rows, space);
-  } else if (queries_per_head(a, tile.b) <= FEW) {
-    const auto* q = static_cast<const typename L::Row*>(space.q);
-    for (int64_t c = 0; c < count; c += COLUMNS) {
-      const int some = static_cast<int>(count - c < COLUMNS ? count - c : COLUMNS);
-      product_rows<L>(q, rounded_up(a.hd, L::step), rows, k + c * a.hd, a.hd,
-                      reinterpret_cast<const char*>(v + c * a.hd), space.scores + c,
-                      KEYS, some);
-    }
-  } else {
-    transpose_keys(k, count, a.hd, space.keys);
-    for (int64_t i = 0; i < rows * KEYS; i++) space.scores[i] = 0.0f;
-    add_product(space.scores, space.wide_q, space.keys, rows, a.hd, KEYS,
-                {KEYS, a.hd, KEYS});
-  }
-  bool masked = allowed && a.T > 1;
-  for (int64_t r = 0; r < rows; r++) {
-    float* scores = space.scores + r * KEYS;
-    const int64_t hidden = seen.hidden(a, tile, r);
-    masked |= hidden > 0;
-    const float kept = weigh(scores, count, a.scale, seen.mask_of(a, tile, r), hidden, to.m + r,
-                             to.l + r);
-    if (kept != 1.0f)
-      for (int64_t i = 0; i < a.hd; i++) to.weighted[r * a.hd + i] *= kept;
-  }
-  if (masked) v = without_faults<L>(a, tile, space, v, seen, to);
-  if (in_tiles) {
-    if constexpr (TileProducts<L>::exist)
-      TileProducts<L>::add_values(a, v, count, rows, space, to.weighted);
-    return;
-  }
   const float* values;
   if constexpr (sizeof(*v) == 2) {
+    const int64_t all = count * a.hd;
     for (int64_t i = 0; i < all; i += V::W)
       V::store(space.values + i, V::load(v + i, all - i), all - i);
     values = space.values;
   } else {
     values = v;
   }
-  add_product(to.weighted, space.scores, values, rows, count, a.hd, {a.hd, KEYS, a.hd});
+  add_product(to.weighted, weights, values, rows, count, a.hd, {a.hd, KEYS, a.hd});
 }
 
-// Adds the keys and values of the nodes themselves.
+// Adds the keys and values at the KEYS places from `begin` on. Of several queries' nodes a query
+// gives those that it does not see the weight 0, which changes no sum.
 template <class L>
-TARGET void add_nodes(const Attention& a, const Tile& tile, const Space& space,
+TARGET void add_block(const Attention& a, const Tile& tile, const Space& space, int64_t begin,
                       const Queries& to) {
   using Weight = typename L::Weight;
-  const auto gather = [&](void* array, const void* from) {
-    for (int64_t t = 0; t < a.T; t++)
-      __builtin_memcpy(static_cast<Weight*>(array) + t * a.hd,
-                       static_cast<const Weight*>(from) +
-                           ((tile.b * a.T + t) * a.Hk + tile.head) * a.hd,
-                       a.hd * sizeof(Weight));
-  };
-  gather(space.k, a.k);
-  gather(space.v, a.v);
-  const int64_t G = a.Hq / a.Hk, from = tile.first / G, to_row = (tile.last - 1) / G;
-  const uint8_t* mask = a.mask + tile.b * a.Tq * a.T;
-  for (int64_t t = 0; t < a.T; t += KEYS) {
-    const int64_t count = a.T - t < KEYS ? a.T - t : KEYS;
-    bool any = false;
-    for (int64_t row = from; row <= to_row && !any; row++)
-      for (int64_t i = 0; i < count; i++) any |= mask[row * a.T + t + i] != 0;
-    if (!any) continue;
-    const auto* k = static_cast<const Weight*>(space.k) + t * a.hd;
-    const auto* v = static_cast<const Weight*>(space.v) + t * a.hd;
-    add_keys<L>(a, tile, space, k, v, count, mask + t, -1, to);
-  }
-}
-
-// Adds rows [begin, end) of the cache.
-template <class L>
-TARGET void add_cache(const Attention& a, const Tile& tile, const Space& space,
-                      int64_t begin, int64_t end, const Queries& to) {
-  using Weight = typename L::Weight;
-  const int64_t base = (tile.b * a.Hk + tile.head) * a.S;
+  const int64_t rows = tile.rows(), base = (tile.b * a.Hk + tile.head) * a.S + begin;
+  const int64_t count = clamped(cached(a, tile.b) - begin, 0, KEYS);  // rows of the cache
   const auto* k = static_cast<const Weight*>(a.k_cache) + base * a.hd;
   const auto* v = static_cast<const Weight*>(a.v_cache) + base * a.hd;
-  int64_t first = end;
-  for (int64_t r = 0; r < tile.rows(); r++)
-    first = first_of(a, tile, r) < first ? first_of(a, tile, r) : first;
-  for (int64_t s = begin; s < end; s += KEYS) {
-    const int64_t count = end - s < KEYS ? end - s : KEYS;
-    if (s + count <= first) continue;
-    add_keys<L>(a, tile, space, k + s * a.hd, v + s * a.hd, count, nullptr, s, to);
+  const auto* const k_nodes = static_cast<const Weight*>(space.k);
+  const auto* const v_nodes = static_cast<const Weight*>(space.v);
+  int64_t low = a.T, high = 0;  // the nodes among the places
+  bool any = false, hidden = false;
+  for (int64_t r = 0; r < rows; r++) {
+    const Seen seen = seen_by(a, tile, r, begin);
+    any |= seen.from < seen.to, hidden |= seen.from > 0;
+    if (seen.count <= 0) continue;
+    low = seen.nodes[0] < low ? seen.nodes[0] : low;
+    const int64_t end = seen.nodes[seen.count - 1] + 1;
+    high = end > high ? end : high;
+  }
+  if (!any) return;
+  // Calls use(scores by place, of_nodes, node) for each place of a row that is one of the nodes
+  // [first, first + some).
+  const auto for_nodes = [&](int64_t first, int64_t some, const auto& use) TARGET {
+    for (int64_t r = 0; r < rows; r++) {
+      const Seen seen = seen_by(a, tile, r, begin);
+      for (int64_t i = 0; i < seen.count; i++) {
+        const int64_t node = seen.nodes[i] - first;
+        if (node >= 0 && node < some)
+          use(space.scores[r * KEYS + seen.first_place + i], space.of_nodes[r * KEYS + node]);
+      }
+    }
+  };
+  if (count > 0) score_keys<L>(a, rows, space, k, v, count, space.scores);
+  for (int64_t first = low; first < high; first += KEYS) {
+    const int64_t some = high - first < KEYS ? high - first : KEYS;
+    score_keys<L>(a, rows, space, k_nodes + first * a.hd, v_nodes + first * a.hd, some,
+                  space.of_nodes);
+    for_nodes(first, some, [](float& score, float& of_node) TARGET { score = of_node; });
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    const Seen seen = seen_by(a, tile, r, begin);
+    const float kept =
+        weigh(space.scores + r * KEYS, seen.from, seen.to, a.scale, to.m + r, to.l + r);
+    if (kept != 1.0f)
+      for (int64_t i = 0; i < a.hd; i++) to.weighted[r * a.hd + i] *= kept;
+  }
+  if (count > 0) {
+    const auto sees = [&](int64_t r, int64_t s) TARGET {
+      return s >= seen_by(a, tile, r, begin).from;
+    };
+    if (hidden) v = without_faults<L>(a, tile, space, v, count, space.scores, sees, to);
+    add_values<L>(a, rows, space, v, count, space.scores, to);
+  }
+  for (int64_t first = low; first < high; first += KEYS) {
+    const int64_t some = high - first < KEYS ? high - first : KEYS;
+    for (int64_t i = 0; i < rows * KEYS; i++) space.of_nodes[i] = 0.0f;
+    for_nodes(first, some, [](float& weight, float& of_node) TARGET { of_node = weight; });
+    const Weight* values = v_nodes + first * a.hd;
+    const auto sees = [&](int64_t r, int64_t s) TARGET {
+      const int64_t q = tile.b * a.Tq + (tile.first + r) / (a.Hq / a.Hk);
+      const Seen seen = seen_by(a, tile, r, begin);
+      return a.mask[q * a.T + first + s] != 0 && seen.count > 0 && first + s >= seen.nodes[0] &&
+             first + s <= seen.nodes[seen.count - 1];
+    };
+    if (a.T > 1)
+      values = without_faults<L>(a, tile, space, values, some, space.of_nodes, sees, to);
+    add_values<L>(a, rows, space, values, some, space.of_nodes, to);
   }
 }
 
@@ -422,20 +416,14 @@ TARGET inline void write_tile(const Attention& a, const Tile& tile, const Querie
   }
 }
 
-TARGET inline int64_t cached(const Attention& a, int64_t b) {
-  const int64_t length = a.length[b];
-  return length < 0 ? 0 : length < a.S ? length : a.S;
-}
-
-// Computes the sums of one part of the keys. Part 0 is the nodes, the others are of the cache.
+// Computes the sums of one part of the places.
 template <class L>
 TARGET void one_part(const Attention& a, const Tile& tile, const Space& space,
                      int64_t part, const Queries& to) {
   reset(a, tile, to);
-  const int64_t length = cached(a, tile.b), size = split_rows(length);
-  if (part == 0) return add_nodes<L>(a, tile, space, to);
-  const int64_t begin = (part - 1) * size, end = begin + size;
-  add_cache<L>(a, tile, space, begin, end < length ? end : length, to);
+  const int64_t first = part * PART, end = a.places[tile.b];
+  for (int64_t begin = first; begin < first + PART && begin < end; begin += KEYS)
+    add_block<L>(a, tile, space, begin, to);
 }
 
 template <class L>
@@ -445,15 +433,14 @@ TARGET void attention_part(const Attention& a, void* scratch, int64_t unit,
   space_layout<L>(a, static_cast<char*>(scratch), &space);
   const Tile tile = tile_of(a, unit);
   if (tile.rows() == 0) return;
-  pack_queries<L>(a, tile, space);
+  pack_tile<L>(a, tile, space);
   one_part<L>(a, tile, space, part, part_of(a, unit, part));
 }
 
 TARGET inline void attention_merge(const Attention& a, int64_t unit) {
   const Tile tile = tile_of(a, unit);
   const Queries seen = part_of(a, unit, 0);
-  for (int64_t part = 1; part <= split_count(cached(a, tile.b)); part++)
-    merge(a, tile, seen, part_of(a, unit, part));
+  for (int64_t part = 1; part < a.parts; part++) merge(a, tile, seen, part_of(a, unit, part));
   write_tile(a, tile, seen);
 }
 
@@ -464,9 +451,9 @@ TARGET void attention_whole(const Attention& a, void* scratch, int64_t unit) {
   space_layout<L>(a, static_cast<char*>(scratch), &space);
   const Tile tile = tile_of(a, unit);
   if (tile.rows() == 0) return;
-  pack_queries<L>(a, tile, space);
+  pack_tile<L>(a, tile, space);
   one_part<L>(a, tile, space, 0, space.seen);
-  for (int64_t part = 1; part <= split_count(cached(a, tile.b)); part++) {
+  for (int64_t part = 1; part < a.parts; part++) {
     one_part<L>(a, tile, space, part, space.more);
     merge(a, tile, space.seen, space.more);
   }

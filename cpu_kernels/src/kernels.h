@@ -64,8 +64,13 @@ struct Scan {
   const int32_t* rows;  // [Tq], rows of the queried nodes; if null, all T are queried
   const uint8_t* mask;  // [B, T, T]
   const int64_t *nodes, *queries;  // [B], numbers of valid nodes and queries
+  const int32_t* parents;   // [B, T]; -1 is the committed text
+  const int32_t* slot;      // [B, T], where a node's state is kept for its children, or -1
+  const int32_t* place;     // [B, Tq], the place of each query when they are sorted by parent
+  const int32_t* query;     // [B, Tq], the query at each place
+  const int32_t* children;  // [B, T + 2], where those of the committed text and each node begin
   float *y, *h;  // [B, Tq, H, P]; h may be h0
-  int64_t batch, H, P, N, G, M, T, Tq, K;
+  int64_t batch, H, P, N, G, M, T, Tq, K, slots;
   int64_t reads;      // vectors C of each query, with which the state is multiplied
   bool bf16;          // dtype of B and C: bfloat16 if true, else float32
   bool x_bf16;        // dtype of x
@@ -161,22 +166,16 @@ struct Attention {
   const uint8_t* mask;                     // [B, Tq, T]
   const int32_t* first;                    // [B, Tq], first visible rows of the cache, or null
   const float* sink;                       // [Hq], scores of keys without values, or null
-  const int64_t* queries;                  // [B], numbers of valid queries
+  const int32_t *ancestors, *count;        // [B, Tq, T], [B, Tq], the nodes that a query sees
+  const int64_t *queries, *places;         // [B], valid queries; where the last one's text ends
   float* out;                              // [B, Tq, Hq, hd]
   float* partial;                          // sums of parts that several threads compute
-  int64_t batch, Tq, T, Hq, Hk, S, hd, tile, tiles, splits;
+  int64_t batch, Tq, T, Hq, Hk, S, hd, tile, tiles, parts;
   float scale;
 };
 
-// A cache is split into at most MAX_SPLITS parts, of at least MIN_SPLIT rows each.
-constexpr int64_t MIN_SPLIT = 1024, MAX_SPLITS = 16;
-inline constexpr int64_t split_rows(int64_t length) {
-  const int64_t each = (length + MAX_SPLITS - 1) / MAX_SPLITS, whole = (each + 63) / 64 * 64;
-  return whole < MIN_SPLIT ? MIN_SPLIT : whole;
-}
-inline constexpr int64_t split_count(int64_t length) {
-  return (length + split_rows(length) - 1) / split_rows(length);
-}
+// Places of the text that one thread sums, see attention_body.h.
+constexpr int64_t PART = 1024;
 
 // A unit is a tile of queries of a KV head of a batch row. There are B * Hk * tiles units.
 struct AttentionKernel {
@@ -204,6 +203,7 @@ struct Kernels {
   // Divides logits by a temperature and adds noise; temperature 0 is greedy.
   void (*drawn)(const float* logits, int64_t size, float temperature, const float* noise,
                 float* scores);
+  float (*sum)(const float* x, int64_t size);
 };
 
 // Each is in its own file, compiled for its instructions. Call one only on machines that have

@@ -37,7 +37,8 @@ const Kernels& LEVEL() {
                                    gate_row,
                                    noise_row,
                                    best_row,
-                                   drawn_row};
+                                   drawn_row,
+                                   sum_row};
   return kernels;
 }
 

@@ -32,7 +32,6 @@ TARGET void group_of(const Mamba2& m, void* base, int64_t b, int64_t g) {
   const Shared shared = shared_of<L>(s, base, b);
   const int64_t n = rounded_up(s.N, L::step);
   if (g == 0) {
-    find_ancestors(s, b, shared);
     read_steps(s, b, s.past.dt, shared.path_dt);
     read_steps(s, b, s.past.a, shared.path_a);
     write_steps(m, b);
@@ -46,12 +45,11 @@ TARGET void group_of(const Mamba2& m, void* base, int64_t b, int64_t g) {
     V::store(B + t * s.G * s.N + i, x, s.N - i);
   });
   float* const C = shared.C + g * s.Tq * n;
-  for (int64_t i = 0; s.rows && i < s.Tq * n; i++) C[i] = 0.0f;
   convolve<L, E>(m, b, of_C, s.N, [&](int64_t q, int64_t, int64_t i, auto x) TARGET {
-    V::store(C + q * n + i, V::rounded(x, B), n - i);
+    V::store(C + place_of(s, b, q) * n + i, V::rounded(x, B), n - i);
   });
   read_B<L>(s, b, g, shared);
-  score_nodes<L>(s, b, g, shared, true);
+  score_queries<L>(s, b, g, shared);
 }
 
 template <class L>
@@ -86,8 +84,8 @@ TARGET void head_of(const Mamba2& m, void* base, void* scratch, int64_t place, i
   const int64_t b = place / s.H, head = place % s.H, channel = head * s.P;
   const Shared shared = shared_of<L>(s, base, b);
   Own own;
-  own_layout(s, static_cast<char*>(scratch), &own);
-  const float kept = path_weights(s, b, head, shared, own);  // before x is overwritten
+  own_layout<L>(s, static_cast<char*>(scratch), &own);
+  read_past(s, b, head, shared, own);  // before x is overwritten
   E* const x = static_cast<E*>(m.x) + (b * s.now.capacity * s.H + head) * s.P;
   move_window<E>(m, b, channel, s.P);
   convolve<L, E>(m, b, channel, s.P, [&](int64_t, int64_t t, int64_t i, auto of) TARGET {
@@ -95,10 +93,7 @@ TARGET void head_of(const Mamba2& m, void* base, void* scratch, int64_t place, i
   });
   fetch_inputs(m, b, m.to_z + channel, s.P);
   if (next >= 0) fetch_inputs(m, next / s.H, m.to_inputs + next % s.H * s.P, s.P);
-  replay_head<L>(s, b, head, next, kept, shared, own);
-  read_x(s, b, head, own);
-  sum_decays(s, b, head, shared, own);
-  write_outputs(s, b, head, shared, own);
+  scan_nodes<L>(s, b, head, next, shared, own);
   gate_head<L>(m, b, head, shared);
 }
 
@@ -131,7 +126,10 @@ TARGET void mixer_norm(const Mamba2& m, void* base, int64_t b, int64_t q) {
   }
 }
 
-TARGET inline int64_t mixer_own_bytes(const Mamba2& m) { return own_bytes(m.scan); }
+template <class L>
+TARGET int64_t mixer_own_bytes(const Mamba2& m) {
+  return own_bytes<L>(m.scan);
+}
 
 template <class L>
 TARGET int64_t mixer_shared_bytes(const Mamba2& m) {
@@ -140,6 +138,6 @@ TARGET int64_t mixer_shared_bytes(const Mamba2& m) {
 
 template <class L>
 constexpr MixerKernel<Mamba2> mixer_kernel() {
-  return {mixer_shared_bytes<L>, mixer_own_bytes, mixer_group<L>, mixer_head<L>,
+  return {mixer_shared_bytes<L>, mixer_own_bytes<L>, mixer_group<L>, mixer_head<L>,
           mixer_norm<L>};
 }

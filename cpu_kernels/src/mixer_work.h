@@ -69,7 +69,7 @@ inline xla::ffi::Error describe(Mixer& m, MixerArrays& of) {
   m.conv = reads ? of.conv0.untyped_data() : of.conv->untyped_data();
   m.x = of.x->untyped_data(), m.B = of.B->untyped_data();
   m.inputs = of.inputs->untyped_data();
-  count_nodes(s, static_cast<int64_t*>(scratch_of_thread<2>(2 * s.batch * sizeof(int64_t))));
+  if (!plan(s)) return refused(NO_TREE);
   for (int64_t b = 0; reads && b < s.batch; b++)
     if (s.length[b] > 0) return refused("a path needs a result for the new state");
   if (!paths_inside(s)) return refused(OUTSIDE);

@@ -151,3 +151,11 @@ TARGET inline void drawn_row(const float* logits, int64_t size, float temperatur
     V::store(scores + i, z, size - i);
   }
 }
+
+// Returns the sum of a row, in an order that depends on its size alone.
+TARGET inline float sum_row(const float* x, int64_t size) {
+  using V = Lanes;
+  V::F sum = V::F{};
+  for (int64_t i = 0; i < size; i += V::W) sum += V::load(x + i, size - i);
+  return V::sum(sum);
+}

@@ -70,9 +70,20 @@ ffi::Error best_drawn(ffi::ThreadPool pool, F32 logits, F32 temperature, F32 noi
   return best_of(pool, logits, values, places, totals, kernels, made);
 }
 
+ffi::Error row_sums(ffi::ThreadPool pool, F32 x, Out<F32> sums, int64_t level) {
+  const auto rows = static_cast<int64_t>(sums->element_count());
+  const int64_t V = rows ? static_cast<int64_t>(x.element_count()) / rows : 0;
+  const Kernels& kernels = kernels_of(level);
+  share(pool, row_parts(rows, V), rows, [&](int64_t i) {
+    sums->typed_data()[i] = kernels.sum(x.typed_data() + i * V, V);
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace stree
 
 STREE_KERNEL(noise)
 STREE_KERNEL(best)
 STREE_KERNEL(best_drawn)
+STREE_KERNEL(row_sums)

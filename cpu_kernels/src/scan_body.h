@@ -1,34 +1,35 @@
 // The replay of the last path and the scan of this tree. Include after lanes.h.
 //
-// The reference implementation in JAX is `replay_tree_scan` in pallas_kernels/scan.py. A head's
-// state [P, N] is read and written once: it is replayed, then multiplied by C as the weight of a
-// product. A node's output sums over its ancestors in order, so it does not depend on other nodes,
-// rows of the batch or threads, bit for bit.
-
-constexpr double FORGOTTEN = -128.0;  // exp of this or less is 0: log decays are clamped to it
+// The reference implementation in JAX is `replay_tree_scan` in pallas_kernels/scan.py. Here states
+// are computed token by token, h_t = exp(a_t) h_parent + (dt_t x_t) (outer) B_t, whether a token
+// belongs to the path or is a node with children. A node's output is computed from its parent's
+// state. So the result of a node depends on its text alone, bit for bit: not on other nodes, on
+// which tokens were read together, on rows of the batch or on threads.
+//
+// The rows of a head's state do not mix. Four of them are replayed and then walk the whole tree
+// in the innermost cache; the state in memory is read and written once.
 
 TARGET inline int64_t path_length(const Scan& s, int64_t b) {
   return s.length[b] < s.M ? s.length[b] : s.M;
 }
 
 // Scratch of a batch row, shared by all heads. Sizes in floats; rows are padded with zeros.
+// Queries are in the order of `Scan::order`.
 struct Shared {
-  float *C, *B, *past_B;      // [G, Tq, reads, n], [G, T, n], [G, M, n]
-  float* scores;              // [G, Tq, reads, T], C . B
-  float *path_dt, *path_a;    // [M, H]
-  float* of_queries;          // [Tq, H], a number that a mixer keeps of each query
-  float *kept, *factors, *walk;  // [H, n], [H, T, n], [H, n] if decays are by column
-  int32_t* ancestors;         // [T, T]; row t holds count[t] ancestors
-  int32_t* count;             // [T]
+  float *C, *B, *past_B;            // [G, Tq, reads, n], [G, T, n], [G, M, n]
+  float* scores;                    // [G, Tq], C . B of each query (the last of its `reads`)
+  float *path_dt, *path_a;          // [M, H]
+  float* of_queries;                // [Tq, H], a number that a mixer keeps of each query
+  float *path_factors, *factors;    // decays by column: [H, M, n], [H, T, n]
 };
 
 // Scratch of a thread for one head.
 struct Own {
-  float *x, *carried;    // [T, p], [Tq, reads, p]
-  float *weight, *past;  // weights of all nodes' ancestors; [M, P] of the path's tokens
-  float *pair, *y;       // of one node: weights [2, T] by key and by query; output [p]
-  double* sum;           // [T], sum of log decays along a node's path
-  float* decay;          // [T], exp(sum)
+  float *x, *carried;        // [T, p], what nodes add to the state; [Tq, reads, p]
+  float* past;               // [M, P], what the path's tokens add
+  float *decay, *past_decay; // [T], [M]
+  float* states;             // [slots, COLUMNS, n], rows of the nodes' states
+  float* y;                  // [p]
 };
 
 template <class L>
@@ -38,16 +39,13 @@ TARGET int64_t shared_layout(const Scan& s, char* base, Shared* shared) {
   layout.place(&shared->C, s.G * s.Tq * s.reads * n);
   layout.place(&shared->B, s.G * T * n);
   layout.place(&shared->past_B, s.G * s.M * n);
-  layout.place(&shared->scores, s.G * s.Tq * s.reads * T);
+  layout.place(&shared->scores, s.G * s.Tq);
   layout.place(&shared->path_dt, s.M * s.H);
   layout.place(&shared->path_a, s.M * s.H);
   layout.place(&shared->of_queries, s.Tq * s.H);
   const int64_t columns = s.a_by_column ? s.H * n : 0;
-  layout.place(&shared->kept, columns);
+  layout.place(&shared->path_factors, columns * s.M);
   layout.place(&shared->factors, columns * T);
-  layout.place(&shared->walk, columns);
-  layout.place(&shared->ancestors, T * T);
-  layout.place(&shared->count, T);
   return layout.at;
 }
 
@@ -65,28 +63,34 @@ TARGET int64_t shared_bytes(const Scan& s) {
   return s.batch * shared_layout<L>(s, nullptr, &unused);
 }
 
-TARGET inline int64_t own_layout(const Scan& s, char* base, Own* own) {
+template <class L>
+TARGET int64_t own_layout(const Scan& s, char* base, Own* own) {
   const int64_t T = s.T, p = rounded_up(s.P, 16);
   Layout layout{base};
   layout.place(&own->x, T * p);
   layout.place(&own->carried, s.Tq * s.reads * p);
-  layout.place(&own->weight, s.Tq * T);
   layout.place(&own->past, s.M * s.P);
-  layout.place(&own->pair, 2 * T);
-  layout.place(&own->y, p);
-  layout.place(&own->sum, T);
   layout.place(&own->decay, T);
+  layout.place(&own->past_decay, s.M);
+  layout.place(&own->states, s.slots * COLUMNS * rounded_up(s.N, L::step));
+  layout.place(&own->y, p);
   return layout.at;
 }
 
-TARGET inline int64_t own_bytes(const Scan& s) {
+template <class L>
+TARGET int64_t own_bytes(const Scan& s) {
   Own unused;
-  return own_layout(s, nullptr, &unused);
+  return own_layout<L>(s, nullptr, &unused);
 }
 
 // Returns the row of a queried node. T or more means that the query is padding.
 TARGET inline int64_t node_of(const Scan& s, int64_t query) {
   return s.rows ? s.rows[query] : query;
+}
+
+// Returns the place of a query in scratch.
+TARGET inline int64_t place_of(const Scan& s, int64_t b, int64_t query) {
+  return s.place[b * s.Tq + query];
 }
 
 // Copies `size` numbers from element `from` of an array, in float32, and pads with zeros.
@@ -100,20 +104,6 @@ TARGET inline void widen_row(float* to, const void* array, int64_t from, int64_t
     for (int64_t i = 0; i < size; i++) to[i] = values[i];
   }
   for (int64_t i = size; i < padded; i++) to[i] = 0.0f;
-}
-
-TARGET inline void find_ancestors(const Scan& s, int64_t b, const Shared& shared) {
-  const int64_t T = s.T;
-  for (int64_t t = 0; t < T; t++) {
-    const uint8_t* mask = s.mask + (b * T + t) * T;
-    int32_t* found = shared.ancestors + t * T;
-    int32_t count = 0;
-    for (int64_t u = 0; u < T; u++) {
-      found[count] = static_cast<int32_t>(u);  // overwritten unless u is an ancestor
-      count += mask[u] != 0;
-    }
-    shared.count[t] = count;
-  }
 }
 
 // Copies the path's rows of an array [B, capacity, H] of the last tree, such as dt or a. This tree
@@ -140,8 +130,8 @@ template <class L>
 TARGET void read_C(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
   const int64_t n = rounded_up(s.N, L::step);
   for (int64_t q = 0; q < s.queries[b]; q++)
-    widen_row(shared.C + (g * s.Tq + q) * n, s.C, ((b * s.Tq + q) * s.G + g) * s.N, s.N,
-              n, s.bf16);
+    widen_row(shared.C + (g * s.Tq + place_of(s, b, q)) * n, s.C,
+              ((b * s.Tq + q) * s.G + g) * s.N, s.N, n, s.bf16);
 }
 
 // Copies a group's B of all nodes.
@@ -154,43 +144,45 @@ TARGET void read_B(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
               s.bf16);
 }
 
-// Computes the products of a group's C and B. If nodes come `after_ancestors`, it skips nodes that
-// come after a query.
+// Computes the product of each query's C and B, of the last C if it has several.
 template <class L>
-TARGET void score_nodes(const Scan& s, int64_t b, int64_t g, const Shared& shared,
-                        bool after_ancestors) {
-  const int64_t T = s.T, nodes = s.nodes[b], n = rounded_up(s.N, L::step);
-  const int64_t first = g * s.Tq * s.reads, end = s.queries[b] * s.reads;
-  for (int64_t u = 0; u < nodes && end > 0; u += COLUMNS) {
-    const int count = static_cast<int>(nodes - u < COLUMNS ? nodes - u : COLUMNS);
-    const float* B = shared.B + (g * T + u) * n;
-    const int64_t from = after_ancestors && !s.rows ? u * s.reads : 0;
-    product_rows<L>(shared.C + (first + from) * n, n, end - from, B, n,
-                    reinterpret_cast<const char*>(B), shared.scores + (first + from) * T + u,
-                    T, count);
+TARGET void score_queries(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
+  using V = Lanes;
+  const int64_t n = rounded_up(s.N, L::step);
+  for (int64_t q = 0; q < s.queries[b]; q++) {
+    const int64_t t = node_of(s, q), place = place_of(s, b, q);
+    if (t >= s.T) continue;
+    const float* const B = shared.B + (g * s.T + t) * n;
+    const float* const C = shared.C + ((g * s.Tq + place + 1) * s.reads - 1) * n;
+    V::F sum = V::F{};
+    for (int64_t i = 0; i < n; i += V::W)
+      sum = V::fma(V::load(C + i, V::W), V::load(B + i, V::W), sum);
+    shared.scores[g * s.Tq + place] = V::sum(sum);
   }
 }
 
-// Up to four rows [N] of a state, and the inputs of their replay.
+// Up to four rows of a state, and tokens that are added to it one after another. Rows are [N]
+// in memory and [n] in scratch.
 struct Rows {
   const float* h0[COLUMNS];  // past the last row, the last one is repeated
-  float* h[COLUMNS];
-  const float* weight[COLUMNS];  // [M, P], from the row on
-  const float* B;                // [M, n], of the path
-  int64_t length;                // tokens of the path
-  float kept;
-  const float* by_column;  // [n], instead of `kept` if not null
-  bool same;  // the path is empty and the state is updated in place: nothing to write
+  float* h[COLUMNS];         // may be h0
+  const float* added[COLUMNS];  // of the first token
+  int64_t apart;                // of the tokens in `added`
+  const float *B, *decay;       // [length, n], [length]
+  const float* factors;         // [length, n], instead of `decay` if not null
+  int64_t length;
+  bool from_memory, to_memory;
+  bool same;  // h0 is h and there are no tokens: nothing to write
 };
 
-// Computes h = kept * h0 + sum over the path of weight * x (outer) B, and C . h for R queries.
-// Reads every number of the state once for both.
+// Computes h = decay h + added (outer) B for each token, and C . h for R queries. Reads and writes
+// every number of the state once.
 template <class L, int R>
 TARGET void replay_rows(const Scan& s, const Rows& rows, const float* C, Ahead& from_here,
                         float* out, int64_t stride, int count) {
   Ahead ahead = from_here;
   const int64_t n = rounded_up(s.N, L::step), whole = s.N / L::step * L::step;
-  const auto factor = L::all(rows.kept);
+  const int64_t read = rows.from_memory ? whole : n, written = rows.to_memory ? whole : n;
   typename L::Sum sum[R ? R : 1][COLUMNS];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
@@ -202,20 +194,19 @@ TARGET void replay_rows(const Scan& s, const Rows& rows, const float* C, Ahead& 
     typename L::Loaded h[COLUMNS];
 #pragma GCC unroll 4
     for (int c = 0; c < COLUMNS; c++)
-      h[c] = i < whole ? L::weight(rows.h0[c] + i) : L::weight_tail(rows.h0[c] + i, left);
+      h[c] = i < read ? L::weight(rows.h0[c] + i) : L::weight_tail(rows.h0[c] + i, left);
     if (!rows.same) {
-      const auto of_column = rows.by_column ? L::row(rows.by_column + i) : factor;
-#pragma GCC unroll 4
-      for (int c = 0; c < COLUMNS; c++) h[c] = L::times(of_column, h[c]);
       for (int64_t j = 0; j < rows.length; j++) {
         const auto B = L::row(rows.B + j * n + i);
+        const auto kept =
+            rows.factors ? L::row(rows.factors + j * n + i) : L::all(rows.decay[j]);
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; c++)
-          h[c] = L::dot(h[c], L::all(rows.weight[c][j * s.P]), B);
+          h[c] = L::dot(L::times(kept, h[c]), L::all(rows.added[c][j * rows.apart]), B);
       }
 #pragma GCC unroll 4
       for (int c = 0; c < COLUMNS; c++)
-        i < whole ? L::put(rows.h[c] + i, h[c]) : L::put_tail(rows.h[c] + i, h[c], left);
+        i < written ? L::put(rows.h[c] + i, h[c]) : L::put_tail(rows.h[c] + i, h[c], left);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -229,61 +220,26 @@ TARGET void replay_rows(const Scan& s, const Rows& rows, const float* C, Ahead& 
   from_here = ahead;
 }
 
-// Computes exp(sum_{i > j} a_i) dt_j x_j [M, P] for the path's tokens j. Returns exp(sum a).
-TARGET inline float path_weights(const Scan& s, int64_t b, int64_t head,
-                                 const Shared& shared, const Own& own) {
-  float after = 0.0f;
-  for (int64_t j = path_length(s, b) - 1; j >= 0; j--) {
-    const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
-    float* weight = own.past + j * s.P;
-    const float factor = exp_of(after) * shared.path_dt[j * s.H + head];
-    widen_row(weight, s.past.x, (row * s.H + head) * s.P, s.P, s.P, s.x_bf16);
-    for (int64_t i = 0; i < s.P; i++) weight[i] *= factor;
-    after += shared.path_a[j * s.H + head];
-  }
-  return exp_of(after);
-}
-
-// Computes the state after the path, and its contribution to every query,
-// carried [Tq, reads, p] = C . h. Prefetches the state of the next head meanwhile.
+// Computes the rows after their tokens, and their products with `t` vectors C,
+// out[r * stride + c].
 template <class L>
-TARGET void replay_head(const Scan& s, int64_t b, int64_t head, int64_t next, float kept,
-                        const Shared& shared, const Own& own) {
-  const int64_t n = rounded_up(s.N, L::step), p = rounded_up(s.P, 16);
-  const int64_t first = (b * s.H + head) * s.P, g = head / (s.H / s.G);
-  const int64_t t = s.queries[b] * s.reads;
-  const float* const C = shared.C + g * s.Tq * s.reads * n;
-  const int64_t blocks = t ? blocks_of<L>(t) : 1, at_first = t / blocks;
-  const int64_t each = (COLUMNS * s.N * 4 * L::step + blocks * n - 1) / (blocks * n);
-  const int64_t bytes = next < 0 ? 0 : each;
-  const float* const of_next = s.h0 + (next < 0 ? 0 : next * s.P * s.N);
-  Rows rows{{}, {}, {}, shared.past_B + g * s.M * n, path_length(s, b), kept, nullptr, false};
-  if (s.a_by_column) rows.by_column = shared.kept + head * n;
-  rows.same = rows.length <= 0 && s.h == s.h0;
-  if (rows.same && t == 0) return;
-  for (int64_t i = 0; i < s.P; i += COLUMNS) {
-    const int count = static_cast<int>(s.P - i < COLUMNS ? s.P - i : COLUMNS);
-    for (int c = 0; c < COLUMNS; c++) {
-      const int64_t row = i + (c < count ? c : count - 1);
-      rows.h0[c] = s.h0 + (first + row) * s.N, rows.h[c] = s.h + (first + row) * s.N;
-      rows.weight[c] = own.past + row;
-    }
-    Ahead next_head(reinterpret_cast<const char*>(of_next + i * s.N), bytes, false);
-    float* const out = own.carried + i;
-    switch (at_first) {
+TARGET void add_tokens(const Scan& s, const Rows& rows, const float* C, int64_t t, Ahead& ahead,
+                       float* out, int64_t stride, int count) {
+  const int64_t n = rounded_up(s.N, L::step);
+  const int64_t at_first = t ? t / blocks_of<L>(t) : 0;
+  switch (at_first) {
 #define STREE_REPLAY(R)                                                       \
   case R:                                                                     \
     if constexpr (R <= L::most_rows)                                          \
-      replay_rows<L, R>(s, rows, C, next_head, out, p, count);                \
+      replay_rows<L, R>(s, rows, C, ahead, out, stride, count);               \
     break;
-      STREE_REPLAY(0)
-      STREE_UP_TO_6(STREE_REPLAY)
+    STREE_REPLAY(0)
+    STREE_UP_TO_6(STREE_REPLAY)
 #undef STREE_REPLAY
-    }
-    if (t > at_first)
-      product_rows<L>(C + at_first * n, n, t - at_first, rows.h[0], s.N, s.N, next_head,
-                      out + at_first * p, p, count, false);
   }
+  if (t > at_first)
+    product_rows<L>(C + at_first * n, n, t - at_first, rows.h[0], rows.to_memory ? s.N : n,
+                    rows.to_memory ? s.N : n, ahead, out + at_first * stride, stride, count, false);
 }
 
 // Computes x = exp(x) for `size` numbers.
@@ -291,6 +247,89 @@ TARGET inline void exp_row(float* x, int64_t size) {
   using V = Lanes;
   for (int64_t i = 0; i < size; i += V::W)
     V::store(x + i, V::exp(V::load(x + i, size - i)), size - i);
+}
+
+// Computes how much of every column of a head's state each token of the path keeps.
+template <class L>
+TARGET void read_path_factors(const Scan& s, int64_t b, int64_t head, const Shared& shared) {
+  using V = Lanes;
+  const int64_t n = rounded_up(s.N, L::step);
+  for (int64_t j = 0; j < path_length(s, b); j++) {
+    const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
+    const float* const a = s.past.a + (row * s.H + head) * s.N;
+    float* const to = shared.path_factors + (head * s.M + j) * n;
+    for (int64_t i = 0; i < n; i += V::W)
+      V::store(to + i, i < s.N ? V::exp(V::load(a + i, s.N - i)) : V::F{}, V::W);
+  }
+}
+
+// Computes what the path's tokens add to a head's state, dt_j x_j [M, P], and their decays.
+TARGET inline void read_past(const Scan& s, int64_t b, int64_t head, const Shared& shared,
+                             const Own& own) {
+  const int64_t length = path_length(s, b);
+  for (int64_t j = 0; j < length; j++) {
+    const int64_t row = b * s.past.capacity + s.path[b * s.M + j];
+    float* const added = own.past + j * s.P;
+    widen_row(added, s.past.x, (row * s.H + head) * s.P, s.P, s.P, s.x_bf16);
+    const float dt = shared.path_dt[j * s.H + head];
+    for (int64_t i = 0; i < s.P; i++) added[i] *= dt;
+    if (!s.a_by_column) own.past_decay[j] = shared.path_a[j * s.H + head];
+  }
+  if (!s.a_by_column) exp_row(own.past_decay, length);
+}
+
+// Computes the state after the path; for every query the product of C and its parent's state,
+// carried [Tq, reads, p]; and the states of nodes with children. Calls settle(first, end, i) when
+// `carried` of the queries at places [first, end) is known for rows i to i + 3; it may change what
+// these nodes add to the state. Prefetches the state of the next head meanwhile.
+template <class L, class Settle>
+TARGET inline __attribute__((always_inline)) void walk_head(
+    const Scan& s, int64_t b, int64_t head, int64_t next, const Shared& shared, const Own& own,
+    const Settle& settle) {
+  const int64_t n = rounded_up(s.N, L::step), p = rounded_up(s.P, 16), T = s.T;
+  const int64_t first = (b * s.H + head) * s.P, g = head / (s.H / s.G), apart = s.reads * p;
+  const float* const C = shared.C + g * s.Tq * s.reads * n;
+  const float* const B = shared.B + g * T * n;
+  const int32_t* const children = s.children + b * (T + 2);  // of the committed text, then by node
+  const int64_t blocks = children[1] > 0 ? blocks_of<L>(children[1] * s.reads) : 1;
+  const int64_t bytes =
+      next < 0 ? 0 : (COLUMNS * s.N * 4 * L::step + blocks * n - 1) / (blocks * n);
+  const float* const of_next = s.h0 + (next < 0 ? 0 : next * s.P * s.N);
+  Rows path{{}, {}, {}, s.P, shared.past_B + g * s.M * n, own.past_decay, nullptr,
+            path_length(s, b), true, true, false};
+  if (s.a_by_column) path.factors = shared.path_factors + head * s.M * n;
+  path.same = path.length <= 0 && s.h == s.h0;
+  if (path.same && s.queries[b] == 0) return;
+  for (int64_t i = 0; i < s.P; i += COLUMNS) {
+    const int count = static_cast<int>(s.P - i < COLUMNS ? s.P - i : COLUMNS);
+    int64_t row[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++) {
+      row[c] = i + (c < count ? c : count - 1);
+      path.h0[c] = s.h0 + (first + row[c]) * s.N, path.h[c] = s.h + (first + row[c]) * s.N;
+      path.added[c] = own.past + row[c];
+    }
+    Ahead next_head(reinterpret_cast<const char*>(of_next + i * s.N), bytes, false);
+    add_tokens<L>(s, path, C, children[1] * s.reads, next_head, own.carried + i, p, count);
+    settle(0, children[1], i);
+    for (int64_t t = 0; t < s.nodes[b]; t++) {
+      const int32_t slot = s.slot[b * T + t], parent = s.parents[b * T + t];
+      if (slot < 0) continue;
+      const int32_t from = children[t + 1], end = children[t + 2];
+      Rows node{{}, {}, {}, 0, B + t * n, own.decay + t, nullptr, 1, parent < 0, false, false};
+      if (s.a_by_column) node.factors = shared.factors + (head * T + t) * n;
+      const float* const before =
+          parent < 0 ? nullptr : own.states + s.slot[b * T + parent] * COLUMNS * n;
+      for (int c = 0; c < COLUMNS; c++) {
+        node.h0[c] = parent < 0 ? path.h[c] : before + c * n;
+        node.h[c] = own.states + (slot * COLUMNS + c) * n;
+        node.added[c] = own.x + t * p + row[c];
+      }
+      Ahead nothing(nullptr, 0, false);
+      add_tokens<L>(s, node, C + from * s.reads * n, (end - from) * s.reads, nothing,
+                    own.carried + from * apart + i, p, count);
+      settle(from, end, i);
+    }
+  }
 }
 
 // Copies x of all nodes.
@@ -302,98 +341,43 @@ TARGET inline void read_x(const Scan& s, int64_t b, int64_t head, const Own& own
   }
 }
 
-// Computes the decays along the paths of all nodes.
-TARGET inline void sum_decays(const Scan& s, int64_t b, int64_t head, const Shared& shared,
-                              const Own& own) {
+// Computes the decays of all nodes.
+TARGET inline void read_decays(const Scan& s, int64_t b, int64_t head, const Own& own) {
   const float* a = s.now.a + b * s.now.capacity * s.H + head;
-  for (int64_t t = 0; t < s.nodes[b]; t++) {
-    double sum = 0.0;
-    for (int32_t i = 0; i < shared.count[t]; i++) {
-      const double decay = a[shared.ancestors[t * s.T + i] * s.H];
-      sum += decay < FORGOTTEN ? FORGOTTEN : decay;
-    }
-    own.sum[t] = sum, own.decay[t] = static_cast<float>(sum);
-  }
+  for (int64_t t = 0; t < s.nodes[b]; t++) own.decay[t] = a[t * s.H];
   exp_row(own.decay, s.nodes[b]);
 }
 
-// Computes exp(A_t - A_u) for the ancestors u of the queried nodes t, node after node. All
-// exponentials are computed together, in full vectors.
-TARGET inline void weigh_ancestors(const Scan& s, int64_t b, const Shared& shared,
-                                   const Own& own) {
-  float* to = own.weight;
-  for (int64_t q = 0; q < s.queries[b]; q++) {
-    const int64_t t = node_of(s, q);
-    if (t >= s.T) continue;
-    const int32_t* ancestors = shared.ancestors + t * s.T;
-    for (int32_t i = 0; i < shared.count[t]; i++)
-      *to++ = static_cast<float>(own.sum[t] - own.sum[ancestors[i]]);
-  }
-  exp_row(own.weight, to - own.weight);
-}
-
-// Computes N vectors of each of R sums, decay * carried + sum over a node's ancestors u of
-// weight * x_u. `carried` has R rows, p apart, and `weight` has R rows, T apart.
-template <int R, int N>
-TARGET inline __attribute__((always_inline)) void add_ancestors(
-    Lanes::F (&sum)[R][N], const float* carried, float decay, const float* weight, int64_t T,
-    const int32_t* ancestors, int32_t count, const float* x, int64_t p) {
+// y_t = exp(a_t) (C_t . h_parent) + (C_t . B_t) dt_t x_t + D x_t
+template <class L>
+TARGET void scan_nodes(const Scan& s, int64_t b, int64_t head, int64_t next, const Shared& shared,
+                       const Own& own) {
   using V = Lanes;
-#pragma GCC unroll 2
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < N; v++) sum[r][v] = V::load(carried + r * p + v * V::W, V::W) * decay;
-  for (int32_t i = 0; i < count; i++) {
-    const float* const row = x + ancestors[i] * p;
-#pragma GCC unroll 4
-    for (int v = 0; v < N; v++) {
-      const V::F one = V::load(row + v * V::W, V::W);
-#pragma GCC unroll 2
-      for (int r = 0; r < R; r++)
-        sum[r][v] = V::fma(V::F{} + weight[r * T + i], one, sum[r][v]);
-    }
-  }
-}
-
-// y_t = exp(A_t) carried_t + sum over ancestors u of exp(A_t - A_u) dt_u (C_t . B_u) x_u
-//       + D x_t
-TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
-                                 const Shared& shared, const Own& own) {
-  using V = Lanes;
-  const int64_t T = s.T, p = rounded_up(s.P, 16), g = head / (s.H / s.G);
-  const int64_t width = rounded_up(s.P, V::W);
-  const float* dt = s.now.dt + b * s.now.capacity * s.H + head;
-  const float* D = s.D + (s.D_by_channel ? head * s.P : head);
-  weigh_ancestors(s, b, shared, own);
-  float* weight = own.weight;
+  const int64_t p = rounded_up(s.P, 16), g = head / (s.H / s.G);
+  const float* const dt = s.now.dt + b * s.now.capacity * s.H + head;
+  const float* const D = s.D + (s.D_by_channel ? head * s.P : head);
+  read_x(s, b, head, own);
+  read_decays(s, b, head, own);
+  for (int64_t t = 0; t < s.nodes[b]; t++)
+    for (int64_t j = 0; j < p; j += V::W)
+      V::store(own.x + t * p + j, V::load(own.x + t * p + j, V::W) * dt[t * s.H], V::W);
+  walk_head<L>(s, b, head, next, shared, own, [](int64_t, int64_t, int64_t) {});
   for (int64_t q = 0; q < s.queries[b]; q++) {
-    const int64_t t = node_of(s, q);
-    float* y = s.y + ((b * s.Tq + q) * s.H + head) * s.P;
-    if (t >= T) {
+    const int64_t t = node_of(s, q), place = place_of(s, b, q);
+    float* const y = s.y + ((b * s.Tq + q) * s.H + head) * s.P;
+    if (t >= s.T) {
       for (int64_t j = 0; j < s.P; j++) y[j] = 0.0f;
       continue;
     }
-    const float* scores = shared.scores + (g * s.Tq + q) * T;
-    const int32_t* ancestors = shared.ancestors + t * T;
-    const int32_t count = shared.count[t];
-    for (int32_t i = 0; i < count; i++) {
-      const int32_t u = ancestors[i];
-      weight[i] *= dt[u * s.H] * scores[u];
+    const float* const carried = own.carried + place * p;
+    const V::F score = V::F{} + shared.scores[g * s.Tq + place], decay = V::F{} + own.decay[t];
+    widen_row(own.y, s.now.x, ((b * s.now.capacity + t) * s.H + head) * s.P, s.P, p, s.x_bf16);
+    for (int64_t j = 0; j < s.P; j += V::W) {
+      const V::F factor = s.D_by_channel ? V::load(D + j, s.P - j) : V::F{} + *D;
+      const V::F state = V::fma(score, V::load(own.x + t * p + j, V::W),
+                                decay * V::load(carried + j, V::W));
+      V::store(y + j, V::fma(factor, V::load(own.y + j, V::W), state), s.P - j);
     }
-    const float* const x = own.x + t * p;
-    const auto outputs = [&](int64_t j, auto& sum) TARGET {
-      add_ancestors(sum, own.carried + q * p + j, own.decay[t], weight, T, ancestors, count,
-                    own.x + j, p);
-      for (auto& of : sum[0]) {
-        const V::F factor = s.D_by_channel ? V::load(D + j, s.P - j) : V::F{} + *D;
-        V::store(y + j, V::fma(factor, V::load(x + j, V::W), of), s.P - j);
-        j += V::W;
-      }
-    };
-    int64_t j = 0;
-    for (V::F sum[1][4]; j + 4 * V::W <= width; j += 4 * V::W) outputs(j, sum);
-    for (V::F sum[1][1]; j < width; j += V::W) outputs(j, sum);
-    weight += count;
   }
 }
 
@@ -402,30 +386,27 @@ template <class L>
 TARGET void scan_group(const Scan& s, void* base, int64_t b, int64_t g) {
   const Shared shared = shared_of<L>(s, base, b);
   if (g == 0) {
-    find_ancestors(s, b, shared);
     read_steps(s, b, s.past.dt, shared.path_dt);
-    read_steps(s, b, s.past.a, shared.path_a);
+    if (!s.a_by_column) read_steps(s, b, s.past.a, shared.path_a);
   }
+  if (s.a_by_column) read_path_factors<L>(s, b, g, shared);
   read_path<L>(s, b, g, shared);
   read_C<L>(s, b, g, shared);
   read_B<L>(s, b, g, shared);
-  score_nodes<L>(s, b, g, shared, false);
+  score_queries<L>(s, b, g, shared);
 }
 
 template <class L>
 TARGET void scan_head(const Scan& s, void* base, void* scratch, int64_t place, int64_t next) {
   const int64_t b = place / s.H, head = place % s.H;
-  const Shared shared = shared_of<L>(s, base, b);
   Own own;
-  own_layout(s, static_cast<char*>(scratch), &own);
-  const float kept = path_weights(s, b, head, shared, own);
-  replay_head<L>(s, b, head, next, kept, shared, own);
-  read_x(s, b, head, own);
-  sum_decays(s, b, head, shared, own);
-  write_outputs(s, b, head, shared, own);
+  own_layout<L>(s, static_cast<char*>(scratch), &own);
+  const Shared shared = shared_of<L>(s, base, b);
+  read_past(s, b, head, shared, own);
+  scan_nodes<L>(s, b, head, next, shared, own);
 }
 
 template <class L>
 constexpr ScanKernel scan_kernel() {
-  return {shared_bytes<L>, own_bytes, scan_group<L>, scan_head<L>};
+  return {shared_bytes<L>, own_bytes<L>, scan_group<L>, scan_head<L>};
 }

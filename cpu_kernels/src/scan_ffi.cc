@@ -28,7 +28,7 @@ Scan replay_of(const F32& h0, const Tokens& past, int64_t groups, const S32& pat
 }
 
 ffi::Error run(ffi::ThreadPool& pool, Scan& s, int64_t level) {
-  count_nodes(s, static_cast<int64_t*>(scratch_of_thread<2>(2 * s.batch * sizeof(int64_t))));
+  if (!plan(s)) return refused(NO_TREE);
   if (!paths_inside(s)) return refused(OUTSIDE);
   const ScanKernel& kernel = kernels_of(level).scan;
   void* const shared = scratch_of_thread<0>(kernel.shared_bytes(s));
@@ -72,6 +72,8 @@ ffi::Error replay(ffi::ThreadPool pool, F32 h0, Any x, F32 dt, F32 a, Any B, S32
   Scan s = replay_of(h0, tokens_of(x, dt, a, B), B.dimensions()[2], path, length, h);
   if (!of_one_dtype(s, {&x, &B})) return refused("want x and B in float32 or bfloat16");
   s.now.capacity = 0;
+  s.a_by_column = a.dimensions().size() == 4;
+  if (s.a_by_column && s.G != s.H) return refused("want as many heads of B as of x");
   return run(pool, s, level);
 }
 

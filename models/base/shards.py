@@ -5,8 +5,9 @@ their groups, some channels of each MLP, and some rows of the vocabulary (Megatr
 Shoeybi et al. 2019; for Mamba2 Dao and Gu 2024, section 8.1). The last projection of a
 layer gives a partial sum on each device, so each layer needs one all-reduce.
 
-The functions below with an argument `n` run inside `jax.shard_map` on all n devices of
-the axis. With n = 1 they work without `jax.shard_map` and return their input.
+The functions below with an argument `group` run inside `jax.shard_map` on all devices
+of the group. For a group of one they work without `jax.shard_map` and return their
+input.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-DATA, MODEL = "data", "model"  # mesh axes: rows of the batch, parts of the model
+DATA, MODEL = "data", "model"  # default mesh axes: of rows, of parts of a model
+Names = str | tuple[str, ...]  # one mesh axis, or several that are used as one
 
 
 class Run(NamedTuple):
@@ -76,16 +78,40 @@ WIDTH, VOCAB = ":width", ":vocab"  # owners in `Cut.parts` that are not mixers
 
 
 @dataclass(frozen=True)
+class Group:
+    """Devices that share a layer.
+
+    Attributes:
+      size: number of devices.
+      axis: mesh axis along which they lie.
+    """
+
+    size: int = 1
+    axis: str = MODEL
+
+
+ALONE = Group()
+
+
+@dataclass(frozen=True)
 class Cut:
-    """The number of devices that divide each part of a model.
+    """How a model is divided over the devices of a mesh.
 
     Attributes:
       parts: pairs (owner, number of devices), for numbers above 1. An owner is the name
         of a mixer; `WIDTH`, the columns of the projections in MTP modules and after
         shared transformer blocks; or `VOCAB`, the embedding and the head.
+      axis: mesh axis along which the devices lie that share a part.
+      rows: mesh axes over which the rows of a batch are spread.
     """
 
     parts: tuple[tuple[str, int], ...] = ()
+    axis: str = MODEL
+    rows: Names = DATA
+
+    def group(self, owner: str) -> Group:
+        """Returns the devices that share an owner's parameters."""
+        return Group(self.of(owner), self.axis)
 
     def of(self, owner: str) -> int:
         """Returns the number of devices that share an owner's parameters."""
@@ -95,72 +121,56 @@ class Cut:
 WHOLE = Cut()
 
 
-def total(x: jax.Array, n: int) -> jax.Array:
-    """Returns the sum of x over the n devices, on every device."""
-    return x if n == 1 else lax.psum(x, MODEL)
+def total(x: jax.Array, group: Group) -> jax.Array:
+    """Returns the sum of x over the devices of a group, on every device."""
+    return x if group.size == 1 else lax.psum(x, group.axis)
 
 
-def over_rows(x: jax.Array, rows: str | None) -> jax.Array:
-    """Returns the sum of x over the devices that share the rows of a batch.
-
-    Args:
-      x: the device's value.
-      rows: mesh axis that the rows are divided over. If None, this device has all rows.
-    """
-    return x if rows is None else lax.psum(x, rows)
-
-
-def any_row(x: jax.Array, rows: str | None) -> jax.Array:
-    """True ([] bool) if x [B] bool is True for any row of the batch, on any device."""
-    return over_rows(x.any().astype(jnp.int32), rows) > 0
-
-
-def least_of(x: jax.Array, rows: str | None) -> jax.Array:
-    """Returns the minimum of x [] over the devices that share the rows of a batch."""
-    return x if rows is None else lax.pmin(x, rows)
-
-
-def gathered(x: jax.Array, n: int) -> jax.Array:
-    """Concatenates x of all n devices along the last axis; every device gets the
-    result."""
-    if n == 1:
+def gathered(x: jax.Array, group: Group) -> jax.Array:
+    """Concatenates x of all devices of a group along the last axis; every device gets
+    the result."""
+    if group.size == 1:
         return x
-    return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
+    return lax.all_gather(x, group.axis, axis=x.ndim - 1, tiled=True)
 
 
-def own(x: jax.Array, n: int) -> jax.Array:
+def own(x: jax.Array, group: Group) -> jax.Array:
     """Returns this device's share of the last axis of x, which is whole on every
     device."""
-    if n == 1:
+    if group.size == 1:
         return x
-    width = x.shape[-1] // n
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * width, width, x.ndim - 1)
+    width = x.shape[-1] // group.size
+    begin = lax.axis_index(group.axis) * width
+    return lax.dynamic_slice_in_dim(x, begin, width, x.ndim - 1)
 
 
-def mean_of_neighbours(x: jax.Array, n: int) -> jax.Array:
-    """Returns the mean of x over the n neighbouring devices that share a group."""
+def mean_of_neighbours(x: jax.Array, group: Group) -> jax.Array:
+    """Returns the mean of x over the neighbouring devices of a group, which may be
+    fewer than the axis has."""
+    n = group.size
     if n == 1:
         return x
-    every = lax.all_gather(x, MODEL)
-    first = lax.axis_index(MODEL) // n * n
+    every = lax.all_gather(x, group.axis)
+    first = lax.axis_index(group.axis) // n * n
     return lax.dynamic_slice_in_dim(every, first, n).mean(axis=0)
 
 
-def own_rows(ids: jax.Array, rows: int, n: int) -> tuple[jax.Array, jax.Array]:
-    """Finds ids in this device's part of a table whose rows n devices share.
+def own_rows(ids: jax.Array, rows: int, group: Group) -> tuple[jax.Array, jax.Array]:
+    """Finds ids in this device's part of a table whose rows a group shares.
 
     Args:
       ids: int32, rows of the whole table. Ids past its end count as the last one, as in
         `table[ids]`.
       rows: number of rows in this device's part.
-      n: number of devices.
+      group: the devices.
 
     Returns:
       The ids' rows in the device's part (0 for rows of other devices), and a mask that
       is True for ids of this device.
     """
-    if n == 1:
+    if group.size == 1:
         return ids, jnp.ones_like(ids, bool)
-    place = jnp.minimum(ids, n * rows - 1) - lax.axis_index(MODEL) * rows
+    last = group.size * rows - 1
+    place = jnp.minimum(ids, last) - lax.axis_index(group.axis) * rows
     here = (place >= 0) & (place < rows)
     return jnp.where(here, place, 0), here

@@ -63,7 +63,7 @@ from stree_jax.models.stack.model import (
     param_dtype,
     run_layers,
 )
-from stree_jax.models.stack.model_json import static_from_json, static_to_json
+from stree_jax.models.stack.model_json import register_model
 from stree_jax.models.stack.state import (
     LayerRecord,
     LayerState,
@@ -299,9 +299,7 @@ register_for_export(
     lambda fields: [to_json(fields[0])],
     lambda values: (from_json(values[0], EagleConfig),),
 )
-register_for_export(
-    EagleModel, static_to_json, partial(static_from_json, kind=EagleConfig)
-)
+register_model(EagleModel, EagleConfig)
 
 
 def eagle_model(eagle: Eagle, target: Model) -> EagleModel:
@@ -350,7 +348,7 @@ class FirstLayer(ResidualLayer):
             u = jnp.concatenate([e, g], axis=-1)
             before = g if c.norm_residual else before
         mixer = mixer_of(c.mixers[FIRST])
-        attention = mixer.Module(c.mixers[FIRST], self.dtype, 1, name=FIRST)
+        attention = mixer.Module(c.mixers[FIRST], self.dtype, name=FIRST)
         a, new, then = attention(u, *mixer_args(FIRST, pass_, state, record))
         return before + a, {FIRST: new}, {FIRST: then}
 

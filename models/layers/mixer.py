@@ -166,7 +166,7 @@ class Mixer(Generic[C]):
       Config: frozen dataclass of the mixer's options.
       Module: Flax module `Module(config, dtype, parts)`, called as
         `module(u, pass_, state, record) -> (out, record, state)`; see `nodes.Pass`.
-        `parts` is the number of devices that share the mixer.
+        `parts` (`Group`) are the devices that share the mixer.
       State: type of the mixer's state. None for a channel mixer.
       Record: type of the mixer's record, which holds what a forward pass stores of each
         node so that the state after an accepted path can be computed from it. None for

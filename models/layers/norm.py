@@ -8,19 +8,21 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
-from stree_jax.models.base.shards import mean_of_neighbours
+from stree_jax.models.base.shards import ALONE, Group, mean_of_neighbours
 from stree_jax.models.layers.params import declare, norm_params
 from stree_jax.models.weights.linear import as_row
 
 
-def rms_norm(x: jax.Array, eps: float, groups: int = 1, parts: int = 1) -> jax.Array:
+def rms_norm(
+    x: jax.Array, eps: float, groups: int = 1, parts: Group = ALONE
+) -> jax.Array:
     """Divides each group of channels by its root mean square, in float32.
 
     Args:
       x: [..., d] of any float dtype.
       eps: epsilon, added to the mean square.
       groups: number of groups of consecutive channels that are normed separately.
-      parts: number of devices that one group spans.
+      parts: the devices that one group spans.
 
     Returns:
       [..., d] float32.
@@ -41,7 +43,7 @@ class ScaledNorm:
 
     eps: float
     groups: int = 1
-    parts: int = 1
+    parts: Group = ALONE
 
     def __call__(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         normed = rms_norm(x, self.eps, self.groups, self.parts)
@@ -63,7 +65,7 @@ def scaled_rms_norm(
       norm: the norm.
       valid_count: as in `linear`.
     """
-    if norm.groups == norm.parts == 1:
+    if norm.groups == norm.parts.size == 1:
         return whole_norm(x, scale, valid_count, eps=norm.eps)
     return norm(x, scale)
 

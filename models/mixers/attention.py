@@ -1,6 +1,7 @@
 """Attention from tree nodes to the committed tokens and to their own ancestors."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax import struct
 
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels import cpu_kernel, floats, like
-from stree_jax.models.base.shards import Run, run_width
+from stree_jax.models.base.shards import ALONE, Group, Run, run_width
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
 from stree_jax.models.layers.nodes import Pass
@@ -143,11 +144,18 @@ def append_rows(
       start: [B] int32, cache row that the path begins at.
     """
     chosen = jax.vmap(lambda z, p: z[p])(rows, path).swapaxes(1, 2)
-    zero = np.int32(0)
-    for b in range(cache.shape[0]):  # XLA updates one slice per batch row in place
-        place = (np.int32(b), zero, start[b], zero)
-        row = as_bits(chosen[b : b + 1])
-        cache = jax.lax.dynamic_update_slice(cache, row, place)
+    zero, batch = np.int32(0), cache.shape[0]
+
+    def written(cache: jax.Array, b: Any, row: jax.Array) -> jax.Array:
+        place = (b, zero, start[b], zero)
+        return jax.lax.dynamic_update_slice(cache, as_bits(row), place)
+
+    if cpu_kernels.symbolic_size(batch):
+        number = jnp.asarray(batch, jnp.int32)
+        row = partial(jax.lax.dynamic_index_in_dim, chosen)
+        return jax.lax.fori_loop(0, number, lambda b, z: written(z, b, row(b)), cache)
+    for b in range(batch):  # XLA updates one slice per batch row in place
+        cache = written(cache, np.int32(b), chosen[b : b + 1])
     return cache
 
 
@@ -244,7 +252,7 @@ def normed_heads(
     q_scale: jax.Array,
     k_scale: jax.Array,
     c: AttentionConfig,
-    parts: int = 1,
+    parts: Group = ALONE,
 ) -> jax.Array:
     """Applies an RMSNorm to each head of q and k, or to all heads together.
 
@@ -253,7 +261,7 @@ def normed_heads(
       q_scale, k_scale: the norms' scales: [hd], the same for all heads, or of all
         channels.
       c: the config.
-      parts: number of devices that share the heads.
+      parts: the devices that share the heads.
 
     Returns:
       [B, T, d_qkv] float32. The channels of v are unchanged.
@@ -279,12 +287,12 @@ class Attention(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of the caches and records.
-      parts: number of devices that share the mixer.
+      parts: the devices that share the mixer.
     """
 
     config: AttentionConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(

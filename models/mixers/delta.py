@@ -19,7 +19,7 @@ from stree_jax.cpu_kernels import (
     delta_unsupported,
 )
 from stree_jax.cpu_kernels.mixer import MAX_NODES
-from stree_jax.models.base.shards import Run
+from stree_jax.models.base.shards import ALONE, Group, Run
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.kernel_pass import (
     kept_state,
@@ -209,12 +209,12 @@ class DeltaModule(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of the keys in records and of the convolution's window.
-      parts: number of devices that share the mixer.
+      parts: the devices that share the mixer.
     """
 
     config: DeltaConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(

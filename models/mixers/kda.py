@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.cpu_kernels import DeltaWeights
-from stree_jax.models.base.shards import Run
+from stree_jax.models.base.shards import ALONE, Group, Run
 from stree_jax.models.layers.mixer import FLOAT, padded_rows
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import Param, Table, declare
@@ -116,12 +116,12 @@ class KDAModule(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of the keys in records and of the convolution's window.
-      parts: number of devices that share the mixer.
+      parts: the devices that share the mixer.
     """
 
     config: KDAConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(

@@ -19,7 +19,7 @@ from flax import struct
 
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels.scan import MAX_NODES
-from stree_jax.models.base.shards import Run
+from stree_jax.models.base.shards import ALONE, Group, Run
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
 from stree_jax.models.layers.nodes import Pass
@@ -127,12 +127,12 @@ class LightningModule(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of the records.
-      parts: number of devices that share the mixer.
+      parts: the devices that share the mixer.
     """
 
     config: LightningConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(

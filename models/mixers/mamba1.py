@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax import cpu_kernels
-from stree_jax.models.base.shards import Run
+from stree_jax.models.base.shards import ALONE, Group, Run
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
 from stree_jax.models.layers.nodes import Pass
@@ -68,21 +68,15 @@ class Mamba1State:
     Attributes:
       ssm: [B, N, D] float32, the transpose of transformers' state.
       conv: [B, K-1, D], the last K-1 inputs of the convolution.
-      A: [B, N, D] float32, the decays, which are parameters. Every forward pass copies
-        them here, because `commit` is not given the parameters.
     """
 
     ssm: jax.Array = leaf("state", part_axis=2)
     conv: jax.Array = leaf("window", part_axis=2)
-    A: jax.Array = leaf("state", part_axis=2)
 
     def commit(
         self, pending: "MixerPending[Mamba1Record]", start: jax.Array
     ) -> "Mamba1State":
-        """Replays an accepted path and returns the state after it.
-
-        The state must be one that a forward pass returned.
-        """
+        """Returns the state after an accepted path; see `mixer.MixerState`."""
         return commit_mamba1(self, pending)
 
 
@@ -95,12 +89,15 @@ class Mamba1Record:
       dt: [B, T, D] float32, step sizes after softplus.
       B: [B, T, N] float32.
       inputs: [B, T, D], inputs of the convolution.
+      A: [B, 1, N, D] float32, the decays, which are parameters: a replay is not given
+        them.
     """
 
     x: jax.Array = leaf("record", part_axis=2)
     dt: jax.Array = leaf("record", part_axis=2)
     B: jax.Array = leaf("record")
     inputs: jax.Array = leaf("record", part_axis=2)
+    A: jax.Array = leaf("record", part_axis=3)
 
 
 def replayed(pending: MixerPending[Mamba1Record]) -> SelectiveReplayed:
@@ -114,10 +111,10 @@ def commit_mamba1(
     state: Mamba1State, pending: MixerPending[Mamba1Record]
 ) -> Mamba1State:
     """Replays the accepted path into the SSM state and the convolution's window."""
-    ssm = selective_replay(state.ssm, replayed(pending), state.A)
+    ssm = selective_replay(state.ssm, replayed(pending), pending.record.A[:, 0])
     inputs, path = pending.record.inputs, pending.path
     conv = commit_window(state.conv, inputs, path, pending.length)
-    return Mamba1State(ssm, conv, state.A)
+    return Mamba1State(ssm, conv)
 
 
 def init_A_log(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -165,12 +162,12 @@ class Mamba1Module(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of x and of the convolution's inputs in records and states.
-      parts: number of devices that share the mixer.
+      parts: the devices that share the mixer.
     """
 
     config: Mamba1Config
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(
@@ -205,12 +202,14 @@ class Mamba1Module(nn.Module):
             dt, B, C = normed(pass_.nodes_only(dtBC), p, c)
             dt = linear(dt, p["dt_proj"], valid_count=valid_count)
             dt = jax.nn.softplus(pass_.nodes_only(dt) + as_row(p["dt_bias"], 3))
+            # See `mamba2.equations`.
+            x, dt, B, C = jax.lax.optimization_barrier((x, dt, B, C))
 
         with jax.named_scope("scan"):
             parts = None if record is None else (record.x, record.dt, record.B)
             x, dt, B = pass_.merged(parts, (x, dt, B))
             A = -jnp.exp(p["A_log"].astype(jnp.float32).T)
-            A = jnp.broadcast_to(A[None], state.A.shape)
+            A = jax.lax.optimization_barrier(jnp.broadcast_to(A[None], state.ssm.shape))
             scanned = SelectiveInputs(x, dt, B, C, A, p["D"].astype(jnp.float32))
             y, ssm = scan_nodes(scanned, state.ssm, pass_)
 
@@ -218,7 +217,8 @@ class Mamba1Module(nn.Module):
             last = p["out_proj"], p.get("out_proj_bias")
             y = y * jax.nn.silu(z)
             out = linear_summed(y, *last, self.parts, valid_count)
-        return out, Mamba1Record(x, dt, B, inputs), Mamba1State(ssm, conv0, A)
+        record = Mamba1Record(x, dt, B, inputs, A[:, None])
+        return out, record, Mamba1State(ssm, conv0)
 
 
 def normed(
@@ -291,7 +291,7 @@ class Mamba1(Mixer[Mamba1Config]):
     ) -> Mamba1State:
         ssm = jnp.zeros((batch, c.d_state, c.d_inner), jnp.float32)
         conv = jnp.zeros((batch, c.d_conv - 1, c.d_inner), dtype)
-        return Mamba1State(ssm, conv, jnp.zeros_like(ssm))
+        return Mamba1State(ssm, conv)
 
     def empty_record(
         self, c: Mamba1Config, batch: int, nodes: int, dtype: Any
@@ -300,10 +300,12 @@ class Mamba1(Mixer[Mamba1Config]):
         x, inputs = jnp.zeros(inner, dtype), jnp.zeros(inner, dtype)
         dt = jnp.zeros(inner, jnp.float32)
         B = jnp.zeros((*lead, c.d_state), jnp.float32)
-        return Mamba1Record(x, dt, B, inputs)
+        A = jnp.zeros((batch, 1, c.d_state, c.d_inner), jnp.float32)
+        return Mamba1Record(x, dt, B, inputs, A)
 
     def record_bytes(self, c: Mamba1Config, batch: int, nodes: int) -> int:
-        return FLOAT * batch * nodes * (3 * c.d_inner + c.d_state)
+        tokens = nodes * (3 * c.d_inner + c.d_state)
+        return FLOAT * batch * (tokens + c.d_state * c.d_inner)
 
     def work_bytes(self, c: Mamba1Config, batch: int, nodes: int, dtype: Any) -> int:
         # x, z, the output of the convolution, dt, y and the gated output.

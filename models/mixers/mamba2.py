@@ -23,7 +23,7 @@ from stree_jax.cpu_kernels import (
     mixer_unsupported,
 )
 from stree_jax.cpu_kernels.scan import MAX_NODES
-from stree_jax.models.base.shards import Run
+from stree_jax.models.base.shards import ALONE, MODEL, Group, Run
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.kernel_pass import (
     kept_state,
@@ -258,12 +258,12 @@ class Mamba2Module(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of the records and of the convolution's window.
-      parts: number of devices that share the mixer.
+      parts: the devices that share the mixer.
     """
 
     config: MambaConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(
@@ -297,7 +297,8 @@ class Mamba2Module(nn.Module):
             p.get("norm"),
             *(p[name].astype(jnp.float32) for name in ("dt_bias", "A_log", "D")),
         )
-        y, record, state = mixed(c, zxbcdt, weights, pass_, state, record)
+        args = zxbcdt, weights, pass_, state, record
+        y, record, state = mixed(c, *args, axis=self.parts.axis)
         with jax.named_scope("out_proj"):
             if c.d_mlp:
                 z0, x0, _ = jnp.split(zxbcdt, [c.d_mlp, 2 * c.d_mlp], axis=-1)
@@ -317,6 +318,8 @@ def mixed(
     pass_: Pass[MambaRecord],
     state: MambaState,
     record: MambaRecord | None,
+    *,
+    axis: str = MODEL,
 ) -> Mixed:
     """Runs the mixer between its two projections, with the CPU kernel if it supports
     the arguments and `equations` otherwise.
@@ -326,6 +329,7 @@ def mixed(
       zxbcdt: [B, Tq, W] float32, output of in_proj for the queried nodes.
       weights: the weights between the projections.
       pass_, state, record: see `Pass`.
+      axis: mesh axis of the devices that share the mixer.
 
     Returns:
       The input of out_proj [B, Tq, H * P] float32, the record and the state.
@@ -334,7 +338,7 @@ def mixed(
     last = record if pending is None else pending.record
     supported = c.x_heads is None and c.norm_parts == 1
     if not supported or nodes.scan not in ("tree", "chain"):
-        return equations(c, zxbcdt, weights, pass_, state, record)
+        return equations(c, zxbcdt, weights, pass_, state, record, axis=axis)
     if last is None:
         # The kernel always takes the last tree's records; without a last tree it gets
         # an empty record and a path of length 0.
@@ -434,6 +438,8 @@ def equations(
     pass_: Pass[MambaRecord],
     state: MambaState,
     record: MambaRecord | None,
+    *,
+    axis: str = MODEL,
 ) -> Mixed:
     """Computes the Mamba2 mixer between its two projections in plain JAX: convolution,
     SSM scan and gated norm. Arguments and results are those of `mixed`, which uses a
@@ -458,7 +464,10 @@ def equations(
         x, B, C = split_heads(rounded_to(jax.nn.silu(convolved), conv0.dtype), c)
 
     with jax.named_scope("scan"):
-        record = pass_.merged(record, MambaRecord(x, dt, a, B, xBC))
+        # XLA would compute these twice, for the record and for the scan, and the two
+        # could differ in their last bits.
+        new = jax.lax.optimization_barrier(MambaRecord(x, dt, a, B, xBC))
+        record = pass_.merged(record, new)
         r, D = record, weights.D
         past = None if pending is None else replayed(pending)
         scanned = ScanInputs(r.x, r.dt, r.a, r.B, C, D)
@@ -466,7 +475,8 @@ def equations(
 
     with jax.named_scope("norm"):
         scale = None if c.norm is None else weights.norm
-        norm = ScaledNorm(c.norm_eps, c.norm_groups, c.norm_parts)
+        neighbours = Group(c.norm_parts, axis)
+        norm = ScaledNorm(c.norm_eps, c.norm_groups, neighbours)
         y = gated_norm(y.reshape(*z.shape), z, scale, norm, c.norm == "gate_first")
     return y, record, MambaState(ssm, conv0)
 
@@ -525,6 +535,10 @@ def scan_nodes(
       y [B, Tq, H, P] float32 of the queried nodes, and the state [B, H, P, N] float32
       after the pending path.
     """
+    known = rows is None and nodes.scan in ("tree", "chain")
+    if known and cpu_kernels.level() is not None and nodes.mask.shape[1] <= MAX_NODES:
+        # A chain, too: the kernel's results do not depend on what is read together.
+        return replay_tree_scan(h0, past or no_path(inputs), inputs, nodes.mask)
     if past is not None and nodes.scan == "tree":
         return replay_tree_scan(h0, past, inputs, nodes.mask)
     if past is not None:  # a chain during prefill: replay the previous chunk
@@ -535,6 +549,13 @@ def scan_nodes(
     if nodes.scan == "chunk" or (nodes.scan == "chain" and long):
         return chunk_scan(inputs, h0, CHUNK), h0
     return tree_scan(inputs, h0, nodes.mask, rows), h0
+
+
+def no_path(inputs: ScanInputs) -> Replayed:
+    """Returns a path of length 0."""
+    x, dt, a, B = (z[:, :1] for z in (inputs.x, inputs.dt, inputs.a, inputs.B))
+    path = jnp.zeros((x.shape[0], 1), jnp.int32)
+    return Replayed(x, dt, a, B, path, path[:, 0])
 
 
 class Mamba2(Mixer[MambaConfig]):

@@ -20,7 +20,8 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax import cpu_kernels
-from stree_jax.models.base.shards import Run
+from stree_jax.cpu_kernels import cpu_kernel, floats, ints
+from stree_jax.models.base.shards import ALONE, Group, Run
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
 from stree_jax.models.layers.nodes import Pass
@@ -28,7 +29,8 @@ from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import ONES, Param, Table, declare
 from stree_jax.models.layers.rope import Rope, angles, check_rope, rotated_pairs
 from stree_jax.models.mixers.attention import append_rows
-from stree_jax.models.weights.linear import linear, linear_summed
+from stree_jax.models.weights.formats import stack_of
+from stree_jax.models.weights.linear import expert_product, linear, linear_summed
 from stree_jax.pallas_kernels import (
     ATTENTION_BLOCK,
     as_bits,
@@ -135,7 +137,29 @@ def mla_params(c: MLAConfig, d_model: int) -> Table:
     return table
 
 
-def by_head(x: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
+def _by_expert(x: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
+    """Computes `by_head` as products with experts: each head's matrix is one."""
+    *lead, H, C = x.shape
+    experts = weight if axis == 2 else weight.swapaxes(1, 2)
+    heads = jnp.tile(jnp.arange(H, dtype=jnp.int32), x.size // (H * C))
+    return expert_product(x.reshape(-1, C), heads, experts).reshape(*lead, H, -1)
+
+
+def _heads_unsupported(x: jax.Array, weight: jax.Array, *, axis: int) -> str | None:
+    H, C = x.shape[2:]
+    rows, heads = floats(x.size // C, C), ints(x.size // C)
+    shape = (H, weight.shape[3 - axis], C)
+    experts: Any = jax.ShapeDtypeStruct(shape, weight.dtype)
+    return stack_of(experts).chosen_unsupported(rows, heads)
+
+
+@cpu_kernel(
+    _by_expert,
+    outputs=lambda x, weight, *, axis: floats(*x.shape[:3], weight.shape[3 - axis]),
+    unsupported=_heads_unsupported,
+    shared=("weight",),
+)
+def by_head(x: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
     """Multiplies every head of x by its own matrix.
 
     Args:
@@ -166,12 +190,12 @@ class MLA(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of the cache and of records.
-      parts: number of devices that share the mixer.
+      parts: the devices that share the mixer.
     """
 
     config: MLAConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(
@@ -203,7 +227,7 @@ class MLA(nn.Module):
             # The keys are also the values, so that no part of the cache is copied.
             arrays = q, record.kv, record.kv, cache, cache, length, mask
             y = tree_attention(*arrays, c.qk_dim**-0.5)[..., : c.rank]
-            y = by_head(y, up_v, 2)
+            y = by_head(y, up_v, axis=2)
             if c.gated:
                 gate = linear(u, p["gate"], valid_count=valid_count)
                 y = y * jax.nn.sigmoid(gate)[..., None]
@@ -219,7 +243,7 @@ def _absorbed(q: jax.Array, up_k: jax.Array, turns: Turns, c: MLAConfig) -> jax.
     """Returns the queries [B, T, H, D] that attend to cached tokens, from q
     [B, T, H, qk_dim]."""
     own, shared = q[..., : c.nope_dim], q[..., c.nope_dim :]
-    own = by_head(own, up_k, 1)
+    own = by_head(own, up_k, axis=1)
     return jnp.concatenate([own, _turned(shared, turns, c)], axis=-1)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
-from stree_jax.models.base.shards import Run
+from stree_jax.models.base.shards import ALONE, Group, Run
 from stree_jax.models.layers.mixer import FLOAT, Mixer, padded_rows
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import ZEROS, Param, Table, declare
@@ -130,12 +130,12 @@ class MLP(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of new parameters.
-      parts: number of devices that share the MLP.
+      parts: the devices that share the MLP.
     """
 
     config: MLPConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(

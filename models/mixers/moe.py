@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from stree_jax.cpu_kernels import cpu_kernel, floats
-from stree_jax.models.base.shards import total
+from stree_jax.cpu_kernels import at_most, cpu_kernel, floats, symbolic_size
+from stree_jax.models.base.shards import ALONE, Group, total
 from stree_jax.models.layers.mixer import FLOAT, Mixer
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import ZEROS, Param, Table, declare
@@ -162,12 +162,12 @@ class MoE(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of new parameters.
-      parts: number of devices that share the experts.
+      parts: the devices that share the experts.
     """
 
     config: MoEConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(
@@ -201,7 +201,7 @@ class MoE(nn.Module):
             y = total(y, self.parts)
             if c.bias:
                 each = p["down_bias"].astype(jnp.float32)[chosen]
-                y = y + (weight[..., None] * each).sum(axis=1)
+                y = y + _in_order(weight, each)
             if c.d_latent:
                 y = linear(y, p["latent_out"], valid_count=valid_count)
             y = y.reshape(u.shape)
@@ -247,7 +247,21 @@ def _by_kernels(
     pairs = chosen.reshape(-1)
     h = _biased(expert_product(x, pairs, into), bias, pairs)
     y = expert_product(_activated(h, gated, activation), pairs, down)
-    return (weight[..., None] * y.reshape(*chosen.shape, -1)).sum(axis=1)
+    return _in_order(weight, y.reshape(*chosen.shape, -1))
+
+
+def _in_order(weight: jax.Array, each: jax.Array) -> jax.Array:
+    """Computes the sums [n, f] of weight [n, k] * each [n, k, f] over k, with the same
+    bits for any n.
+
+    XLA's sum over an axis depends on the other axes in its last bits, and without the
+    barrier it may fuse a product with the sum.
+    """
+    parts = lax.optimization_barrier(weight[..., None] * each)
+    added = parts[:, 0]
+    for i in range(1, each.shape[1]):
+        added = added + parts[:, i]
+    return added
 
 
 @cpu_kernel(
@@ -299,7 +313,7 @@ def weighted_experts(
             preferred_element_type=jnp.float32,
         )
 
-    if n * k < E:
+    if at_most(n * k, E - 1):
         # XLA:CPU has no 16-bit gather and converts to float32. Without the barrier it
         # would convert all experts before the decoding loop and keep the copies.
         into, down, chosen = lax.optimization_barrier((into, down, chosen))
@@ -354,7 +368,7 @@ def _stored_experts(
     """Computes `weighted_experts` for projections that are not plain arrays."""
     (n, k), E = chosen.shape, down.shape[0]
     stacks = stack_of(into), stack_of(down)
-    if n * k < E:
+    if at_most(n * k, E - 1):
         pairs = chosen.reshape(-1)
         h = stacks[0].chosen_product(x, pairs, native=False)
         h = _biased(h, bias, pairs)
@@ -373,7 +387,7 @@ def _stored_experts(
         each = jax.vmap(of_expert)(*matrices)  # [together, n, d']
         return y + _weighted(each, weights).sum(axis=0), None
 
-    most = max(1, MAX_ROWS_AT_ONCE // n)
+    most = 1 if symbolic_size(n) else max(1, MAX_ROWS_AT_ONCE // n)
     together = next(c for c in range(min(most, E), 0, -1) if E % c == 0)
     parts = _table(chosen, weight, E).T, *stacks, bias
     parts = jax.tree.map(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.base.shards import Run
+from stree_jax.models.base.shards import ALONE, Group, Run
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
 from stree_jax.models.layers.nodes import Pass
@@ -96,12 +96,12 @@ class ShortConvModule(nn.Module):
     Attributes:
       config: the config of this device's share.
       dtype: dtype of records and of the convolution's window.
-      parts: number of devices that share the mixer.
+      parts: the devices that share the mixer.
     """
 
     config: ShortConvConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(

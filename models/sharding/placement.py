@@ -1,21 +1,26 @@
-"""Places parameters on the devices of a mesh, each device with its own part."""
+"""Places parameters on the devices of a mesh, each device with its own part.
 
+The array of a divided parameter consists of the devices' parts, one after another along
+the divided axis. `parts_in_order` and `whole_from` convert between that layout and the
+order on one device.
+"""
+
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from stree_jax.common.checks import flag, shown, with_hints
 from stree_jax.models.base.shards import (
-    DATA,
     MODEL,
     WHOLE,
     Cut,
+    Names,
     part_slices,
     part_width,
     run_width,
@@ -24,18 +29,19 @@ from stree_jax.models.layers.params import Param, Params, Path, by_path, nest
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model import Model
-from stree_jax.models.stack.shapes import abstract_params, param_shapes
+from stree_jax.models.stack.shapes import param_shapes
 from stree_jax.models.weights.formats import format_named
-from stree_jax.models.weights.weight import Format, Stored, take, unit
+from stree_jax.models.weights.weight import Format, Stored, joined, take, unit
 
-AnyModel = TypeVar("AnyModel", bound=Model)  # `Model`, or a subclass with a tokenizer
 Slices = tuple[slice, ...]
 Make = Callable[[int], Any]  # returns part i of a parameter, a pytree of host arrays
 
 
-def axis_size(mesh: Mesh, axis: str) -> int:
-    """Returns the number of devices along an axis; 1 if the mesh does not have it."""
-    return mesh.shape.get(axis, 1)
+def axis_size(mesh: Mesh | AbstractMesh, axes: Names) -> int:
+    """Returns the number of devices along mesh axes; 1 along axes that the mesh does
+    not have."""
+    names = (axes,) if isinstance(axes, str) else axes
+    return math.prod(mesh.shape.get(name, 1) for name in names)
 
 
 def automatic(mesh: Mesh) -> Mesh:
@@ -45,7 +51,9 @@ def automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 
 
-def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) -> Cut:
+def cut_for(
+    config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False, axes: Cut = WHOLE
+) -> Cut:
     """Returns how the devices of a mesh divide a model.
 
     Args:
@@ -53,25 +61,27 @@ def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) ->
       mesh: the mesh.
       dtype: dtype or format of the weights.
       whole: True if every device has the whole model.
+      axes: the names of the mesh axes.
 
     Raises:
-      ValueError: the mesh has axes other than "data" and "model"; no part of the model
-        divides by the size of "model"; or the weight format does not allow the
-        division.
+      ValueError: the mesh has other axes; no part of the model divides by the size of
+        its axis; or the weight format does not allow the division.
     """
-    if unknown := set(mesh.axis_names) - {DATA, MODEL}:
+    rows = (axes.rows,) if isinstance(axes.rows, str) else axes.rows
+    if unknown := set(mesh.axis_names) - {*rows, axes.axis}:
         raise ValueError(
-            f"mesh: unknown axis {min(map(str, unknown))!r}; want {DATA!r} (rows of a "
-            f"batch) and {MODEL!r} (parts of a model)"
+            f"mesh: unknown axis {min(map(str, unknown))!r}; want "
+            f"{' and '.join(map(repr, rows))} (rows of a batch) and {axes.axis!r} "
+            "(parts of a model), or name other axes with rows= and parts="
         )
     if whole:
-        return WHOLE
-    n = axis_size(mesh, MODEL)
+        return axes
+    n = axis_size(mesh, axes.axis)
     cut = cut_of(config, n)
     if n > 1 and cut == WHOLE:
         works = ", ".join(str(k) for k in range(2, 65) if cut_of(config, k) != WHOLE)
         raise ValueError(
-            f"mesh: no layer of this model divides by {MODEL}={n}; "
+            f"mesh: no layer of this model divides by {axes.axis}={n}; "
             f"these sizes work: {works or 'only 1'}"
         )
     format = format_named(dtype)
@@ -79,7 +89,7 @@ def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) ->
         param, parts = cut_at(config, cut, path)
         if param is not None and param.quantizable and parts > 1:
             _check_units(path, shape, param, parts, format)
-    return cut
+    return replace(axes, parts=cut.parts)
 
 
 def _check_units(
@@ -95,27 +105,30 @@ def _check_units(
         size = unit(weight, param.axis)
         raise ValueError(
             f"mesh: {'/'.join(path)}: {shape[param.axis]} {axis_name} in units of "
-            f"{size} do not divide by {MODEL}={parts} in {format}; load in bfloat16, "
+            f"{size} do not divide by {parts} devices in {format}; load in bfloat16, "
             "or use fewer devices"
         )
 
 
-def spec_of(param: Param | None, parts: int, ndim: int) -> P:
-    """Returns the partition spec of an array of a parameter."""
+def spec_of(param: Param | None, parts: int, ndim: int, axis: str = MODEL) -> P:
+    """Returns the partition spec of an array of a parameter, over a mesh axis."""
     if param is None or parts == 1:
         return P()
-    return P(*(MODEL if axis == param.axis else None for axis in range(ndim)))
+    return P(*(axis if place == param.axis else None for place in range(ndim)))
 
 
 def param_specs(model: Model) -> Params:
     """Returns the partition specs of all parameters of a model, nested as they are."""
-    flat = {}
-    for path, leaf in by_path(model.params).items():
-        param, parts = cut_at(model.config, model.cut, path)
-        flat[path] = jax.tree.map(
-            lambda x, param=param, parts=parts: spec_of(param, parts, x.ndim), leaf
-        )
-    return nest(flat)
+
+    def spec(param: Param | None, parts: int, x: Any) -> P:
+        return spec_of(param, parts, x.ndim, model.cut.axis)
+
+    return nest(
+        {
+            path: jax.tree.map(partial(spec, *cut_at(model.config, model.cut, path)), x)
+            for path, x in by_path(model.params).items()
+        }
+    )
 
 
 def part_of(model: Model) -> Model:
@@ -132,7 +145,56 @@ def part_indices(param: Param, i: int, parts: int) -> Slices:
     return tuple(part_slices(param.runs, i, parts))
 
 
-def placed(make: Make, param: Param | None, parts: int, mesh: Mesh) -> Any:
+def part_order(param: Param, parts: int) -> np.ndarray:
+    """Returns the indices along the divided axis, part after part."""
+    each = (part_indices(param, i, parts) for i in range(parts))
+    return np.concatenate([np.r_[places] for places in each])
+
+
+def changes_order(param: Param | None, parts: int) -> bool:
+    """True if the parts of a parameter are not consecutive, or overlap."""
+    if param is None or parts == 1:
+        return False
+    order = part_order(param, parts)
+    return not np.array_equal(order, np.arange(run_width(param.runs)))
+
+
+def parts_in_order(weight: Any, param: Param | None, parts: int) -> Any:
+    """Returns a parameter as a mesh has it: the parts one after another along the
+    divided axis. Heads that several devices need occur several times."""
+    if param is None or not changes_order(param, parts):
+        return weight
+    each = (
+        take(weight, part_indices(param, i, parts), param.axis) for i in range(parts)
+    )
+    return _joined(list(each), param.axis)
+
+
+def whole_from(weight: Any, param: Param | None, parts: int) -> Any:
+    """Returns a parameter in the order on one device: the inverse of
+    `parts_in_order`."""
+    if param is None or not changes_order(param, parts):
+        return weight
+    width, begin, pieces = part_width(param.runs, parts), 0, []
+    for run in param.runs:
+        kinds, own = min(parts, run.units), run.part(0, parts)[1]
+        for i in range(0, parts, parts // kinds):  # the first device that has a part
+            place = i * width + begin
+            pieces.append(take(weight, [slice(place, place + own)], param.axis))
+        begin += own
+    return _joined(pieces, param.axis)
+
+
+def _joined(pieces: Sequence[Any], axis: int) -> Any:
+    """Concatenates parts of a parameter. Arrays without the axis are equal in all."""
+    return jax.tree.map(
+        lambda *x: joined(x, axis) if x[0].ndim > axis else x[0], *pieces
+    )
+
+
+def placed(
+    make: Make, param: Param | None, parts: int, mesh: Mesh, axis: str = MODEL
+) -> Any:
     """Places a parameter on a mesh.
 
     Args:
@@ -141,22 +203,26 @@ def placed(make: Make, param: Param | None, parts: int, mesh: Mesh) -> Any:
       param: the parameter's entry in the table. If None, every device has it whole.
       parts: number of devices that divide it.
       mesh: the mesh.
+      axis: the mesh axis along which these devices lie.
     """
     once = lru_cache(1)(make)  # the host holds one part at a time
     leaves: list[list[jax.Array]] = []
     kind: Any = None
     cutting = param is not None and parts > 1
-    for device, i in _own_devices(mesh):
+    for device, i in _own_devices(mesh, axis):
         part = once(i if cutting else 0)
         flat, kind = jax.tree.flatten(part)
         leaves.append([jax.device_put(leaf, device) for leaf in flat])
     arrays = [
-        _assembled(pieces, param, parts, mesh) for pieces in zip(*leaves, strict=True)
+        _assembled(pieces, spec_of(param, parts, pieces[0].ndim, axis), parts, mesh)
+        for pieces in zip(*leaves, strict=True)
     ]
     return jax.tree.unflatten(kind, arrays)
 
 
-def on_mesh(host: Any, param: Param | None, parts: int, mesh: Mesh) -> Any:
+def on_mesh(
+    host: Any, param: Param | None, parts: int, mesh: Mesh, axis: str = MODEL
+) -> Any:
     """Places a parameter that is whole on the host on a mesh; see `placed`."""
     arrays = jax.tree.map(np.asarray, host)
 
@@ -165,16 +231,16 @@ def on_mesh(host: Any, param: Param | None, parts: int, mesh: Mesh) -> Any:
             return arrays
         return take(arrays, part_indices(param, i, parts), param.axis)
 
-    return placed(make, param, parts, mesh)
+    return placed(make, param, parts, mesh, axis)
 
 
-def _own_devices(mesh: Mesh) -> list[tuple[Any, int]]:
-    """Returns this process's devices with their indices along "model", sorted by
+def _own_devices(mesh: Mesh, axis: str) -> list[tuple[Any, int]]:
+    """Returns this process's devices with their indices along an axis, sorted by
     index."""
     here = jax.process_index()
-    axis = mesh.axis_names.index(MODEL) if MODEL in mesh.axis_names else None
+    along = mesh.axis_names.index(axis) if axis in mesh.axis_names else None
     found = [
-        (device, 0 if axis is None else place[axis])
+        (device, 0 if along is None else place[along])
         for place, device in np.ndenumerate(mesh.devices)
         if device.process_index == here
     ]
@@ -182,86 +248,18 @@ def _own_devices(mesh: Mesh) -> list[tuple[Any, int]]:
 
 
 def _assembled(
-    pieces: Sequence[jax.Array], param: Param | None, parts: int, mesh: Mesh
+    pieces: Sequence[jax.Array], spec: P, parts: int, mesh: Mesh
 ) -> jax.Array:
     """Builds the global array from its parts on this process's devices."""
-    shape, spec = list(pieces[0].shape), spec_of(param, parts, pieces[0].ndim)
-    if MODEL in spec:
-        shape[spec.index(MODEL)] *= parts
+    sizes = zip(pieces[0].shape, (*spec, *(None,) * pieces[0].ndim), strict=False)
+    shape = [size if axis is None else size * parts for size, axis in sizes]
     sharding = NamedSharding(mesh, spec)
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
 
 
-@with_hints
-def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
-    """Places a model on the devices of a mesh (tensor and data parallelism).
-
-    Along the mesh axis "model" each device has a part of every layer. Along "data" each
-    device has the same part and works on other rows of the batch. Layers whose heads or
-    channels do not divide are whole on every device.
-
-    Args:
-      model: a model on one device.
-      mesh: from `stree_jax.make_mesh` or `jax.make_mesh`, with axes "data", "model" or
-        both. The returned model's mesh has axes of type Auto.
-      whole: True if every device gets the whole model, as for a small draft model.
-
-    Returns:
-      The model on the mesh.
-
-    Raises:
-      ValueError: the mesh has other axes; no part of the model divides; the weight
-        format does not allow the division; or the model is on a mesh already.
-
-    Example:
-      >>> mesh = stree_jax.make_mesh("model=1")
-      >>> model = stree_jax.shard(stree_jax.load("demo"), mesh)
-      >>> model.mesh.shape["model"]
-      1
-    """
-    if not isinstance(model, Model):
-        raise ValueError(
-            f"model: want a model from stree_jax.load, got {shown(type(model))}"
-        )
-    if not isinstance(mesh, Mesh):
-        raise ValueError(
-            f"mesh: want a mesh from stree_jax.make_mesh, got {shown(mesh)}"
-        )
-    if model.mesh is not None:
-        raise ValueError("model: already on a mesh; load it again")
-    whole, mesh = flag("whole", whole), automatic(mesh)
-    format = model.weight_format.with_params(by_path(model.params))
-    cut = cut_for(model.config, mesh, format, whole)
-
-    flat = {
-        path: on_mesh(leaf, *cut_at(model.config, cut, path), mesh)
-        for path, leaf in by_path(model.params).items()
-    }
-    return replace(model, params=nest(flat), mesh=mesh, cut=cut)
-
-
-def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> Model:
-    """Returns the model that `shard` would return, with `jax.ShapeDtypeStruct`s that
-    have shardings instead of arrays.
-
-    Raises:
-      ValueError: as for `shard`.
-    """
-    cut = cut_for(config, mesh, dtype)
-
-    def placing(path: Path, leaf: Any) -> Any:
-        param, n = cut_at(config, cut, path)
-        shape, spec = list(leaf.shape), spec_of(param, n, leaf.ndim)
-        # Units that several devices share (`Run.repeats`) occur more than once.
-        if param is not None and MODEL in spec:
-            every = n * part_width(param.runs, n)
-            shape[param.axis] = shape[param.axis] * every // run_width(param.runs)
-        sharding = NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
-
-    whole = by_path(abstract_params(config, dtype))
-    flat = {
-        path: jax.tree.map(lambda x, path=path: placing(path, x), leaf)
-        for path, leaf in whole.items()
-    }
-    return Model(nest(flat), config, mesh=mesh, cut=cut)
+def constrained(tree: Any, mesh: Mesh, spec: P) -> Any:
+    """Constrains the sharding of traced arrays, also under `jax.set_mesh` of the mesh
+    with explicit axes."""
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        return jax.reshard(tree, spec)
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))

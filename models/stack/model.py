@@ -74,7 +74,8 @@ def model_pytree(kind: type) -> type:
     def whole(static: Static, children: Iterable[Params]) -> Any:
         config, content, mesh, cut = static
         model = kind(*children, config, content.value, mesh=mesh, cut=cut)
-        model.__dict__["_content"] = content  # so that its text is read only once
+        if not content.accepts_all:  # what a written program returns has no tokenizer
+            model.__dict__["_content"] = content  # so that its text is read only once
         return model
 
     def state(model: Any) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class Model:
         tokenizer itself: its content is read once.
       mesh: mesh that the parameters are sharded over, see `stree_jax.shard`. If None,
         the model is on one device.
-      cut: how many devices share each part of the model. Inside `jax.shard_map` the
+      cut: how the devices of the mesh divide the model. Inside `jax.shard_map` the
         model is one device's share, and `config` has the sizes of that share.
 
     Example:
@@ -228,17 +229,17 @@ class ResidualLayer(nn.Module):
             u = jnp.concatenate([h, embedding], axis=-1)
             args = mixer_args(name, pass_, state, record)
             f, records[name], states[name] = block(u, adapters, *args)
-            n = self.cut.of(WIDTH)
-            p = declare(self, shared_params(c.d_model, n), self.dtype)
-            mixers_in = h + total(linear(own(f, n), p["linear"]), n)
+            group = self.cut.group(WIDTH)
+            p = declare(self, shared_params(c.d_model, group.size), self.dtype)
+            mixers_in = h + total(linear(own(f, group), p["linear"]), group)
         norm = Norm(c.norm, c.norm_eps, self.dtype, name="norm")
         after = self.block.norms == "after"
         u = mixers_in if after else norm(mixers_in, pass_.valid_count)
         stream = u if self.block.norms == "stream" else h
         outs = []
         for name in self.block.mixers:
-            config, n = c.mixers[name], self.cut.of(name)
-            module = mixer_of(config).Module(config, self.dtype, n, name=name)
+            config, group = c.mixers[name], self.cut.group(name)
+            module = mixer_of(config).Module(config, self.dtype, group, name=name)
             out, new, then = module(u, *mixer_args(name, pass_, state, record))
             outs.append(out)
             if new is not None:
@@ -383,8 +384,9 @@ class MTPLayers(nn.Module):
           The results of `forward_tapped`, with no tapped streams.
         """
         both = [self.enorm(embedding), self.hnorm(previous)]
-        n = self.cut.of(WIDTH)
-        h = total(linear(own(jnp.concatenate(both, axis=-1), n), self.eh_proj), n)
+        group = self.cut.group(WIDTH)
+        u = own(jnp.concatenate(both, axis=-1), group)
+        h = total(linear(u, self.eh_proj), group)
         blocks = [None] * len(self.layers)
         args = (nodes, state, records, rows, pending)
         h, _, out, state = run_layers(self.layers, blocks, h, *args)
@@ -423,11 +425,11 @@ class LanguageModel(nn.Module):
         # XLA:CPU has no 16-bit gather and converts to float32. Without the barrier it
         # would convert the whole table before the decoding loop and keep the copy.
         table, tokens = jax.lax.optimization_barrier((self.embedding, tokens))
-        n = self.cut.of(VOCAB)
-        ids, here = own_rows(tokens, table.shape[0], n)
+        group = self.cut.group(VOCAB)
+        ids, here = own_rows(tokens, table.shape[0], group)
         h = as_weight(table).rows(ids)
-        if n > 1:
-            h = total(jnp.where(here[..., None], h, 0.0), n)
+        if group.size > 1:
+            h = total(jnp.where(here[..., None], h, 0.0), group)
         return h * self.config.embedding_multiplier
 
     def __call__(
@@ -463,12 +465,12 @@ class LanguageModel(nn.Module):
     ) -> jax.Array:
         """Computes the logits of hidden states; see `logits_of`."""
         with jax.named_scope("head"):
-            n, c = self.cut.of(VOCAB), self.config
+            group, c = self.cut.group(VOCAB), self.config
             own = linear(hidden, self.head_weight, valid_count=valid_count)
             if self.head_ids is not None:
                 own = own / c.logits_divisor
-                return scattered(own, self.head_ids, n * c.vocab_size)
-            return gathered(own, n) / c.logits_divisor
+                return scattered(own, self.head_ids, group.size * c.vocab_size)
+            return gathered(own, group) / c.logits_divisor
 
     def init_all(self, tokens: jax.Array, nodes: Nodes, state: State) -> jax.Array:
         """Runs every module once, so that `init` creates all parameters."""

@@ -39,6 +39,8 @@ def chunk_of(width: int) -> int:
     It is `PREFILL_CHUNK`, or 2 or 4 times that for longer texts: larger chunks read the
     weights less often.
     """
+    if cpu_kernels.symbolic_size(width):
+        return PREFILL_CHUNK
     return PREFILL_CHUNK * (4 if width > 1024 else 2 if width > 128 else 1)
 
 
@@ -148,7 +150,8 @@ def prefill(
     nodes = chain_nodes(batch, chunk, config.conv_taps)
     path = nodes.depth  # row j of a chain is its j-th token
     # CPU kernels skip padding, so the last chunk costs no more than its own tokens.
-    skips = cpu_kernels.available() and batch * chunk <= cpu_kernels.MAX_PADDED_ROWS
+    fits = cpu_kernels.at_most(batch * chunk, cpu_kernels.MAX_ROWS)
+    skips = cpu_kernels.available() and fits
 
     def one_chunk(i: jax.Array, carry: tuple[State, Records, Any]) -> tuple:
         # The pass itself commits the previous chunk before it reads the cache. Writing

@@ -111,7 +111,7 @@ class SharedBlock(nn.Module):
 
     def _mixer(self, name: str) -> Any:
         config = self.config.mixers[name]
-        return mixer_of(config).Module(config, self.dtype, self.cut.of(name))
+        return mixer_of(config).Module(config, self.dtype, self.cut.group(name))
 
     def __call__(
         self,

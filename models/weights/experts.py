@@ -10,13 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 
 from stree_jax.cpu_kernels import floats
 from stree_jax.models.base.serialization import register_for_export
-from stree_jax.models.weights.weight import Format, Stored, slices, take
+from stree_jax.models.weights.weight import Format, Stored, joined, slices, take
 
 Product = Callable[[jax.Array, Any], jax.Array]  # rows [t, k], a matrix -> [t, m]
 
@@ -59,7 +58,8 @@ class Experts(Stored):
             take(expert_at(self.stack, e), places, axis - 1)
             for e in range(self.shape[0])
         )
-        return Experts(jax.tree.map(lambda *parts: np.stack(parts), *each))
+        each = (jax.tree.map(lambda x: x[None], part) for part in each)
+        return Experts(jax.tree.map(lambda *parts: joined(parts, 0), *each))
 
 
 register_for_export(Experts)

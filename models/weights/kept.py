@@ -260,7 +260,7 @@ class Panels(Weight):
             raise ValueError("weight: cannot split columns with an order of their own")
         factor = self.factor
         if axis == 0 and factor is not None:
-            factor = np.concatenate([factor[place] for place in places])
+            factor = slices(factor, places, 0, 1)
         panels = slices(self.panels, places, axis, self.unit(axis))
         return replace(self, panels=panels, factor=factor)
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from stree_jax.models.base.shards import total
+from stree_jax.models.base.shards import Group, total
 from stree_jax.models.weights.formats import as_weight, stack_of
 
 
@@ -85,16 +85,16 @@ def linear_summed(
     x: jax.Array,
     weight: Any,
     bias: jax.Array | None,
-    parts: int,
+    parts: Group,
     valid_count: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `linear` with x and the weight's columns divided over devices.
 
     Args:
-      x: [..., k / parts], this device's part.
-      weight: [m, k / parts], this device's part.
+      x: [..., k / parts.size], this device's part.
+      weight: [m, k / parts.size], this device's part.
       bias: [m] or None; every device has it whole.
-      parts: number of devices.
+      parts: the devices.
       valid_count: as in `linear`.
 
     Returns:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.cpu_kernels import MAX_ROWS as SKINNY
 from stree_jax.cpu_kernels import (
+    at_most,
     by_platform,
     cpu_kernel,
     experts_unsupported,
@@ -20,6 +20,7 @@ from stree_jax.cpu_kernels import (
 from stree_jax.models.weights.experts import chosen_rows, chosen_shape
 from stree_jax.models.weights.weight import Format, Weight
 
+SKINNY = 64  # rows up to which a product takes the time to read its weight
 MIN_GPU_ROWS = 16  # on a GPU, small 8- and 16-bit products are padded to so many rows
 
 
@@ -65,7 +66,7 @@ class PlainWeight(Weight):
     ) -> jax.Array:
         """Computes rows @ matrix.T with the rows rounded to the weight's dtype and sums
         in float32."""
-        if rows.shape[0] > SKINNY and not native:
+        if not at_most(rows.shape[0], SKINNY) and not native:
             return _whole(rows, self.array)
         cpu = _skinny_cpu if native else _skinny_cpu.definition
         args = rows, self.array, valid_count

@@ -339,10 +339,10 @@ def _unit(weight: Any, axis: int) -> int:
 
 
 def take(weight: Any, places: Sequence[slice], axis: int) -> Any:
-    """Takes a device's part of a weight or of any other parameter, on the host.
+    """Takes a device's part of a weight or of any other parameter.
 
     Args:
-      weight: a parameter of NumPy arrays.
+      weight: a parameter of NumPy or JAX arrays.
       places: slices along the axis, in whole units (see `unit`).
       axis: the axis that devices divide.
 
@@ -355,7 +355,7 @@ def take(weight: Any, places: Sequence[slice], axis: int) -> Any:
 
 
 def _taken(weight: Any, places: Sequence[slice], axis: int) -> Any:
-    def taken(array: np.ndarray) -> np.ndarray:
+    def taken(array: Any) -> Any:
         if array.ndim <= axis:
             return array
         return slices(array, places, axis, weight.shape[axis] // array.shape[axis])
@@ -373,4 +373,12 @@ def slices(array: Any, places: Sequence[slice], axis: int, size: int) -> Any:
         array[(*before, slice(place.start // size, place.stop // size))]
         for place in places
     ]
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=axis)
+    return joined(pieces, axis)
+
+
+def joined(pieces: Sequence[Any], axis: int) -> Any:
+    """Concatenates arrays along an axis: on the host if they are NumPy arrays."""
+    if len(pieces) == 1:
+        return pieces[0]
+    library: Any = np if isinstance(pieces[0], np.ndarray) else jnp
+    return library.concatenate(pieces, axis=axis)

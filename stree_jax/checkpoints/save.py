@@ -42,7 +42,7 @@ def save(model: Model, dst: str | PathLike[str]) -> None:
             f"save: want a model as `load` returns it, got {type(model).__name__}"
         )
     if model.mesh is not None:
-        raise CheckpointError("save: the model is sharded; load it without a mesh")
+        raise CheckpointError("save: model is on a mesh; save stree_jax.unshard(model)")
     path = valid_path("save: dst", dst)
     format = saved_format(model.weight_format).with_params(by_path(model.params))
     with atomic_directory(path) as temporary:

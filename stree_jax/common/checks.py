@@ -164,8 +164,11 @@ _HINTS: tuple[tuple[str, tuple[Hint, ...]], ...] = (
         (Hint("prompts", "pass prompts= with the whole chat as one text"),),
     ),
     (
-        "attention_mask pad_token_id padding position_ids",
-        (Hint("prompts", "leave it out, prompts may have different lengths"),),
+        "attention_mask pad_token_id padding position_ids padding_side",
+        (
+            Hint("mask", "pass mask= with True for tokens"),
+            Hint("prompts", "leave it out, prompts may have different lengths"),
+        ),
     ),
     (
         "tokenizer",

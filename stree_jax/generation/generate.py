@@ -35,12 +35,12 @@ from stree_jax.generation.arguments import (
     warn_of_drafter,
 )
 from stree_jax.generation.result import Generation, HostArguments, Past, summarise
+from stree_jax.generation.stop_automata import automata_of, searched_pieces
 from stree_jax.models import PREFILL_CHUNK, Model
 from stree_jax.models.sharding.devices import check_agreed
 from stree_jax.sampling.continuation import Continuation, continuation
-from stree_jax.sampling.requests import Requests, StopAutomata
+from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, sampling_rows
-from stree_jax.sampling.stop_strings import searched_bytes, token_bytes, token_table
 from stree_jax.sizing import step_times
 from stree_jax.sizing.budget import GenerateTask, fitted
 from stree_jax.sizing.step_times import Measured
@@ -145,7 +145,10 @@ def checked(
     stop_ids = stop_token_table(model, stop_tokens, count)
     check_min_new_tokens(least, stop_ids, V)
     strings = lists_by_row("stop_strings", stop_strings, count, str)
-    pieces, automata = _stop_strings(model, strings, n)
+    pieces = automata = None
+    if any(strings):
+        pieces = searched_pieces(model)
+        automata = automata_of(model, pieces, strings, n)
     rows = None
     if sampling is not None:
         rows = sampling_rows(by_row("sampling", sampling, count, Sampling), key, n)
@@ -233,31 +236,6 @@ def _continuations(
         return None
     each = (continuation(model.tokenizer, row) for row in text)
     return [one for one in each for _ in range(n)]
-
-
-def _stop_strings(
-    model: Model, lists: list[list[str]], n: int
-) -> tuple[list[bytes] | None, StopAutomata | None]:
-    """Returns the bytes of each token in which stop strings are searched, and the
-    automata that find them.
-
-    Both are None if no row has stop strings.
-
-    Args:
-      model: the target model.
-      lists: stop strings of each prompt.
-      n: samples per prompt.
-    """
-    if not any(lists):
-        return None, None
-    if model.tokenizer is None:
-        raise ValueError("stop_strings: this model has no tokenizer.json")
-    pieces = searched_bytes(model.tokenizer, token_bytes(model.tokenizer))
-    sets = sorted({tuple(strings) for strings in lists})
-    table = token_table(pieces, sets, model.config.num_tokens)
-    automaton = [sets.index(tuple(strings)) for strings in lists for _ in range(n)]
-    arrays = table, np.array(automaton, np.int32)
-    return pieces, StopAutomata(*map(jax.device_put, arrays))
 
 
 @with_hints

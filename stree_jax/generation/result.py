@@ -391,9 +391,9 @@ def summarise(
     traffic = traffic_of(plan.spec, decoding.state, reads, most)
     if plan.keep_past and not running:
         last = decoding.pending
-        path = last.records, last.path, last.length
+        path, target = (last.records, last.path, last.length), plan.spec.target
         past = Past(
-            target=commit_jit(decoding.state, *path, mesh=plan.spec.target.mesh),
+            target=commit_jit(decoding.state, *path, mesh=target.mesh, cut=target.cut),
             drafter=kept(decoding.drafting),
             tokens=[a + b for a, b in zip(plan.text, tokens, strict=True)],
         )

@@ -1,6 +1,6 @@
 """Computes logits for known tokens: along a sequence, or over a tree after a prefix."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,11 +9,12 @@ import numpy as np
 from jax import lax
 
 from stree_jax.common.checks import check_not_forked, with_hints
+from stree_jax.common.unchecked import varying_axes
+from stree_jax.cpu_kernels import MAX_ROWS, symbolic_size
 from stree_jax.generation.arguments import checked_tokens
 from stree_jax.models import (
     PREFILL_CHUNK,
     Model,
-    State,
     check_model,
     extend,
     forward_tree,
@@ -23,32 +24,81 @@ from stree_jax.models import (
     prefill,
 )
 from stree_jax.sampling.ranks import rank_of
-from stree_jax.speculation.on_mesh import whole_on
+from stree_jax.speculation.on_mesh import rows_on, whole_on
 from stree_jax.speculation.tree import Tree, make_tree
 
 
 @jax.jit
 def _score(model: Model, tokens: jax.Array) -> jax.Array:
     """Returns logits [B, T, V] float32 of tokens [B, T], T a multiple of the chunk."""
-    return whole_on(model, _score_chunks, tokens)
+    return rows_on(model, _score_chunks, tokens)
 
 
 def _score_chunks(model: Model, tokens: jax.Array) -> jax.Array:
-    batch, T = tokens.shape
-    chunks = tokens.reshape(batch, -1, PREFILL_CHUNK).swapaxes(0, 1)
-    full = jnp.full((batch,), PREFILL_CHUNK, jnp.int32)
+    def logits(_: None, hidden: jax.Array, __: None) -> tuple[None, jax.Array]:
+        return None, logits_of(model, hidden)
 
-    # In the backward pass, recompute each chunk instead of storing its intermediates.
-    # Kernels have no derivatives: these come from the mixers' plain-JAX definitions. A
-    # forward pass that stores intermediates would have to compile the definitions, too.
-    @jax.checkpoint
-    def one_chunk(state: State, part: jax.Array) -> tuple[State, jax.Array]:
-        hidden, state = extend(model, state, part, full)
-        return state, logits_of(model, hidden)
+    return read_chunks(model, tokens, logits, None, None)
 
-    empty = init_state(model.config, batch, T, param_dtype(model.params))
-    _, logits = lax.scan(one_chunk, empty, chunks)
-    return logits.swapaxes(0, 1).reshape(batch, T, -1)
+
+def read_chunks(
+    model: Model,
+    tokens: jax.Array,
+    read: Callable[..., tuple[Any, jax.Array]],
+    carry: Any,
+    extra: Any,
+) -> jax.Array:
+    """Reads texts chunk by chunk, and returns what a function makes of each chunk.
+
+    Many texts are read in groups, so that CPU kernels compute all of them.
+
+    Args:
+      model: the model.
+      tokens: [B, T] int32, T a multiple of the chunk.
+      read: maps a carry, the hidden states [B, chunk, d] and the chunk of each array of
+        `extra` to the next carry and a result [B, chunk, ...].
+      carry: the first carry, a pytree of arrays [B, ...].
+      extra: a pytree of arrays [B, T, ...].
+
+    Returns:
+      The results [B, T, ...].
+    """
+    (batch, T), rows = tokens.shape, MAX_ROWS // PREFILL_CHUNK
+
+    def chunks(z: jax.Array) -> jax.Array:
+        return z.reshape(z.shape[0], -1, PREFILL_CHUNK, *z.shape[2:]).swapaxes(0, 1)
+
+    def of_group(group: Any) -> jax.Array:
+        tokens, carry, extra = group
+        size = tokens.shape[0]
+        full = jnp.full((size,), PREFILL_CHUNK, jnp.int32)
+
+        # In the backward pass, recompute each chunk instead of storing its
+        # intermediates. Kernels have no derivatives: these come from the mixers'
+        # plain-JAX definitions. A forward pass that stores intermediates would have to
+        # compile the definitions, too.
+        @jax.checkpoint
+        def one_chunk(both: Any, parts: Any) -> tuple[Any, jax.Array]:
+            (state, carry), (part, extra) = both, parts
+            hidden, state = extend(model, state, part, full)
+            carry, found = read(carry, hidden, extra)
+            return (state, carry), found
+
+        empty = init_state(model.config, size, T, param_dtype(model.params))
+        empty = lax.pcast(empty, varying_axes((model, tokens)), to="varying")
+        parts = chunks(tokens), jax.tree.map(chunks, extra)
+        _, found = lax.scan(one_chunk, (empty, carry), parts)
+        return found.swapaxes(0, 1).reshape(size, T, *found.shape[3:])
+
+    if symbolic_size(batch) or batch <= rows:
+        return of_group((tokens, carry, extra))
+
+    def groups(z: jax.Array) -> jax.Array:
+        padded = jnp.pad(z, ((0, -batch % rows), *[(0, 0)] * (z.ndim - 1)))
+        return padded.reshape(-1, rows, *z.shape[1:])
+
+    found = lax.map(of_group, jax.tree.map(groups, (tokens, carry, extra)))
+    return found.reshape(-1, *found.shape[2:])[:batch]
 
 
 @with_hints
@@ -76,7 +126,7 @@ def score(model: Model, tokens: Any) -> jax.Array:
     T = tokens.shape[1]
     if tokens.size == 0:
         raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
-    padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)), mode="edge")
+    padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)))
     return _score(model, padded)[:, :T]
 
 

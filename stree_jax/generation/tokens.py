@@ -5,49 +5,144 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
-from stree_jax.common.checks import integer, shown, with_hints
-from stree_jax.models import Model, check_model
-from stree_jax.sampling.requests import Requests
-from stree_jax.sampling.settings import Sampling, SamplingRows, sampling_rows
+from stree_jax.common.checks import flag, integer, shown, with_hints
+from stree_jax.generation.arguments import lists_by_row
+from stree_jax.generation.result import Past
+from stree_jax.generation.stop_automata import automata_of, searched_pieces
+from stree_jax.generation.token_arguments import (
+    check_automata,
+    counts,
+    known,
+    right_padded,
+    rows_of_sampling,
+    stop_table,
+)
+from stree_jax.models import Model, State, check_model
+from stree_jax.models.base.serialization import register_for_export
+from stree_jax.sampling.logprobs import LogProbs
+from stree_jax.sampling.requests import Requests, StopAutomata
+from stree_jax.sampling.settings import Sampling, SamplingRows
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.policy import StepTimes
-from stree_jax.speculation.decoding import OUT_OF_LENGTH
+from stree_jax.speculation.decoding import OUT_OF_LENGTH, Decoding
 from stree_jax.speculation.default_tree import spec_for
-from stree_jax.speculation.drafters.table import AUTO, AnyDrafter
-from stree_jax.speculation.loop import FOREVER, MOST_TOKENS, advance, init_decoding
+from stree_jax.speculation.drafter import DraftState, kept
+from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, source_of
+from stree_jax.speculation.loop import (
+    FOREVER,
+    MOST_TOKENS,
+    advance,
+    committed,
+    init_decoding,
+)
+from stree_jax.speculation.source import Source, check_state
+from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
 
 
+@register_for_export
+@struct.dataclass
+class TokensPast:
+    """The states after the texts of a batch, from which a later `generate_tokens`
+    continues: a pytree of arrays.
+
+    Attributes:
+      target: state of the target.
+      drafter: state of the drafter; None after plain decoding.
+    """
+
+    target: State
+    drafter: DraftState
+
+
+@register_for_export
+@struct.dataclass
+class Texts:
+    """Prompts with their outputs, as a trainer reads them: a pytree of arrays.
+
+    Attributes:
+      tokens: [B, S + O] int32. Prompt and output of each row, then zeros.
+      lengths: [B] int32. Tokens of both.
+      output: [B, S + O] bool. True for the tokens of the output.
+      logprobs: [B, S + O] float32. Log-probability of each output token under the
+        distribution from which it was drawn, 0 elsewhere. None if the result has no
+        log-probabilities.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    output: jax.Array
+    logprobs: jax.Array | None
+
+
+@register_for_export
 @struct.dataclass
 class GeneratedTokens:
     """The result of `generate_tokens`: a pytree of arrays.
 
+    A row is a prompt, or one of its `n` samples: B prompts have B n rows, prompt by
+    prompt. Below, B is the number of rows and O is `max_new_tokens`.
+
     Attributes:
-      tokens: [B, max_new_tokens] int32. The generated tokens of each row, then zeros.
+      tokens: [B, O] int32. The generated tokens of each row, then zeros.
       length: [B] int32. Number of generated tokens, with the stop token.
-      stopped: [B] bool. True if the row ended with a stop token, False if it reached
-        `max_new_tokens`.
+      finish: [B] int32. Why the row ended: 1 for a stop token, 2 for its limit of
+        tokens, 3 for a stop string.
       calls: [B] int32. Target passes after prefill while the row was running.
-      origin: [B, max_new_tokens] uint8. What proposed each token, see
-        `docs/reference/results.md`.
+      origin: [B, O] uint8. What proposed each token, see `docs/reference/results.md`.
       margin: [B] float32. Smallest gap between the two best scores at any choice.
+      logprobs: log-probabilities of the tokens, if requested.
+      past: the states after the texts, if requested.
     """
 
     tokens: jax.Array
     length: jax.Array
-    stopped: jax.Array
+    finish: jax.Array
     calls: jax.Array
     origin: jax.Array
     margin: jax.Array
+    logprobs: LogProbs | None = None
+    past: TokensPast | None = None
+
+    @property
+    def stopped(self) -> jax.Array:
+        """[B] bool. True if the row ended with a stop, False if it reached its
+        limit."""
+        return self.finish != OUT_OF_LENGTH
 
     @property
     def mask(self) -> jax.Array:
-        """[B, max_new_tokens] bool. True for generated tokens, False for padding."""
+        """[B, O] bool. True for generated tokens, False for padding."""
         places = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
         return places[None] < self.length[:, None]
+
+    def joined(self, prompts: Any, lengths: Any = None, mask: Any = None) -> Texts:
+        """Returns the prompts followed by their outputs.
+
+        Args:
+          prompts, lengths, mask: the arguments of `generate_tokens`.
+        """
+        most = 2**31 - 1  # ids were checked by `generate_tokens`
+        prompts, lengths = right_padded(prompts, lengths, mask, most)
+        n, width = self.tokens.shape[0] // prompts.shape[0], self.tokens.shape[1]
+        prompts, lengths = (jnp.repeat(x, n, axis=0) for x in (prompts, lengths))
+        S = prompts.shape[1]
+        place = jnp.arange(S + width, dtype=jnp.int32)[None]
+        ends = (lengths + self.length)[:, None]
+        output = (place >= lengths[:, None]) & (place < ends)
+        source = jnp.clip(place - lengths[:, None], 0, width - 1)
+
+        def at_output(table: jax.Array, others: jax.Array) -> jax.Array:
+            return jnp.where(output, jnp.take_along_axis(table, source, axis=1), others)
+
+        before = jnp.pad(prompts, ((0, 0), (0, width)))
+        tokens = at_output(self.tokens, jnp.where(place < ends, before, 0))
+        found = None
+        if self.logprobs is not None:
+            found = at_output(self.logprobs.processed, jnp.float32(0))
+        return Texts(tokens, lengths + self.length, output, found)
 
     def __repr__(self) -> str:
         shape = getattr(self.tokens, "shape", None)
@@ -59,27 +154,41 @@ class GeneratedTokens:
 def generate_tokens(
     model: Model,
     prompts: jax.Array,
-    lengths: jax.Array,
+    lengths: jax.Array | None = None,
     *,
     max_new_tokens: int,
+    limits: Any = None,
+    mask: jax.Array | None = None,
     drafter: AnyDrafter = AUTO,
     tree: Topology | str | Sequence[int] | None = None,
     times: StepTimes | None = None,
     rule: Rule | str | None = None,
     sampling: Sampling | Sequence[Sampling] | SamplingRows | None = None,
     key: jax.Array | None = None,
+    min_new_tokens: Any = 0,
     stop_tokens: Any = None,
+    stop_strings: str | Sequence[str] | Sequence[Sequence[str]] | StopAutomata = (),
+    logprobs: int | None = None,
+    n: int = 1,
+    past: Any = None,
+    keep_past: bool = False,
 ) -> GeneratedTokens:
     """Generates tokens, as one pure function that can be used inside `jax.jit`.
 
     The options have the names, meanings and default values that they have in
-    `generate`.
+    `generate`. Where that takes lists by row, this takes arrays with one entry for each
+    of the B prompts.
 
     Args:
       model: the target model, which verifies the draft tokens.
-      prompts: [B, S] ints, padded on the right.
-      lengths: [B] ints in 1 .. S.
-      max_new_tokens: maximum number of tokens per row, static.
+      prompts: [B, S] ints.
+      lengths: [B] ints in 1 .. S, of prompts that are padded on the right. If None,
+        `mask` says where the tokens are; without it, nothing is padding.
+      max_new_tokens: O, maximum number of tokens per row, static.
+      limits: an int or [B] ints, smaller maxima of the prompts' rows. They are data: a
+        new value compiles nothing.
+      mask: [B, S] bools or ints, true for the tokens of prompts that are padded on the
+        left (or anywhere).
       drafter: proposes draft tokens: a draft model, heads of the target, "lookup",
         "mtp", or "auto". None for plain decoding.
       tree: the draft tree, its name, or a list of parents. "auto" chooses a tree at
@@ -87,19 +196,29 @@ def generate_tokens(
       times: for tree "auto", step times measured on this machine, see `stree_jax.tune`.
         If None, assumed times.
       rule: how draft tokens are accepted and drawn, see `accept.resolve_rule`.
-      sampling: settings for all rows, or one for each row; or the arrays that
-        `sampling.settings.sampling_rows` makes of them, which may be arguments of
+      sampling: settings for all rows, or one for each prompt; or the arrays of B n rows
+        that `sampling_rows` or `sampling_arrays` makes, which may be arguments of
         `jax.jit`. If None, decoding is greedy.
-      key: base of all random numbers. If None, the key of seed 0.
-      stop_tokens: [n] ints. If None, the target's stop tokens.
+      key: base of all random numbers, or [B] keys. If None, the key of seed 0.
+      min_new_tokens: an int or [B] ints, tokens before which nothing ends a row.
+      stop_tokens: [n] ids, or [B, n] padded with -1. If None, the target's stop tokens.
+      stop_strings: strings that end a row, for all prompts or a list for each; or the
+        automata that `stop_automata` makes of them, which may be arguments of `jit`.
+      logprobs: number of top log-probabilities to return for each token, in addition to
+        its own; static. If None, no log-probabilities.
+      n: samples per prompt, which share its prefill; static.
+      past: `GeneratedTokens.past` (or `Generation.past`) of an earlier call with B
+        rows. The prompts are then whole texts, of which the past has read a beginning:
+        `GeneratedTokens.joined`, and what follows.
+      keep_past: True to return a `past`; static.
 
     Returns:
-      The generated tokens, as `GeneratedTokens`.
+      The generated tokens, as `GeneratedTokens` with B n rows.
 
     Raises:
       ValueError: an argument has a wrong type or shape. Outside `jit`, also if a token
         id is outside the vocabulary or a length is outside 1 .. S. Inside `jit` values
-        are unknown, and ids and lengths are clipped to the valid range instead.
+        are unknown, and ids, lengths and limits are clipped to the valid range instead.
 
     Example:
       >>> model = stree_jax.load("demo")
@@ -110,100 +229,101 @@ def generate_tokens(
       (1, 8)
     """
     check_model("model", model)
-    _check_prompts(model, prompts, lengths)
+    V = model.config.num_tokens
+    prompts, lengths = right_padded(prompts, lengths, mask, model.config.vocab_size)
+    batch = prompts.shape[0]
     what = f"1..{MOST_TOKENS} tokens, static under jit"
     max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, MOST_TOKENS, what)
-    batch, S = prompts.shape
-    stops = _stop_table(model, stop_tokens)
-    rows = _sampling_rows(sampling, key, batch)
-    lengths = jnp.clip(jnp.asarray(lengths, jnp.int32), 1, S)
-    prompts = jnp.clip(jnp.asarray(prompts, jnp.int32), 0, model.config.vocab_size - 1)
-    requests = Requests(
-        max_new_tokens=jnp.full((batch,), max_new_tokens, jnp.int32),
-        min_new_tokens=None,
-        stop_tokens=jnp.broadcast_to(stops, (batch, stops.shape[1])),
-        stop_strings=None,
-        sampling=rows,
-    )
-    spec = spec_for(model, drafter, tree, rule, times)
+    n = integer("n", n, 1, 2**16, f"1..{2**16} samples per prompt, static under jit")
+    keep_past = flag("keep_past", keep_past)
+    if logprobs is not None:
+        what = f"0..{V} best tokens, static under jit"
+        logprobs = integer("logprobs", logprobs, 0, V, what)
+    most = max_new_tokens if limits is None else limits
+    by_prompt = {
+        "max_new_tokens": counts("limits", most, batch, 1, max_new_tokens),
+        "stop_tokens": stop_table(model, stop_tokens, batch),
+        "min_new_tokens": None,
+        "stop_strings": _automata(model, stop_strings, batch),
+    }
+    if not (isinstance(min_new_tokens, int) and min_new_tokens == 0):
+        least = counts("min_new_tokens", min_new_tokens, batch, 0, max_new_tokens)
+        by_prompt["min_new_tokens"] = least
+    rows = rows_of_sampling(sampling, key, batch, n)
+    requests = Requests(**_repeated(by_prompt, n), sampling=rows)
+    source = source_of(drafter, model.config)
+    states = None
+    if past is not None:
+        states = _checked_past(past, model, source, lengths)
+    spec = spec_for(model, source, tree, rule, times)
     decoding = init_decoding(
-        spec, prompts, lengths, requests, max_new_tokens=max_new_tokens
+        spec,
+        prompts,
+        lengths,
+        requests,
+        max_new_tokens=max_new_tokens,
+        samples=n,
+        top_logprobs=logprobs,
+        past=states,
     )
     done = advance(spec, decoding, jnp.int32(FOREVER))
-    stopped = done.finish != OUT_OF_LENGTH
     return GeneratedTokens(
-        done.tokens, done.length, stopped, done.calls, done.origin, done.margin
+        *(done.tokens, done.length, done.finish, done.calls, done.origin, done.margin),
+        logprobs=done.logprobs,
+        past=_past(spec, done) if keep_past else None,
     )
 
 
-def _check_prompts(model: Model, prompts: Any, lengths: Any) -> None:
-    """Raises ValueError for wrong types and shapes and, outside `jit`, wrong values."""
-    for name, value in (("prompts", prompts), ("lengths", lengths)):
-        if not isinstance(value, jax.Array | np.ndarray):
-            raise ValueError(f"{name}: want an array of integers, got {shown(value)}")
-        if not jnp.issubdtype(value.dtype, jnp.integer):
-            raise ValueError(f"{name}: want integers, got {value.dtype}")
-    if prompts.ndim != 2 or lengths.shape != prompts.shape[:1]:
-        raise ValueError(
-            "prompts: want [B, S] and lengths [B], "
-            f"got {prompts.shape} and {lengths.shape}"
-        )
-    S, V = prompts.shape[1], model.config.vocab_size
-    if 0 in prompts.shape:
-        raise ValueError(f"prompts: want at least one token, got shape {prompts.shape}")
-    bounds = ("prompts", prompts, 0, V - 1), ("lengths", lengths, 1, S)
-    for name, value, low, high in bounds:
-        if isinstance(value, jax.core.Tracer):
-            continue
-        table = np.asarray(value)
-        if not low <= table.min() <= table.max() <= high:
-            raise ValueError(
-                f"{name}: {table.min()}..{table.max()} are not all in {low}..{high}"
-            )
-
-
-def _stop_table(model: Model, stop_tokens: Any) -> jax.Array:
-    """Returns stop tokens [1, n] int32; those of the model if `stop_tokens` is
-    None."""
-    if stop_tokens is None:
-        stop_tokens = model.config.stop_tokens
-    known = not isinstance(stop_tokens, jax.core.Tracer)
-    try:
-        stops = np.asarray(stop_tokens) if known else stop_tokens
-    except (TypeError, ValueError):  # rows of different lengths, or values inside jit
-        stops = np.asarray(None)
-    V = model.config.num_tokens
-    if known and stops.size == 0:
-        stops = stops.astype(np.int32)
-    if stops.ndim > 1 or not jnp.issubdtype(stops.dtype, jnp.integer):
-        raise ValueError(
-            f"stop_tokens: want a token id or a list of them, got {shown(stop_tokens)}"
-        )
-    if known and stops.size and not 0 <= stops.min() <= stops.max() < V:
-        raise ValueError(f"stop_tokens: {stops.tolist()} are not all in 0..{V - 1}")
-    return jnp.asarray(stops, jnp.int32).reshape(1, -1)
-
-
-def _sampling_rows(
-    sampling: Any, key: jax.Array | None, batch: int
-) -> SamplingRows | None:
-    """Returns the sampling settings of `batch` rows, or None for greedy decoding."""
-    if isinstance(sampling, Sampling):
-        sampling = [sampling] * batch
-    if isinstance(sampling, list | tuple) and all(
-        isinstance(one, Sampling) for one in sampling
-    ):
-        sampling, key = sampling_rows(sampling, key), None
-    if key is not None:
-        raise ValueError("key: only used with Sampling; give sampling=Sampling(...)")
-    if sampling is None:
+def _automata(model: Model, stop_strings: Any, batch: int) -> StopAutomata | None:
+    """Returns the automata of stop strings [B], or None without stop strings."""
+    if isinstance(stop_strings, StopAutomata):
+        check_automata(stop_strings, batch, model.config.num_tokens)
+        return stop_strings
+    lists = lists_by_row("stop_strings", stop_strings, batch, str)
+    if not any(lists):
         return None
-    if not isinstance(sampling, SamplingRows):
+    return automata_of(model, searched_pieces(model), lists)
+
+
+def _repeated(by_prompt: dict[str, Any], n: int) -> dict[str, Any]:
+    """Returns arrays of B prompts as arrays of B n rows."""
+    found = by_prompt["stop_strings"]
+    plain = {**by_prompt, "stop_strings": None if found is None else found.automaton}
+    rows = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), plain)
+    if found is not None:
+        rows["stop_strings"] = StopAutomata(found.table, rows["stop_strings"])
+    return rows
+
+
+def _checked_past(
+    past: Any, model: Model, source: Source, lengths: jax.Array
+) -> tuple[State, DraftState]:
+    """Returns the states of a past, for texts of these lengths [B].
+
+    Raises:
+      ValueError: it is no past, or of another model, drafter or number of rows. Outside
+        `jit`, also if it has read more than a text has.
+    """
+    batch = lengths.shape[0]
+    if not isinstance(past, TokensPast | Past):
         raise ValueError(
-            "sampling: want a Sampling, or a list of one for each row, got "
-            f"{shown(sampling)}"
+            f"past: want the past of an earlier result, got {shown(type(past))}"
         )
-    rows = sampling.temperature.shape[0]
-    if rows != batch:
-        raise ValueError(f"sampling: {rows} rows, but {batch} prompts")
-    return sampling
+    check_state("past: of another target or batch", model, past.target, batch)
+    source.check_past(model, past.drafter, batch)
+    read = past.target.length
+    if known(read) and known(lengths) and (read >= lengths).any():
+        raise ValueError(
+            f"past: it has read {read.tolist()} tokens, and wants longer texts, with "
+            f"prompts and outputs; got lengths {lengths.tolist()}"
+        )
+    return past.target, past.drafter
+
+
+def _past(spec: Spec, done: Decoding) -> TokensPast:
+    """Returns the states after the texts of a batch that has finished."""
+    last = done.pending
+    path = last.records, last.path, last.length
+    target = spec.target
+    state = committed(done.state, *path, mesh=target.mesh, cut=target.cut)
+    return TokensPast(state, kept(done.drafting))

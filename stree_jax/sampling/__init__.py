@@ -2,4 +2,5 @@
 
 from stree_jax.sampling.settings import Sampling as Sampling
 from stree_jax.sampling.settings import SamplingRows as SamplingRows
+from stree_jax.sampling.settings import sampling_arrays as sampling_arrays
 from stree_jax.sampling.settings import sampling_rows as sampling_rows

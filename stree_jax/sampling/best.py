@@ -65,3 +65,24 @@ def best_drawn(
     noise = jnp.where(temperature[:, None] == 0, 0.0, noise)
     scores = tempered(temperature, logits) + noise[:, None]
     return best_scores.definition(scores, count=count)
+
+
+def log_softmax(scores: jax.Array) -> jax.Array:
+    """Returns log-probabilities [..., V] of scores [..., V] float32.
+
+    On CPUs with kernels the bits of a row do not depend on the other rows.
+    """
+    return scores - best_scores(scores, count=1)[2]
+
+
+@cpu_kernel(
+    "stree_row_sums",
+    outputs=lambda x: floats(*x.shape[:-1], 1),
+    unsupported=lambda x: x.ndim < 2 or x.size == 0,
+)
+def row_sums(x: jax.Array) -> jax.Array:
+    """Returns the sums [..., 1] of the rows of x [..., V] float32.
+
+    On CPUs with kernels the bits of a row do not depend on the other rows.
+    """
+    return x.sum(axis=-1, keepdims=True)

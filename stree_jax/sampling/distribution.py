@@ -16,7 +16,13 @@ from flax import struct
 from jax import lax
 
 from stree_jax.sampling import threefry
-from stree_jax.sampling.best import best_drawn, best_scores, tempered
+from stree_jax.sampling.best import (
+    best_drawn,
+    best_scores,
+    log_softmax,
+    row_sums,
+    tempered,
+)
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Filters, SamplingRows
 from stree_jax.sampling.threefry import fold_in
@@ -91,7 +97,7 @@ class Distribution:
         if self.sampling is None:
             return self._allowed(logits, depth)
         z = tempered(self.sampling.temperature, self._kept(logits, depth, path))
-        return jax.nn.log_softmax(z, axis=-1) if normalised else z
+        return log_softmax(z) if normalised else z
 
     def scores_and_edges(
         self,
@@ -108,8 +114,8 @@ class Distribution:
         kept, distance = filtered_and_distance(self.sampling.filters, z)
         if not normalised:
             return kept, Edges(distance, z)
-        total = jax.nn.logsumexp(kept, axis=-1, keepdims=True)
-        return jax.nn.log_softmax(kept, axis=-1), Edges(distance, z - total)
+        total = best_scores(kept, count=1)[2]
+        return kept - total, Edges(distance, z - total)
 
     def best(
         self,
@@ -318,7 +324,7 @@ def _threshold(bits: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array
 
     def bit(i: jax.Array, bound: jax.Array) -> jax.Array:
         more = bound | (jnp.uint32(1) << (jnp.uint32(31) - jnp.asarray(i, jnp.uint32)))
-        reached = jnp.where(bits >= more, weight, 0.0).sum(axis=-1, keepdims=True)
+        reached = row_sums(jnp.where(bits >= more, weight, 0.0))
         return jnp.where(reached >= need, more, bound)
 
     start = jnp.zeros((*bits.shape[:-1], 1), jnp.uint32)
@@ -339,7 +345,7 @@ def _filters(filters: Filters, z: jax.Array) -> tuple[jax.Array, jax.Array]:
     bits = jnp.where(raw >> 31 == 1, ~raw, raw | jnp.uint32(1 << 31))
     top_k = jnp.where(filters.top_k > 0, filters.top_k.astype(jnp.float32), jnp.inf)
     by_k = bits >= _threshold(bits, jnp.ones_like(z), _by_row(top_k))
-    p = jax.nn.softmax(jnp.where(by_k, z, -jnp.inf), axis=-1)
+    p = jnp.exp(log_softmax(jnp.where(by_k, z, -jnp.inf)))
     top_p = _by_row(jnp.where(filters.top_p < 1, filters.top_p, jnp.inf))
     by_p = by_k & (bits >= _threshold(bits, p, top_p))
     min_z = jnp.log(_by_row(filters.min_p))
@@ -365,7 +371,7 @@ def _mass_distance(
     The first dropped token would be kept if the mass of the kept ones fell below it.
     """
     distance = _order_distance(z, kept)
-    mass = jnp.where(kept, p, 0.0).sum(axis=-1, keepdims=True)
+    mass = row_sums(jnp.where(kept, p, 0.0))
     goes = p + top_p - mass
     comes = top_p - mass
     nearest = jnp.where(kept, distance, jnp.inf).min(axis=-1, keepdims=True)

@@ -7,7 +7,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax.models.base.serialization import register_for_export
+from stree_jax.sampling.best import log_softmax
 
+
+@register_for_export
 @struct.dataclass
 class LogProbs:
     """Log-probabilities at the O positions of an output.
@@ -67,9 +71,8 @@ def write(
         return old.at[row, places].set(new, mode="drop")
 
     def entries(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        z = jax.nn.log_softmax(logits, axis=-1)
-        chosen = jnp.take_along_axis(z, tokens[..., None], axis=2)[..., 0]
-        return chosen, *lax.top_k(z, buffer.top.shape[-1])
+        z = log_softmax(logits)
+        return of_tokens(z, tokens), *lax.top_k(z, buffer.top.shape[-1])
 
     raw_chosen, raw_top, raw_tokens = entries(raw)
     chosen, top, top_tokens = entries(processed)
@@ -81,3 +84,8 @@ def write(
         top=enter(buffer.top, top),
         top_tokens=enter(buffer.top_tokens, top_tokens),
     )
+
+
+def of_tokens(z: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the entries [B, D] of tokens [B, D] in log-probabilities [B, D, V]."""
+    return jnp.take_along_axis(z, tokens[..., None], axis=2)[..., 0]

@@ -3,9 +3,11 @@
 import jax
 from flax import struct
 
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.sampling.settings import SamplingRows
 
 
+@register_for_export
 @struct.dataclass
 class StopAutomata:
     """Automata that find stop strings token by token (`sampling.stop_strings`).
@@ -20,6 +22,7 @@ class StopAutomata:
     automaton: jax.Array
 
 
+@register_for_export
 @struct.dataclass
 class Requests:
     """Requests of B rows, constant while they are decoded.

@@ -20,7 +20,8 @@ from stree_jax.common.checks import (
     with_hints,
 )
 from stree_jax.models.base.keys import key_of
-from stree_jax.sampling.threefry import as_threefry
+from stree_jax.models.base.serialization import register_for_export
+from stree_jax.sampling.threefry import as_threefry, is_typed
 
 _FLOAT32 = np.finfo(np.float32)
 LEAST, MOST = float(_FLOAT32.tiny), float(_FLOAT32.max)  # devices flush less to 0
@@ -81,6 +82,7 @@ class Sampling:
             check("seed", as_integer, lambda s: 0 <= s < 2**32, of_32_bits)
 
 
+@register_for_export
 @struct.dataclass
 class Filters:
     """Filters of the tokens that B rows may choose.
@@ -105,6 +107,7 @@ def no_filters(rows: int) -> Filters:
     return Filters(jnp.zeros((rows,), jnp.int32), all_of_it, off)
 
 
+@register_for_export
 @struct.dataclass
 class SamplingRows:
     """`Sampling` of B rows as arrays on the device.
@@ -173,25 +176,114 @@ def sampling_rows(
             raise ValueError(f"settings[{i}]: want a Sampling, got {shown(one)}")
     filters = flag("filters", filters)
     samples = integer("samples", samples, 1, 2**16, f"1..{2**16} rows per prompt")
-    # Always Threefry: with other generators, the numbers of a row depend on its batch.
-    key = key_of(0) if key is None else as_threefry(key)
-    seeds = [i if s.seed is None else s.seed for i, s in enumerate(settings)]
+    seeds = None
+    if any(s.seed is not None for s in settings):
+        chosen = [i if s.seed is None else s.seed for i, s in enumerate(settings)]
+        seeds = np.array(chosen, np.uint32)
 
-    def rows(name: str, dtype: type) -> jax.Array:
-        values: np.ndarray = np.array([getattr(s, name) for s in settings], dtype)
-        return jax.device_put(np.repeat(values, samples))
+    def rows(name: str, dtype: type) -> np.ndarray:
+        return np.array([getattr(s, name) for s in settings], dtype)
 
     penalised = any(s.repetition_penalty != 1 for s in settings)
     filters = filters or any(s.top_k or s.top_p != 1 or s.min_p for s in settings)
-    return SamplingRows(
+    return sampling_arrays(
+        len(settings),
         temperature=rows("temperature", np.float32),
-        filters=Filters(
-            rows("top_k", np.int32),
-            rows("top_p", np.float32),
-            rows("min_p", np.float32),
-        )
-        if filters
+        top_k=rows("top_k", np.int32) if filters else None,
+        top_p=rows("top_p", np.float32) if filters else None,
+        min_p=rows("min_p", np.float32) if filters else None,
+        repetition_penalty=rows("repetition_penalty", np.float32)
+        if penalised
         else None,
-        penalty=rows("repetition_penalty", np.float32) if penalised else None,
-        key=row_keys(key, jax.device_put(np.array(seeds, np.uint32)), samples),
+        key=key,
+        seeds=seeds,
+        samples=samples,
     )
+
+
+@with_hints
+def sampling_arrays(
+    prompts: int,
+    *,
+    temperature: Any = 1.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    repetition_penalty: Any = None,
+    key: jax.Array | None = None,
+    seeds: Any = None,
+    samples: int = 1,
+) -> SamplingRows:
+    """Makes the settings of B prompts from arrays, which `jax.jit` may trace.
+
+    Each setting is one number, or [B] numbers. A program contains filters if one of
+    `top_k`, `top_p` and `min_p` is given, and a penalty if that is given. Inside `jit`
+    values are unknown: those outside the ranges of `Sampling` give texts of no meaning.
+
+    Args:
+      prompts: B, static.
+      temperature, top_k, top_p, min_p, repetition_penalty: as in `Sampling`.
+      key: base of all random numbers; or [B] typed keys, one for each prompt. If None,
+        the key of seed 0.
+      seeds: [B] ints, folded into a single `key`. If None, 0 .. B - 1.
+      samples: n, rows per prompt; static.
+
+    Returns:
+      The settings of B n rows, prompt by prompt.
+
+    Raises:
+      ValueError: a setting has another shape, or `key` is neither one key nor B keys.
+
+    Example:
+      >>> sampling_arrays(4, temperature=0.7, key=jax.random.key(1)).temperature.shape
+      (4,)
+    """
+    prompts = integer("prompts", prompts, 1, 2**31 - 1, "a number of prompts, static")
+    samples = integer("samples", samples, 1, 2**16, f"1..{2**16} rows per prompt")
+
+    def rows(name: str, value: Any, default: Any, dtype: Any) -> jax.Array:
+        try:
+            table = jnp.asarray(default if value is None else value, dtype)
+        except (TypeError, ValueError):
+            table = None
+        if table is None or table.shape not in ((), (prompts,)):
+            want = f"a number or {prompts} numbers, one for each prompt"
+            raise ValueError(f"{name}: want {want}, got {shown(value)}")
+        return jnp.repeat(jnp.broadcast_to(table, (prompts,)), samples)
+
+    filters = None
+    if not (top_k is None and top_p is None and min_p is None):
+        filters = Filters(
+            rows("top_k", top_k, 0, jnp.int32),
+            rows("top_p", top_p, 1.0, jnp.float32),
+            rows("min_p", min_p, 0.0, jnp.float32),
+        )
+    penalty = None
+    if repetition_penalty is not None:
+        penalty = rows("repetition_penalty", repetition_penalty, 1.0, jnp.float32)
+    return SamplingRows(
+        temperature=rows("temperature", temperature, 1.0, jnp.float32),
+        filters=filters,
+        penalty=penalty,
+        key=_keys(key, seeds, prompts, samples),
+    )
+
+
+def _keys(key: Any, seeds: Any, prompts: int, samples: int) -> jax.Array:
+    """Returns the keys [B n] of the rows of B prompts."""
+    if is_typed(key) and key.shape == (prompts,):
+        if seeds is not None:
+            raise ValueError("seeds: want a single key with them, got one per prompt")
+        # Every prompt has its own base, in which it is the only one.
+        first = jnp.zeros((1,), jnp.uint32)
+        return jax.vmap(lambda key: row_keys(as_threefry(key), first, samples))(
+            key
+        ).reshape(-1)
+    # Always Threefry: with other generators, the numbers of a row depend on its batch.
+    base = key_of(0) if key is None else as_threefry(key)
+    if seeds is None:
+        seeds = np.arange(prompts, dtype=np.uint32)
+    seeds = jnp.asarray(seeds)
+    if seeds.shape != (prompts,) or not jnp.issubdtype(seeds.dtype, jnp.integer):
+        raise ValueError(f"seeds: want {prompts} integers, got {shown(seeds)}")
+    return row_keys(base, seeds.astype(jnp.uint32), samples)

@@ -79,14 +79,12 @@ def as_threefry(key: Any) -> jax.Array:
     Raises:
       ValueError: `key` is not a single key.
     """
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(
-        key.dtype, jax.dtypes.prng_key
-    )
+    typed = is_typed(key)
     if not typed and not _is_raw_key(key):
         got = f"{key.dtype}{list(key.shape)}" if hasattr(key, "shape") else repr(key)
         raise ValueError(f"key: want a key of jax.random.key, got {got}")
     if typed and key.shape != ():
-        several = "take one of them, as key[0]; each row draws from it by its own seed"
+        several = "give one, or one for each prompt"
         raise ValueError(f"key: want one key, got keys {list(key.shape)}; {several}")
     words = jax.random.key_data(key) if typed else jnp.asarray(key)
     words = jnp.pad(words, (words.size % 2, 0)).reshape(-1, 2)
@@ -95,6 +93,12 @@ def as_threefry(key: Any) -> jax.Array:
         mixed = jnp.stack(threefry((mixed[0], mixed[1]), pair[0], pair[1]))
     mixed = jnp.where((words == first[None]).all(), first, mixed)
     return jax.random.wrap_key_data(mixed, impl=IMPL)
+
+
+def is_typed(key: Any) -> bool:
+    """True for keys of `jax.random.key`."""
+    array = isinstance(key, jax.Array)
+    return array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
 def _is_raw_key(key: Any) -> bool:

@@ -402,9 +402,12 @@ def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
         stop_tokens=jnp.asarray(np.full(asked.stop_tokens.shape, -1, np.int32)),
     )
     if way == PLAINLY:  # like the policy, take many plain steps without choosing again
-        policy = replace(copy.policy, rest=jnp.int32(ENDLESS))
-        return replace(copy, requests=requests, policy=policy, choice=jnp.int32(0))
-    policy = replace(copy.policy, force=forced(*way))
+        policy = replace(copy.policy, rest=jnp.full_like(copy.policy.rest, ENDLESS))
+        choice = jnp.zeros_like(copy.choice)
+        return replace(copy, requests=requests, policy=policy, choice=choice)
+    # On a mesh every shard of the rows has its own policy.
+    force = jax.tree.map(jnp.full_like, copy.policy.force, forced(*way))
+    policy = replace(copy.policy, force=force)
     return replace(copy, requests=requests, policy=policy)
 
 

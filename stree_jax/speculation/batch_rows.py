@@ -21,7 +21,7 @@ from stree_jax.sampling.settings import no_filters
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
 from stree_jax.speculation.drafter import DraftState, kept
-from stree_jax.speculation.policy import Policy, keeps_by_row
+from stree_jax.speculation.policy import Policy, has_rows
 from stree_jax.speculation.step import Spec
 
 
@@ -37,8 +37,7 @@ def refilled(spec: Spec) -> Spec:
 
 
 def _by_row(policy: Policy, d: Decoding) -> Decoding:
-    """Returns a pytree of bools like `d`: True for leaves whose first axis is the rows.
-    These are all leaves except the choice and the shared leaves of the policy's state.
+    """Returns `has_rows(policy, d)`.
 
     Raises:
       ValueError: the rows have stop strings, whose automata share one table.
@@ -48,8 +47,7 @@ def _by_row(policy: Policy, d: Decoding) -> Decoding:
             "stop_strings: not supported with continuous batching; search for them "
             "between calls, see sampling.stop_strings.byte_automaton"
         )
-    marks = jax.tree.map(lambda _: True, d)
-    return replace(marks, choice=False, policy=keeps_by_row(policy))
+    return has_rows(policy, d)
 
 
 def _open_to_filters(d: Decoding) -> Decoding:

@@ -31,7 +31,7 @@ from stree_jax.models import (
     shortened,
     whole_blocks,
 )
-from stree_jax.models.base.shards import any_row
+from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
@@ -46,6 +46,7 @@ from stree_jax.speculation.on_mesh import (
     begun_on,
     committed_on,
     on_one_device,
+    place_of,
 )
 from stree_jax.speculation.policy import Policy
 from stree_jax.speculation.step import Spec, Verify, in_buffers, packed, step
@@ -75,7 +76,7 @@ def cache_capacity(
         a multiple of a chunk.
     """
     chunk = chunk_of(text_tokens)
-    chunks = -(-max(text_tokens - 1, 1) // chunk) + resumed
+    chunks = -(-jax.core.max_dim(text_tokens - 1, 1) // chunk) + resumed
     return whole_blocks(chunks * chunk + max_new_tokens + depth + 2)
 
 
@@ -119,10 +120,11 @@ def init_decoding(
         width, resumed, M = token_ids.shape[1], past is not None, deepest(spec.policy)
         capacity = cache_capacity(width, max_new_tokens, M, resumed=resumed)
     begin = partial(_begin, (max_new_tokens, capacity, samples, top_logprobs))
-    texts, mesh = (token_ids, lengths, requests), spec.target.mesh
-    if mesh is None:
+    texts = token_ids, lengths, requests
+    place = place_of(spec.target.mesh, spec.target.cut, token_ids)
+    if place is None:
         return on_one_device(begin, spec, *texts, past)
-    return begun_on(mesh, begin, spec, texts, past)
+    return begun_on(place, begin, spec, texts, past)
 
 
 def _begin(
@@ -234,10 +236,11 @@ def advance(
     Returns:
       The batch after the steps.
     """
-    go, mesh = partial(_advance, verify), spec.target.mesh
-    if mesh is None:
+    go = partial(_advance, verify)
+    place = place_of(spec.target.mesh, spec.target.cut, decoding.length)
+    if place is None:
         return on_one_device(go, spec, decoding, max_steps)
-    return advanced_on(mesh, go, spec, decoding, max_steps)
+    return advanced_on(place, go, spec, decoding, max_steps)
 
 
 def _advance(
@@ -247,7 +250,7 @@ def _advance(
 
     def running(carry: tuple[jax.Array, Decoding]) -> jax.Array:
         steps, d = carry
-        return any_row(d.finish == RUNNING, spec.rows) & (steps < max_steps)
+        return (d.finish == RUNNING).any() & (steps < max_steps)
 
     def stay(
         carry: tuple[jax.Array, Decoding], tree: Topology, places: tuple[int, ...]
@@ -321,22 +324,24 @@ resume_decoding_jit = Jitted(init_decoding, static=_STATIC, donated=("past",))
 advance_jit = Jitted(advance, static=("verify",), donated=("decoding",))
 
 
-def _committed(
+def committed(
     state: State,
     records: Records,
     path: jax.Array,
     length: jax.Array,
     mesh: Mesh | None = None,
+    cut: Cut = WHOLE,
 ) -> State:
     """Replays accepted paths into a state, on a mesh or on one device.
 
     Args:
       state, records, path, length: as in `models.commit`.
-      mesh: the target's mesh, or None.
+      mesh, cut: the target's.
     """
-    if mesh is None:
+    place = place_of(mesh, cut, length)
+    if place is None:
         return on_one_device(commit, state, records, path, length)
-    return committed_on(mesh, commit, state, records, path, length)
+    return committed_on(place, commit, state, records, path, length)
 
 
-commit_jit = Jitted(_committed, static=("mesh",), donated=("state",))
+commit_jit = Jitted(committed, static=("mesh", "cut"), donated=("state",))

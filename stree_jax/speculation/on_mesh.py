@@ -3,13 +3,14 @@
 Every device runs the whole loop, on its part of the target (`models.base.shards`)
 and its rows of the batch. The parts of the target communicate at the end of layers. All
 other computations are the same on every part and start from the same logits, so the
-parts agree on draft, accepted tokens and output. Rows communicate for decisions of the
-whole batch: whether any row is running, and which tree comes next.
+parts agree on draft, accepted tokens and output. Rows do not communicate: each shard of
+them chooses its own trees, and its loop ends when its rows have finished. What a shard
+has for all its rows together, such as the policy's statistics, is an array with one
+entry per shard outside `jax.shard_map`.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from stree_jax.common.unchecked import unchecked, varying_axes
 from stree_jax.models import (
     Model,
     State,
@@ -24,7 +26,7 @@ from stree_jax.models import (
     by_path,
     nest,
 )
-from stree_jax.models.base.shards import DATA, MODEL
+from stree_jax.models.base.shards import Cut, Names
 from stree_jax.models.layers.mixer import Leaf, map_leaves
 from stree_jax.models.sharding.placement import axis_size, param_specs, part_of
 from stree_jax.sampling.requests import Requests, StopAutomata
@@ -62,48 +64,128 @@ def parts_of(tree: Any) -> Any:
     return jax.tree.map(part, tree, is_leaf=_is_model)
 
 
-def row_specs(tree: Any, rows: str | None) -> Any:
-    """Returns partition specs of a pytree whose leaves have rows as first axis; scalars
-    are replicated."""
+@dataclass(frozen=True)
+class Place:
+    """The devices that a program runs on.
+
+    Attributes:
+      mesh: their mesh. If None, the mesh of `jax.set_mesh`.
+      rows: mesh axes over which the rows of the batch are sharded. If None, every
+        device has all rows.
+      parts: mesh axis over which layers are divided, or None.
+    """
+
+    mesh: Mesh | None
+    rows: Names | None
+    parts: str | None = None
+
+    @property
+    def spec(self) -> P:
+        """The partition spec of arrays whose first axis is the rows."""
+        return P() if self.rows is None else P(self.rows)
+
+
+def _context() -> jax.sharding.AbstractMesh:
+    return jax.sharding.get_abstract_mesh()
+
+
+def _is_explicit() -> bool:
+    """True if the types of arrays have shardings, which operations have to allow."""
+    return AxisType.Explicit in _context().axis_types
+
+
+def place_of(mesh: Mesh | None, cut: Cut, by_row: Any) -> Place | None:
+    """Returns the devices that run a model on rows.
+
+    A model on a mesh has its rows over the axes `cut.rows`, if they divide evenly.
+    For a model on one device, under a mesh with explicit axes, rows stay where they
+    are. In all other cases this device has everything, and the result is None.
+
+    Args:
+      mesh: the model's mesh, or None.
+      cut: how its devices divide the model.
+      by_row: any array whose first axis is the rows.
+
+    Raises:
+      ValueError: the model's mesh is not that of `jax.set_mesh`.
+    """
+    context = _context()
+    if mesh is None:
+        if not _is_explicit():
+            return None
+        spec = jax.typeof(by_row).sharding.spec
+        return Place(None, spec[0] if len(spec) else None)
+    if not context.empty and context.shape_tuple != mesh.abstract_mesh.shape_tuple:
+        raise ValueError(
+            f"model: on a mesh {dict(mesh.shape)}, inside another one, "
+            f"{dict(context.shape)}"
+        )
+    if AxisType.Manual in context.axis_types:
+        raise ValueError("model: on a mesh; inside jax.shard_map, want a whole model")
+    names = (cut.rows,) if isinstance(cut.rows, str) else cut.rows
+    names = tuple(name for name in names if name in mesh.axis_names)
+    n = axis_size(mesh, names)
+    rows = names if n > 1 and by_row.shape[0] % n == 0 else None
+    parts = cut.axis if cut.axis in mesh.axis_names else None
+    return Place(mesh if context.empty else None, rows, parts)
+
+
+def row_specs(tree: Any, place: Place) -> Any:
+    """Returns partition specs of a pytree whose leaves have rows as first axis."""
 
     def spec(leaf: Any, info: Leaf) -> P:
-        if leaf.ndim == 0:
-            return P()
         axes = range(1, leaf.ndim)
-        return P(rows, *(MODEL if i == info.part_axis else None for i in axes))
+        parts = (place.parts if i == info.part_axis else None for i in axes)
+        return P(place.rows, *parts)
 
     return map_leaves(spec, tree)
 
 
-def request_specs(requests: Requests, rows: str | None) -> Requests:
+def request_specs(requests: Requests, place: Place) -> Requests:
     """Returns partition specs of requests. The table of stop strings is replicated."""
-    specs = row_specs(requests, rows)
+    specs = row_specs(requests, place)
     if requests.stop_strings is None:
         return specs
     automata: Any = StopAutomata
-    return replace(specs, stop_strings=automata(table=P(), automaton=P(rows)))
+    return replace(specs, stop_strings=automata(table=P(), automaton=place.spec))
 
 
-def decoding_specs(d: Decoding, policy: Policy, rows: str | None) -> Decoding:
-    """Returns partition specs of a batch."""
-    policy_specs = jax.tree.map(
-        lambda by_row: P(rows) if by_row else P(), keeps_by_row(policy)
+def decoding_specs(d: Decoding, policy: Policy, place: Place) -> Decoding:
+    """Returns partition specs of a batch, whose leaves without rows have one entry per
+    shard of the rows."""
+    batch: Any = replace(d, policy=None)
+    specs = row_specs(batch, place)
+    return replace(
+        specs,
+        requests=request_specs(d.requests, place),
+        policy=jax.tree.map(lambda _: place.spec, keeps_by_row(policy)),
+        choice=place.spec,
     )
-    specs = row_specs(d, rows)
-    requests = request_specs(d.requests, rows)
-    return replace(specs, requests=requests, policy=policy_specs)
 
 
-def rows_axis(mesh: Mesh, count: int) -> str | None:
-    """Returns the mesh axis over which `count` rows are sharded. None if they do not
-    divide evenly; then every device has all rows."""
-    n = axis_size(mesh, DATA)
-    return DATA if n > 1 and count % n == 0 else None
+def _with_shards(d: Decoding, policy: Policy, place: Place) -> Decoding:
+    """Gives what a shard has for all its rows an axis of shards."""
+    return d if place.rows is None else _map_shared(lambda x: x[None], d, policy)
+
+
+def _of_shard(d: Decoding, policy: Policy, place: Place) -> Decoding:
+    """Removes the axis of shards; the inverse of `_with_shards`."""
+    return d if place.rows is None else _map_shared(lambda x: x[0], d, policy)
+
+
+def _map_shared(
+    f: Callable[[jax.Array], jax.Array], d: Decoding, policy: Policy
+) -> Decoding:
+    """Applies a function to the choice and the policy's arrays without rows."""
+    learnt = jax.tree.map(
+        lambda by_row, x: x if by_row else f(x), keeps_by_row(policy), d.policy
+    )
+    return replace(d, policy=learnt, choice=f(d.choice))
 
 
 def on_mesh(
     function: Callable[..., Any],
-    mesh: Mesh,
+    place: Place,
     models: Any,
     args: tuple,
     arg_specs: tuple,
@@ -113,7 +195,7 @@ def on_mesh(
 
     Args:
       function: runs on each device, with that device's parts of the arguments.
-      mesh: the mesh.
+      place: the devices.
       models: a pytree with models. The function receives `parts_of(models)`.
       args: other arguments.
       arg_specs: partition specs of `args`.
@@ -123,43 +205,51 @@ def on_mesh(
     def local(models: Any, *args: Any) -> Any:
         return function(parts_of(models), *args)
 
-    def there(spec: P) -> P:
-        """Returns a spec without axes that this mesh lacks ("data" or "model")."""
-        return P(*(axis if axis in mesh.axis_names else None for axis in spec))
-
-    in_specs = (model_specs(models), *arg_specs)
-    in_specs, out_specs = jax.tree.map(there, (in_specs, out_specs))
-
+    specs, given = (model_specs(models), *arg_specs), (models, *args)
+    if _is_explicit():  # `jax.shard_map` wants the specs that arrays already have
+        each = jax.tree.broadcast(specs, given)
+        given = jax.tree.map(jax.reshard, given, each)
     # Replicated results are equal on every device by construction, but JAX cannot check
     # that for custom calls.
     run = jax.shard_map(
         local,
-        mesh=mesh,
-        in_specs=in_specs,
+        mesh=place.mesh,
+        in_specs=specs,
         out_specs=out_specs,
         check_vma=False,
     )
-    return run(models, *args)
+    return run(*given)
 
 
 def on_one_device(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns `function(*args)` for a model on one device.
+    """Returns `function(*args)` for a model and rows on one device.
 
-    Under `jax.set_mesh` of a mesh with explicit axes, array types contain shardings.
-    The loops here do not specify them, so the function runs with automatic axes.
+    Inside a `jax.shard_map` with `check_vma`, JAX would check the types of all loops.
+    Rows are independent and nothing here communicates, so the function becomes one
+    operation.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit not in mesh.axis_types:
-        return function(*args)
-    return jax.sharding.auto_axes(function, out_sharding=P())(*args)
+    return unchecked(function, *args) if varying_axes(args) else function(*args)
+
+
+def rows_on(
+    model: Model, function: Callable[..., jax.Array], rows: jax.Array, *others: Any
+) -> jax.Array:
+    """Returns `function(model, rows, *others)`, with rows where they are or, for a
+    model on a mesh, where its rows are. The others have the same rows."""
+    place = place_of(model.mesh, model.cut, rows)
+    if place is None:
+        return function(model, rows, *others)
+    args = rows, *others
+    return on_mesh(function, place, model, args, (place.spec,) * len(args), place.spec)
 
 
 def whole_on(model: Model, function: Callable[..., Any], *args: Any) -> Any:
     """Runs `function(model, *args)` on the model's mesh, if it has one, with replicated
     arguments and results."""
-    if model.mesh is None:
-        return on_one_device(function, model, *args)
-    return on_mesh(function, model.mesh, model, args, (P(),) * len(args), P())
+    place = place_of(model.mesh, model.cut, jnp.zeros((1,)))
+    if place is None:
+        return function(model, *args)
+    return on_mesh(function, place, model, args, (P(),) * len(args), P())
 
 
 Texts = tuple[jax.Array, jax.Array, Requests]  # token_ids, lengths, requests
@@ -167,46 +257,44 @@ Past = tuple[State, Any] | None
 
 
 def begun_on(
-    mesh: Mesh, begin: Callable[..., Decoding], spec: Spec, texts: Texts, past: Past
+    place: Place, begin: Callable[..., Decoding], spec: Spec, texts: Texts, past: Past
 ) -> Decoding:
     """Runs `begin(spec, *texts, past)`, which prefills the prompts, on a mesh."""
-    token_ids, lengths, requests = texts
-    rows = rows_axis(mesh, token_ids.shape[0])
-    shapes = jax.eval_shape(begin, _whole(spec), *texts, None)
-    specs = P(rows), P(rows), request_specs(requests, rows), row_specs(past, rows)
-    out = decoding_specs(shapes, spec.policy, rows)
-    run = partial(_spread, begin, rows)
-    return on_mesh(run, mesh, spec, (*texts, past), specs, out)
+    trace = begin
+    if _is_explicit():
+        trace = jax.sharding.auto_axes(begin, out_sharding=P())
+    shapes = jax.eval_shape(trace, _whole(spec), *texts, None)
+    requests = request_specs(texts[2], place)
+    specs = place.spec, place.spec, requests, row_specs(past, place)
+    out = decoding_specs(shapes, spec.policy, place)
+
+    def run(spec: Spec, *args: Any) -> Decoding:
+        return _with_shards(begin(spec, *args), spec.policy, place)
+
+    return on_mesh(run, place, spec, (*texts, past), specs, out)
 
 
 def advanced_on(
-    mesh: Mesh,
+    place: Place,
     advance: Callable[..., Decoding],
     spec: Spec,
     decoding: Decoding,
     max_steps: jax.Array,
 ) -> Decoding:
     """Runs `advance(spec, decoding, max_steps)` on a mesh."""
-    rows = rows_axis(mesh, decoding.length.shape[0])
-    specs = decoding_specs(decoding, spec.policy, rows)
-    args = decoding, max_steps
-    run = partial(_spread, advance, rows)
-    return on_mesh(run, mesh, spec, args, (specs, P()), specs)
+    specs = decoding_specs(decoding, spec.policy, place)
+
+    def run(spec: Spec, d: Decoding, max_steps: jax.Array) -> Decoding:
+        d = advance(spec, _of_shard(d, spec.policy, place), max_steps)
+        return _with_shards(d, spec.policy, place)
+
+    return on_mesh(run, place, spec, (decoding, max_steps), (specs, P()), specs)
 
 
-def _spread(
-    function: Callable[..., Decoding], rows: str | None, spec: Spec, *args: Any
-) -> Decoding:
-    """Calls `function` with the batch's rows sharded over the mesh axis `rows`."""
-    policy = spec.policy.with_rows(rows)
-    return function(replace(spec, rows=rows, policy=policy), *args)
-
-
-def committed_on(mesh: Mesh, commit: Callable[..., State], *args: Any) -> State:
+def committed_on(place: Place, commit: Callable[..., State], *args: Any) -> State:
     """Runs `commit(state, records, path, length)` on a mesh."""
-    rows = rows_axis(mesh, args[-1].shape[0])
-    specs = row_specs(args, rows)
-    return on_mesh(lambda _, *args: commit(*args), mesh, (), args, specs, specs[0])
+    specs = row_specs(args, place)
+    return on_mesh(lambda _, *args: commit(*args), place, (), args, specs, specs[0])
 
 
 def _whole(tree: Any) -> Any:

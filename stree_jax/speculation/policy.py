@@ -31,11 +31,6 @@ class Policy(Protocol):
         """
         ...
 
-    def with_rows(self, rows: str | None) -> "Policy":
-        """Returns the policy for a batch whose rows are sharded over the mesh axis
-        `rows`; None if they are not sharded."""
-        ...
-
     def init(self, batch: int) -> PolicyState:
         """Returns the state before the first step of a batch of rows."""
         ...
@@ -101,6 +96,17 @@ def keeps_by_row(policy: Policy) -> Any:
     return jax.tree.map(lambda a, b: a.shape != b.shape, two, three)
 
 
+def has_rows(policy: Policy, d: Decoding) -> Decoding:
+    """Returns a pytree of bools like `d`: True for leaves whose first axis is the rows.
+    These are all leaves except the choice, the shared leaves of the policy's state, and
+    the table of stop strings."""
+    marks = jax.tree.map(lambda _: True, d)
+    if d.requests.stop_strings is not None:
+        strings = replace(marks.requests.stop_strings, table=False)
+        marks = replace(marks, requests=replace(marks.requests, stop_strings=strings))
+    return replace(marks, choice=False, policy=keeps_by_row(policy))
+
+
 @struct.dataclass
 class FixedTree:
     """A policy that uses the same tree at every step."""
@@ -110,9 +116,6 @@ class FixedTree:
     @property
     def menu(self) -> tuple[Topology, ...]:
         return (self.tree,)
-
-    def with_rows(self, rows: str | None) -> "FixedTree":
-        return self
 
     def init(self, batch: int) -> None:
         return None

@@ -22,7 +22,6 @@ from stree_jax.models import (
     param_dtype,
     without_mtp,
 )
-from stree_jax.models.base.shards import MODEL
 from stree_jax.models.layers.mixer import Leaf, map_leaves
 from stree_jax.models.sharding.parts import part_config
 from stree_jax.models.sharding.placement import axis_size
@@ -240,7 +239,7 @@ def check_state(name: str, model: Model, state: Any, batch: int) -> None:
 
     dtype, parts = param_dtype(model.params), 1
     if model.mesh is not None:
-        parts = axis_size(model.mesh, MODEL)
+        parts = axis_size(model.mesh, model.cut.axis)
 
     def whole(part: Any, info: Leaf) -> Any:
         shape = list(part.shape)

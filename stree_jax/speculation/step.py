@@ -65,14 +65,12 @@ class Spec:
       drafter: proposes draft tokens.
       policy: chooses the tree of each step.
       rule: the acceptance rule.
-      rows: inside `on_mesh`, the mesh axis over which the rows are sharded, or None.
     """
 
     target: Model
     drafter: DrafterBase
     policy: Policy
     rule: Rule = struct.field(pytree_node=False)
-    rows: str | None = struct.field(pytree_node=False, default=None)
 
 
 @struct.dataclass

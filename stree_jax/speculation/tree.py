@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 
 from stree_jax.common.checks import as_integer, decimal, shown, with_hints
-from stree_jax.cpu_kernels import MAX_PADDED_ROWS
+from stree_jax.cpu_kernels import MAX_ROWS, at_most
 from stree_jax.models import Nodes, tree_nodes
 
 # Maximum children per node of a `Budget`; sampled acceptance loops over all of them.
@@ -217,7 +217,7 @@ def compiled_steps(
     """Returns the steps to compile for the trees that a policy may choose (its menu).
 
     Small trees share one step, in which they are padded to its size, if the kernels
-    support that many nodes for the whole batch (`MAX_PADDED_ROWS`).
+    support that many nodes for the whole batch (`MAX_ROWS`).
 
     Args:
       menu: the trees that a policy may choose.
@@ -243,7 +243,7 @@ def _shared_size(tree: Topology, rows: int) -> int:
     """Returns the number of nodes of the shared step that a tree uses in a batch of
     `rows`; 0 if its step is not shared."""
     size = tree.shared_size if isinstance(tree, Budget) else 0
-    return size if rows * size <= MAX_PADDED_ROWS else 0
+    return size if at_most(rows * size, MAX_ROWS) else 0
 
 
 def _integers(what: str, **values: object) -> list[int]:

@@ -34,6 +34,7 @@ from stree_jax.models import (
     param_dtype,
     prefill,
 )
+from stree_jax.sampling.best import log_softmax
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.settings import Sampling
 from stree_jax.speculation.accept import Rule
@@ -357,7 +358,7 @@ class _Run:
 def _logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the log-probability of token t under logits[t], as `sampling.logprobs`
     computes it."""
-    all_of_them = jax.nn.log_softmax(logits, axis=-1)
+    all_of_them = log_softmax(logits)
     return jnp.take_along_axis(all_of_them, tokens[:, None], axis=-1)[:, 0]
 
 

@@ -14,7 +14,6 @@ from tests.support.reference import (
     assert_near,
     binary,
     chain,
-    random_order,
     random_parents,
 )
 from tests.support.scans import Shape, definition, replay_inputs
@@ -73,15 +72,15 @@ def test_bfloat16_inputs_are_not_converted(level, monkeypatch):
         assert_near(ours, wanted, TOLERANCE)
 
 
-def test_any_partial_order_matches_the_definition():
-    shape = SHAPES["two groups"]
-    (h0, past, inputs, _), _ = case(shape)
-    rng = np.random.default_rng(5)
-    mask = jnp.asarray(np.stack([random_order(rng, shape.T) for _ in range(2)]))
-    args = h0, past, inputs, mask
-    plain = partial(replay_tree_scan, implementation="xla")
-    for ours, wanted in zip(jax.jit(native)(*args), jax.jit(plain)(*args), strict=True):
-        assert_near(ours, wanted, TOLERANCE)
+def test_a_mask_that_is_no_tree_is_refused():
+    (h0, past, inputs, mask), _ = case(SHAPES["two groups"])
+    node = np.array(mask)
+    last = node.shape[1] - 1
+    node[0, last] = False
+    node[0, last, [0, last - 1, last]] = True  # an ancestor without its own ancestors
+    node[0, last - 1, : last - 1] = True
+    with pytest.raises(jax.errors.JaxRuntimeError, match="want the mask of a tree"):
+        jax.block_until_ready(jax.jit(native)(h0, past, inputs, jnp.asarray(node)))
 
 
 @each_level

@@ -14,6 +14,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 
+from stree_jax import cpu_kernels
 from stree_jax.cli import main as cli
 from tests.support import snippets
 
@@ -58,6 +59,11 @@ PRINTS = {
         r"\ndef is_prime\(n\):\n +\S",
         r"32 tokens in \d+ target passes",
     ],
+    "grpo.py": [
+        r"update  reward  distance to the trainer  tokens per target pass  seconds\n",
+        r"     1   0\.\d{3} +[\d.e-]+ +[1-4]\.\d\d +[\d.]+\n",
+        r"\ncompiled programs: 1\n",
+    ],
     "custom_drafter.py": [
         r"acceptance length with phrases  1\.[2-9]\d\n",
         r"acceptance length without them  1\.00\n",
@@ -90,10 +96,17 @@ def check(name, printed):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(PRINTS.keys() - {"mesh.py", "server_client.py"})
+    "name", sorted(PRINTS.keys() - {"grpo.py", "mesh.py", "server_client.py"})
 )
 def test_a_program_prints_what_it_says(name, capsys, monkeypatch):
     check(name, run(name, capsys, monkeypatch))
+
+
+def test_updates_of_a_trainer(capsys, monkeypatch):
+    printed = run("grpo.py", capsys, monkeypatch, "--updates", "3")
+    check("grpo.py", printed)
+    if cpu_kernels.level() is not None:
+        assert re.findall(r"^ +\d+ +[\d.]+ +(\S+) ", printed, re.M) == ["0"] * 3
 
 
 def test_the_mesh():

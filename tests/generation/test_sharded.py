@@ -22,7 +22,7 @@ lengths = np.full((4,), 9, np.int32)
 @jax.jit
 def run(target, drafter, prompts, lengths):
     done = stree_jax.generate_tokens(
-        target, drafter, "A", prompts, lengths, max_new_tokens=8
+        target, prompts, lengths, drafter=drafter, tree="A", max_new_tokens=8
     )
     return done.tokens, done.length, done.calls
 

@@ -15,7 +15,7 @@ from bench.method import Run
 from bench.registry import parse_bench
 from stree_jax.generation.generate import begin
 from stree_jax.models import cast_params
-from stree_jax.models.sharding.placement import abstract_model
+from stree_jax.models.sharding.whole_model import abstract_model
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.on_mesh import to_host
 from tests.mesh_check import DEVICES, check_family

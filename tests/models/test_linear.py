@@ -45,7 +45,7 @@ def test_a_gpu_multiplies_int8_as_bfloat16(rows, size):
 
 
 def test_a_named_kernel_runs_or_raises(monkeypatch):
-    x, weight = jnp.ones((65, 24)), jnp.ones((40, 24))
+    x, weight = jnp.ones((1025, 24)), jnp.ones((40, 24))
     with pytest.raises(ValueError, match="linear: unknown implementation 'triton'"):
         linear(x, weight, implementation="triton")
     use(monkeypatch, "off")
@@ -53,9 +53,9 @@ def test_a_named_kernel_runs_or_raises(monkeypatch):
         linear(x[:1], weight, implementation="native")
     monkeypatch.undo()
     if INSTRUCTIONS is not None:
-        with pytest.raises(ValueError, match="native: wants 1 to 64 rows, got 65"):
+        with pytest.raises(ValueError, match="native: wants 1 to 1024 rows, got 1025"):
             linear(x, weight, implementation="native")
-        assert "stree_product" in lowered(linear, (x[:64], weight), "cpu")
+        assert "stree_product" in lowered(linear, (x[:1024], weight), "cpu")
     assert "stree_product" not in lowered(linear, (x, weight), "cpu")
 
 

@@ -193,6 +193,18 @@ def test_commit_equals_feeding_the_accepted_tokens(model, seed):
             assert_row_unchanged(state, before, b)
 
 
+def test_commit_to_a_new_state(model):
+    """No pass has returned this state: what a replay needs is in the records."""
+    rng, state = np.random.default_rng(11), model.empty
+    parents, tokens = random_parents(rng, BATCH, T), random_tokens(rng)
+    records = model.forward(state, tokens, model.nodes(parents))[1]
+    path, length = random_accepted(rng, parents, (3, 1))
+    accepted = [tokens[b, path[b, : length[b]]] for b in range(BATCH)]
+    expected = model.feed(state, accepted)[1]
+    committed = model.commit(state, records, path, length)
+    assert_same_state(committed, expected, 2 * TOLERANCE)
+
+
 def test_bfloat16_nodes_and_commit():
     """Records, caches and windows in bfloat16; the SSM state stays float32."""
     model, tolerance = (

@@ -20,9 +20,9 @@ def traced(monkeypatch):
     calls = Counter()
 
     def counted(name, function):
-        def call(*args):
+        def call(*args, **options):
             calls[name] += 1
-            return function(*args)
+            return function(*args, **options)
 
         return call
 

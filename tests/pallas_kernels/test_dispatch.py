@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from stree_jax import pallas_kernels
 from stree_jax.pallas_kernels import (
@@ -117,6 +118,18 @@ def test_a_cpu_has_its_kernel():
     assert "stree_scan" in lowered(function, args, "cpu")
     plain, args = called("replay_tree_scan", implementation="xla")
     assert "stree_scan" not in lowered(plain, args, "cpu")
+
+
+@all_ops
+def test_exports_leave_kernels_out_on_request(name):
+    """For all platforms in one program, which can then be serialized."""
+    function, args = called(name)
+    with pallas_kernels.without_kernels():
+        make = export.export(jax.jit(function), platforms=("cpu", "cuda", "tpu"))
+        program = make(*args)
+    assert "custom_call" not in program.mlir_module()
+    with pallas_kernels.without_kernels():  # other programs keep their kernels
+        assert "__gpu$xla.gpu.triton" in lowered(function, args, "cuda")
 
 
 def test_plain_decoding_uses_xla():

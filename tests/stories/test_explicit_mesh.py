@@ -23,8 +23,8 @@ def texts():
     return [first.tokens, then.tokens]
 
 def inside(prompts, lengths):
-    args = "chain:0", prompts, lengths
-    return stree_jax.generate_tokens(model, None, *args, max_new_tokens=3).tokens
+    sizes = {"max_new_tokens": 3, "drafter": None}
+    return stree_jax.generate_tokens(model, prompts, lengths, **sizes).tokens
 
 found = {"outside": texts()}
 kind = getattr(AxisType, sys.argv[1])

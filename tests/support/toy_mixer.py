@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.base.shards import Run
+from stree_jax.models.base.shards import ALONE, Group, Run
 from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import Param, Table, declare
@@ -74,7 +74,7 @@ class ToyModule(nn.Module):
 
     config: ToyConfig
     dtype: Any
-    parts: int = 1
+    parts: Group = ALONE
 
     @nn.compact
     def __call__(

@@ -108,7 +108,12 @@ def table(found: "Certificate") -> str:
     ]
     texts = sum(c.texts for c in found.compared)
     same = sum(c.equal_tokens for c in found.compared)
-    lines += ["", f"{same} of {texts} texts have the tokens of plain decoding."]
+    bits = sum(c.equal_bits for c in found.compared)
+    lines += [
+        "",
+        f"{same} of {texts} texts have the tokens of plain decoding, and {bits} its "
+        "log-probabilities, bit for bit.",
+    ]
     gaps = [c.gap for c in found.compared if c.gap is not None]
     if gaps:
         lines.append(

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.models.base.shards import over_rows
 from stree_jax.speculation.accept import Accepted
 from stree_jax.speculation.adaptive.pool import KINDS, LOOKUP_KINDS, MODEL_KINDS
 from stree_jax.speculation.draft import Draft
@@ -83,9 +82,7 @@ def lookup_kind(matched: jax.Array, first: jax.Array) -> jax.Array:
     return MODEL_KINDS + jnp.where(first, 0, LONGEST) + length
 
 
-def count(
-    counts: Counts, draft: Draft, accepted: Accepted, rows: str | None = None
-) -> Counts:
+def count(counts: Counts, draft: Draft, accepted: Accepted) -> Counts:
     """Returns the counts after a step, in which all children of accepted nodes were
     tested.
 
@@ -93,7 +90,6 @@ def count(
       counts: the counts before the step.
       draft: the tree of the step.
       accepted: the accepted path.
-      rows: the mesh axis over which the rows are sharded, or None.
     """
     assert draft.kind is not None  # set by `best_tree`
     above = jnp.maximum(draft.layout.depth - 1, 0)
@@ -108,8 +104,7 @@ def count(
     one_hot = draft.kind[..., None] == kinds
 
     def total(nodes: jax.Array) -> jax.Array:
-        here = (one_hot & nodes[..., None]).sum(axis=(0, 1), dtype=jnp.float32)
-        return over_rows(here, rows)
+        return (one_hot & nodes[..., None]).sum(axis=(0, 1), dtype=jnp.float32)
 
     return Counts(
         right=FADES * counts.right + total(right),

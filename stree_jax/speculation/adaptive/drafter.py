@@ -80,12 +80,14 @@ class AdaptiveDrafter(DrafterBase):
       width, depth: W and M, the sizes of the searcher's levels.
       largest: the largest tree. Continuations from prompt lookup are as long as it is
         deep.
+      texts: `LookupIn.texts` if the drafter is that, else None.
     """
 
     searcher: Searcher | None
     width: int = struct.field(pytree_node=False, default=3)
     depth: int = struct.field(pytree_node=False, default=8)
     largest: Budget = struct.field(pytree_node=False, default=Budget(16, 15))
+    texts: jax.Array | None = None
 
     # A property where the base class has a constant, which mypy does not allow.
     @property
@@ -126,7 +128,7 @@ class AdaptiveDrafter(DrafterBase):
         if self.searcher is not None:
             searching = self.searcher.init(prompts, past)
         return Looking(
-            history=begin_history(prompts),
+            history=begin_history(prompts, self.texts),
             searching=searching,
             passes=jnp.zeros_like(prompts.lengths),
             guessing=jnp.zeros_like(prompts.lengths),

@@ -24,7 +24,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from stree_jax.models.base.shards import any_row, least_of, over_rows
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.adaptive.calibration import Counts, count, no_counts
 from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter, Looking
@@ -82,6 +82,7 @@ LAST_ROW_GAIN = 0.7  # gain of the last row, relative to the mean of the rows
 UNFORCED = -1  # `Force.size` if the policy chooses
 
 
+@register_for_export
 @struct.dataclass
 class StepTimes:
     """Step times in seconds, or proportional to seconds: only ratios matter.
@@ -182,7 +183,6 @@ class AdaptivePolicy:
     Attributes:
       times: step times measured on this machine.
       tree: the tree "auto", which has the sizes of the trees in the menu.
-      rows: the mesh axis over which the rows are sharded, or None.
       shares: True if trees share a compiled step, whose time depends on their nodes.
       refilled: True for continuous batching, where new requests replace finished rows
         and the batch does not wait for the last row.
@@ -190,16 +190,12 @@ class AdaptivePolicy:
 
     times: StepTimes
     tree: Auto = struct.field(pytree_node=False)
-    rows: str | None = struct.field(pytree_node=False, default=None)
     shares: bool = struct.field(pytree_node=False, default=False)
     refilled: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def menu(self) -> tuple[Budget, ...]:
         return self.tree.shared_menu if self.shares else self.tree.menu
-
-    def with_rows(self, rows: str | None) -> "AdaptivePolicy":
-        return replace(self, rows=rows)
 
     def init(self, batch: int) -> Learnt:
         return Learnt(
@@ -259,7 +255,7 @@ class AdaptivePolicy:
             left = d.requests.max_new_tokens - d.length
             unread = drafter.tokens_behind(looking)
             worth_reading = running & (left >= MIN_TOKENS_PER_UNREAD[sampled] * unread)
-            worth_reading = any_row(worth_reading, self.rows)
+            worth_reading = worth_reading.any()
             promising = self.reads_prompts(drafter, sampled)
             learnt, wanted = self._wants_model(learnt, rate, worth_reading, promising)
             learnt, looking, pool, spent = self._with_model(
@@ -275,24 +271,24 @@ class AdaptivePolicy:
         """Returns the weights of the rows [B], whose sum is 1. Rows that will finish
         earlier have less weight."""
         weights = running.astype(jnp.float32)
-        if running.shape[0] == 1 and self.rows is None:
+        if running.shape[0] == 1:
             return weights
         if not self.refilled:
             counts = d.length, d.calls, d.requests.max_new_tokens - d.length
             tokens, calls, left = (x.astype(jnp.float32) for x in counts)
             pace = (tokens + PACE_PRIOR_STEPS) / (calls + PACE_PRIOR_STEPS)
             steps = jnp.where(running, left / pace, 0.0)
-            last = -least_of((-steps).min(), self.rows)
+            last = steps.max()
             constant, part = FINISH_SCALE
             weights *= jnp.exp((steps - last) / (constant + part * last))
-        return weights / jnp.maximum(self._of_rows(weights), 1e-30)
+        return weights / jnp.maximum(weights.sum(), 1e-30)
 
     def _by_row(self, batch: int) -> bool:
         """True if rows may have trees of different sizes, because all sizes share a
         compiled step."""
         steps = [tree for tree, _ in compiled_steps(self.menu, batch)]
         shared = isinstance(steps[-1], Budget) and steps[-1].has_padding
-        return batch > 1 and len(steps) == 2 and shared
+        return shared and len(steps) == 2 and batch > 1
 
     def _nodes_below(self, batch: int) -> np.ndarray:
         """Returns the possible numbers [K] of nodes below the roots, growing. They are
@@ -314,7 +310,7 @@ class AdaptivePolicy:
         batch = value.shape[0]
         below, verify = self._nodes_below(batch), self.times.verify
         if not self._by_row(batch):
-            return self._of_rows(gains(value, below) * weights[:, None]), verify
+            return (gains(value, below) * weights[:, None]).sum(axis=0), verify
         scale = weights if self.refilled else LAST_ROW_GAIN * weights
         weighted = (value * scale[:, None]).reshape(1, -1)
         return gains(weighted, below)[0], self._seconds(1 + below / batch)
@@ -333,10 +329,6 @@ class AdaptivePolicy:
             below = jnp.asarray(np.maximum(sizes[1] - nodes, 0), jnp.float32)
             seconds = jnp.maximum(seconds - slope * below, verify[0])
         return jnp.where(jnp.asarray(nodes == 1), verify[0], seconds)
-
-    def _of_rows(self, x: jax.Array) -> jax.Array:
-        """Returns the sum over all rows of x [B, ...]."""
-        return over_rows(x.sum(axis=0), self.rows)
 
     def _wants_model(
         self,
@@ -419,7 +411,7 @@ class AdaptivePolicy:
             levels: jax.Array, frontier: jax.Array, passes: float = 1.0, /
         ) -> jax.Array:
             added = jnp.maximum(frontier * learnt.growth - rate * slope, 0.0)
-            added = self._of_rows(added.sum(axis=1) * weights)
+            added = (added.sum(axis=1) * weights).sum()
             lost = rate * times.level * passes  # tokens otherwise gained in that time
             unforced = force.size == UNFORCED
             return jnp.where(unforced, added > lost, levels < force.levels)
@@ -456,7 +448,7 @@ class AdaptivePolicy:
         best = jnp.argmax(by_size / seconds)
         gain = FADE * learnt.gain + by_size[best]
         total = FADE * learnt.seconds + seconds[best]
-        by_level = self._of_rows(values.sum(axis=2) * weights[:, None])
+        by_level = (values.sum(axis=2) * weights[:, None]).sum(axis=0)
         growth = _growth(learnt.growth, by_level)
         updated = replace(learnt, gain=gain, seconds=total, growth=growth)
         return jax.tree.map(lambda a, b: jnp.where(spent > 0, a, b), updated, learnt)
@@ -507,7 +499,7 @@ class AdaptivePolicy:
         next_rest = jnp.where(idle, jnp.minimum(2 * learnt.next_rest + 1, longest), 0)
         step_seconds = jnp.where(spent > 0, seconds[best], 0.0)
         # The gain of a plain step is known in advance: one token per running row.
-        one = self._of_rows(jnp.where(running, learnt.weights, 0.0))
+        one = jnp.where(running, learnt.weights, 0.0).sum()
         learnt = _observed(learnt, one, jnp.where(choice == 0, step_seconds, 0.0))
         learnt = replace(
             learnt,
@@ -523,7 +515,7 @@ class AdaptivePolicy:
         self, state: Learnt, choice: jax.Array, draft: Draft, accepted: Accepted
     ) -> tuple[Learnt, jax.Array]:
         if draft.kind is not None:
-            counts = count(state.counts, draft, accepted, self.rows)
+            counts = count(state.counts, draft, accepted)
             state = replace(self._note_step(state, draft, accepted), counts=counts)
             return state, jnp.int32(OPEN)
         rests, ran = state.rest > 0, (accepted.length > 0).astype(jnp.float32)
@@ -541,7 +533,7 @@ class AdaptivePolicy:
             own = (origin == DRAFTER) | (origin == NGRAM)
             own &= place < accepted.length[:, None]
             gain = gain + own.sum(axis=1).astype(jnp.float32)
-        mean = self._of_rows(gain * learnt.weights)
+        mean = (gain * learnt.weights).sum()
         updated = _observed(learnt, mean, learnt.step_seconds)
         return replace(updated, step_seconds=jnp.float32(0))
 

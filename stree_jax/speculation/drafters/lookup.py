@@ -9,6 +9,7 @@ Letters: B rows, S size of the text buffer, W matches, M tokens of a continuatio
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints
@@ -47,10 +48,64 @@ class History:
         again."""
 
 
-def begin_history(prompts: Prompts) -> History:
-    """Returns the history that contains the prompts, with space for the output."""
-    space = max(prompts.capacity - prompts.token_ids.shape[1], 0)
-    return History(jnp.pad(prompts.token_ids, ((0, 0), (0, space))), prompts.lengths)
+@struct.dataclass
+class LookupIn:
+    """A drafter: prompt lookup that also searches other texts, such as what the model
+    wrote in an earlier epoch. It is a pytree, so that texts are arguments of `jax.jit`.
+
+    Matches in the text itself come first, then those near the end of `texts`.
+
+    Attributes:
+      texts: [R] ints for all prompts, or [B, R] ints, texts for each prompt. Several
+        texts follow each other, and padding may be any id: a draft is only a guess.
+
+    Example:
+      >>> model = stree_jax.load("demo")
+      >>> ids = jnp.asarray(model.tokenizer.encode("def area(r):\n").ids)
+      >>> run = stree_jax.generate_tokens
+      >>> first = run(model, ids[None], max_new_tokens=32)
+      >>> again = run(
+      ...     model,
+      ...     ids[None],
+      ...     max_new_tokens=32,
+      ...     drafter=LookupIn(first.joined(ids[None]).tokens),
+      ... )
+      >>> bool(again.calls[0] < first.calls[0])
+      True
+    """
+
+    texts: jax.Array
+
+    def check(self) -> None:
+        """Raises ValueError if `texts` are not integers with one or two axes."""
+        shape, dtype = np.shape(self.texts), getattr(self.texts, "dtype", None)
+        whole = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+        if len(shape) not in (1, 2) or not whole or 0 in shape:
+            raise ValueError(
+                "drafter: want texts as an array of integers [R] or [B, R], got "
+                f"{dtype or type(self.texts).__name__} {shape}"
+            )
+
+
+def begin_history(prompts: Prompts, texts: jax.Array | None = None) -> History:
+    """Returns the history that contains the prompts, with space for the output.
+
+    Args:
+      prompts: the prompts.
+      texts: `LookupIn.texts`, which come before the prompts; or None.
+    """
+    batch, width = prompts.token_ids.shape
+    space = max(prompts.capacity - width, 0)
+    text = jnp.pad(prompts.token_ids, ((0, 0), (0, space)))
+    if texts is None:
+        return History(text, prompts.lengths)
+    if texts.ndim == 2 and texts.shape[0] != batch:
+        raise ValueError(
+            f"drafter: texts of {texts.shape[0]} prompts, but {batch} prompts"
+        )
+    R = texts.shape[-1]
+    before = jnp.broadcast_to(texts.astype(jnp.int32).reshape(-1, R), (batch, R))
+    return History(jnp.concatenate([before, text], axis=1), prompts.lengths + R)
 
 
 def add_to_history(history: History, update: Update) -> History:
@@ -207,10 +262,17 @@ def _candidates(
 
 @struct.dataclass
 class LookupDrafter(DrafterBase):
-    """Prompt lookup without another drafter, for trees with a fixed number of nodes."""
+    """Prompt lookup without another drafter, for trees with a fixed number of nodes.
+
+    Attributes:
+      texts: `LookupIn.texts`, or None.
+    """
+
+    texts: jax.Array | None = None
 
     def init(self, prompts: Prompts, past: DraftState | None) -> History:
-        return begin_history(prompts)  # the prompts contain the whole text
+        # The prompts contain the whole text.
+        return begin_history(prompts, self.texts)
 
     def propose(
         self,

@@ -1,0 +1,259 @@
+"""Program run by test_trainers.py with four devices, which JAX_NUM_CPU_DEVICES=4 makes.
+It prints results as JSON."""
+
+import json
+import re
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stree_jax
+from stree_jax import Sampling
+from stree_jax.sampling.settings import sampling_rows
+from tests.support.families import FAMILIES, random_model
+from tests.support.tiny import REAL, tiny
+
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
+    r"(?:-start)?\(.*(?:replica_groups|source_target_pairs)=(\S+?),? "
+)
+MODEL = tiny(1, layers=("mamba", "attention", "mlp"))
+CUT = ("bamba", "zamba2", "qwen3.5")  # repeated and concatenated heads, shared blocks
+IDS = np.random.default_rng(0).integers(8, REAL, (4, 9)).astype(np.int32)
+LENGTHS = np.full((4,), 9, np.int32)
+
+
+def write(model, ids=IDS, lengths=LENGTHS, sampling=None, tree="A"):
+    """Samples six tokens a row."""
+    if sampling is None:
+        sampling = Sampling(temperature=1.0)
+    options = {"max_new_tokens": 6, "drafter": "lookup", "stop_tokens": []}
+    return stree_jax.generate_tokens(
+        model, ids, lengths, sampling=sampling, tree=tree, **options
+    )
+
+
+def mesh_of(kind=AxisType.Auto, **axes):
+    sizes, names = tuple(axes.values()), tuple(axes)
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(axes))
+
+
+def collectives(program, *args):
+    """Counts the collective operations of a compiled program."""
+    text = program.lower(*args).compile().as_text()
+    return dict(Counter(kind for kind, _ in COLLECTIVE.findall(text)))
+
+
+def spread(mesh, *arrays):
+    return jax.device_put(arrays, NamedSharding(mesh, P(mesh.axis_names[0])))
+
+
+def explicit():
+    """Row-sharded prompts under a mesh with explicit axes."""
+    found = {}
+    mesh = mesh_of(AxisType.Explicit, batch=4)
+    with jax.set_mesh(mesh):
+        model = jax.device_put(MODEL, P())
+        program = jax.jit(chex.assert_max_traces(write, n=1))
+        rows = spread(mesh, IDS, LENGTHS)
+        out = program(model, *rows)
+        found["types"] = sorted(
+            {str(jax.typeof(x).sharding.spec[0]) for x in jax.tree.leaves(out)}
+        )
+        found["tokens"] = program(model, *rows).tokens.tolist()
+        found["collectives"] = collectives(jax.jit(write), model, *rows)
+        whole = jax.jit(write)(model, *jax.device_put((IDS, LENGTHS), P()))
+        found["whole"] = str(jax.typeof(whole.tokens).sharding.spec[0])
+        scores = jax.jit(stree_jax.score)(model, rows[0])
+        found["score"] = str(jax.typeof(scores).sharding.spec[0])
+        sharded = jax.jit(
+            lambda m, *a: write(stree_jax.shard(m, mesh, rows="batch"), *a)
+        )
+        found["sharded"] = sharded(model, *rows).tokens.tolist()
+    return found
+
+
+def checked():
+    """`jax.shard_map` around `generate_tokens`, with the varying-axes check."""
+    found = []
+    rows = sampling_rows([Sampling(temperature=1.0)] * 4, jax.random.key(0))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of(kind, data=4)
+        specs = P(), P("data"), P("data"), P("data")
+        inside = jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=P("data"))
+        with jax.set_mesh(mesh):
+            model, args = jax.device_put(MODEL, P()), (IDS, LENGTHS, rows)
+            args = jax.device_put(args, P("data"))
+            found.append(jax.jit(inside)(model, *args).tokens.tolist())
+            counted = collectives(jax.jit(inside), model, *args)
+    mesh, specs = mesh_of(data=4), (P(), P("data"))
+    score = jax.shard_map(
+        stree_jax.score, mesh=mesh, in_specs=specs, out_specs=P("data")
+    )
+    error = jax.jit(score)(MODEL, IDS) - stree_jax.score(MODEL, IDS)
+    return {"tokens": found, "collectives": counted, "score": float(abs(error).max())}
+
+
+def automatic():
+    """Rows over a mesh with automatic axes; trees of one size, and tree "auto"."""
+    mesh = mesh_of(data=4)
+    rows = spread(mesh, IDS, LENGTHS)
+    model = jax.device_put(MODEL, NamedSharding(mesh, P()))
+
+    def run(model, ids, lengths, tree="A"):
+        return write(stree_jax.shard(model, mesh), ids, lengths, tree=tree)
+
+    auto = jax.jit(lambda *args: run(*args, tree="auto"))
+    out = jax.jit(run)(model, *rows)
+    return {
+        "tokens": out.tokens.tolist(),
+        "spec": str(out.tokens.sharding.spec[0]),
+        "collectives": collectives(jax.jit(run), model, *rows),
+        "auto tokens": auto(model, *rows).tokens.tolist(),
+        "auto collectives": collectives(auto, model, *rows),
+    }
+
+
+def named():
+    """Axes with other names, and communication only between parts of the model."""
+    found = {}
+    for names in ({"rows": "data", "parts": "model"}, {"rows": "b", "parts": "t"}):
+        mesh = mesh_of(**{names["rows"]: 2, names["parts"]: 2})
+        model = stree_jax.shard(MODEL, mesh, **names)
+        text = jax.jit(write).lower(model, IDS, LENGTHS).compile().as_text()
+        found[names["parts"]] = {
+            "tokens": write_jit(model).tokens.tolist(),
+            "kinds": dict(Counter(kind for kind, _ in COLLECTIVE.findall(text))),
+            "groups": sorted({groups for _, groups in COLLECTIVE.findall(text)}),
+        }
+    several = mesh_of(a=2, b=2)
+    model = stree_jax.shard(MODEL, several, rows=("a", "b"))
+    found["several"] = write_jit(model).tokens.tolist()
+    return found
+
+
+def write_jit(model):
+    return jax.jit(write)(model, IDS, LENGTHS)
+
+
+def round_trip():
+    """`shard` and `unshard` inside a program: equal to the host's, and inverse."""
+    found = {}
+    mesh = mesh_of(data=1, model=4)
+    for name in CUT:
+        model = random_model(FAMILIES[name], 1)
+        host = stree_jax.shard(model, mesh)
+        inside = jax.jit(lambda m: stree_jax.shard(m, mesh))(model)
+        abstract = stree_jax.shard(jax.eval_shape(lambda m=model: m), mesh)
+        back = stree_jax.unshard(host)
+        try:
+            chex.assert_trees_all_equal(host.params, inside.params)
+            chex.assert_trees_all_equal(back.params, model.params)
+            chex.assert_trees_all_equal_shapes_and_dtypes(host.params, abstract.params)
+            assert (inside.mesh, inside.cut) == (host.mesh, host.cut)
+            assert (back.mesh, back.cut) == (None, model.cut)
+            for a, b, c in zip(
+                *map(jax.tree.leaves, (host, inside, abstract)), strict=True
+            ):
+                assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
+                assert a.sharding.is_equivalent_to(c.sharding, c.ndim)
+        except AssertionError as error:
+            found[name] = str(error)
+    return found
+
+
+def fully_sharded():
+    """Weights go from a trainer's layout (FSDP) to the rollout's and back."""
+    found = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of(kind, data=2, model=2)
+
+        def fsdp(x, mesh=mesh):
+            axis = next((i for i, n in enumerate(x.shape) if n % 2 == 0), None)
+            spec = (("data" if i == axis else None) for i in range(x.ndim))
+            return NamedSharding(mesh, P(*spec))
+
+        where = jax.tree.map(fsdp, MODEL.params)
+        with jax.set_mesh(mesh):
+            trained = MODEL.replace(params=jax.device_put(MODEL.params, where))
+            model = jax.jit(lambda m, mesh=mesh: stree_jax.shard(m, mesh))(trained)
+            tokens = jax.jit(write)(model, IDS, LENGTHS).tokens.tolist()
+            back = jax.jit(lambda m: stree_jax.unshard(m).params)(model)
+        chex.assert_trees_all_equal(back, MODEL.params)
+        found.append(tokens)
+    return found
+
+
+def restored():
+    """Orbax writes a model on a mesh and restores it there."""
+    mesh = mesh_of(data=2, model=2)
+    model = stree_jax.shard(MODEL, mesh)
+    target = stree_jax.shard(jax.eval_shape(lambda: MODEL), mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "params"
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, model.params)
+            checkpointer.wait_until_finished()
+            params = checkpointer.restore(path, target.params)
+    return write_jit(target.replace(params=params)).tokens.tolist()
+
+
+def refused(call, *args, **options):
+    try:
+        call(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def refusals():
+    mesh, other = mesh_of(data=2, model=2), mesh_of(a=2, b=2)
+    model = stree_jax.shard(MODEL, mesh)
+
+    def traced(call):
+        return refused(jax.eval_shape, call, MODEL)
+
+    found = {
+        "unnamed": traced(lambda m: stree_jax.shard(m, other, rows="a")),
+        "same": traced(lambda m: stree_jax.shard(m, mesh, rows="model")),
+        "rows": traced(lambda m: stree_jax.shard(m, mesh, rows=3)),
+        "parts": traced(lambda m: stree_jax.shard(m, mesh, parts=None)),
+        "whole": refused(stree_jax.unshard, MODEL),
+    }
+    with jax.set_mesh(other):
+        found["context"] = refused(jax.eval_shape, write, model)
+    inside = jax.shard_map(
+        lambda ids: write(model, ids, jnp.full((ids.shape[0],), 9)).tokens,
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    found["inside"] = refused(jax.eval_shape, inside, jnp.asarray(IDS))
+    return found
+
+
+PARTS = (
+    explicit,
+    checked,
+    automatic,
+    named,
+    round_trip,
+    fully_sharded,
+    restored,
+    refusals,
+)
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:]
+    results = {p.__name__: p() for p in PARTS if not wanted or p.__name__ in wanted}
+    results["plain"] = write_jit(MODEL).tokens.tolist()
+    print(json.dumps(results), file=sys.stdout)
