@@ -35,6 +35,8 @@ def integers(name: str, value: Any, want: str) -> Any:
     except (TypeError, ValueError):  # rows of different lengths, or tracers in a list
         table = np.asarray(None)
     if not jnp.issubdtype(table.dtype, jnp.integer):
+        if isinstance(value, jax.Array | np.ndarray):
+            raise ValueError(f"{name}: want integers, got {table.dtype}")
         raise ValueError(f"{name}: want {want}, got {shown(value)}")
     return table
 

@@ -279,6 +279,8 @@ def _automata(model: Model, stop_strings: Any, batch: int) -> StopAutomata | Non
     if isinstance(stop_strings, StopAutomata):
         check_automata(stop_strings, batch, model.config.num_tokens)
         return stop_strings
+    if isinstance(stop_strings, list | tuple) and not stop_strings:
+        return None  # B may be symbolic
     lists = lists_by_row("stop_strings", stop_strings, batch, str)
     if not any(lists):
         return None
