@@ -5,7 +5,8 @@
 Each step is a command with a time limit. Its output is FOLDER/NAME.txt, written as it
 comes, and its result is a line of FOLDER/steps.jsonl. Steps that have succeeded are
 skipped, so that the same command resumes after an interruption. Needs a GPU and the
-packages for tests, and no network. FOLDER is $OUT if it is set, else gpu-session/.
+packages for tests, and no network. FOLDER is gpu-session/ by default;
+`make` takes it as OUT=FOLDER.
 """
 
 import argparse
@@ -141,8 +142,8 @@ def run_session(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    folder = Path(os.environ.get("OUT", "gpu-session"))
-    parser.add_argument("folder", nargs="?", type=Path, default=folder)
+    default = Path("gpu-session")
+    parser.add_argument("folder", nargs="?", type=Path, default=default)
     parser.add_argument("--minutes", type=float, default=25.0, help="for all steps")
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cuda")

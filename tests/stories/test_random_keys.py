@@ -128,7 +128,7 @@ def test_unsafe_rbg_keys_become_distinct_threefry_keys():
         (np.zeros((3, 2), np.uint32), r"got uint32\[3, 2\]"),
         (np.zeros(3, np.uint32), r"got uint32\[3\]"),
         (np.uint32(3), r"got uint32\[\]"),
-        (jax.random.split(jax.random.key(0)), r"keys \[2\]; take one"),
+        (jax.random.split(jax.random.key(0)), r"keys \[2\]; give one, or one for each"),
     ],
 )
 def test_invalid_keys_are_refused(key, said):
