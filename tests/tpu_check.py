@@ -175,7 +175,7 @@ def check(make: Callable[[], Program], mesh: Mesh) -> dict[str, Any]:
     """Returns the report of a case, with "fault" if it fails."""
     try:
         report = compile_case(make(), mesh)
-    except Exception as error:  # whatever stops the compiler is this case's result
+    except Exception as error:  # any compiler error is recorded
         words = " ".join(str(error).split())
         return {"fault": f"{type(error).__name__}: {words[:300]}"}
     if report["aliased_bytes"] < 0.9 * report["state_bytes"]:

@@ -95,7 +95,7 @@ ALONE = Group()
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model is divided over the devices of a mesh.
+    """The division of a model over the devices of a mesh.
 
     Attributes:
       parts: pairs (owner, number of devices), for numbers above 1. An owner is the name

@@ -208,8 +208,8 @@ def generate_tokens(
         its own; static. If None, no log-probabilities.
       n: samples per prompt, which share its prefill; static.
       past: `GeneratedTokens.past` (or `Generation.past`) of an earlier call with B
-        rows. The prompts are then whole texts, of which the past has read a beginning:
-        `GeneratedTokens.joined`, and what follows.
+        rows. The prompts are then the whole texts: the result of
+        `GeneratedTokens.joined`, followed by new tokens.
       keep_past: True to return a `past`; static.
 
     Returns:
