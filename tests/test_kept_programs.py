@@ -15,6 +15,7 @@ from flax import struct
 
 from stree_jax.common import programs
 from stree_jax.common.programs import Jitted, NotKeptError, add_description, keep_in
+from stree_jax.common.reading_ahead import ReadingAhead
 
 traced: list[str] = []
 
@@ -37,8 +38,10 @@ class Colour(enum.Enum):
 
 @pytest.fixture(autouse=True)
 def of_this_module(monkeypatch):
-    """Lets programs with code of this module be kept."""
+    """Lets programs with code of this module be kept. No command has begun: one that
+    another test ran in this process would note its programs in the folder."""
     monkeypatch.setattr(programs, "PACKAGES", {*programs.PACKAGES, "tests"})
+    monkeypatch.setattr(programs, "_ahead", ReadingAhead())
 
 
 @pytest.fixture
