@@ -18,6 +18,8 @@ from stree_jax.common.checks import (
 )
 from stree_jax.common.heap import no_collection
 from stree_jax.common.version import __version__
+from stree_jax.constraints.constraint import Constraint
+from stree_jax.constraints.rows import constraint_rows, constraints_by_row
 from stree_jax.generation.arguments import (
     MOST_TOKENS,
     Prompts,
@@ -75,6 +77,7 @@ class Options(TypedDict, total=False):
     min_new_tokens: int | Sequence[int]
     stop_tokens: Sequence[int] | Sequence[Sequence[int]] | None
     stop_strings: str | Sequence[str] | Sequence[Sequence[str]]
+    constraint: Constraint | Sequence[Constraint | None] | None
     logprobs: int | None
     n: int
     past: Past | None
@@ -98,6 +101,7 @@ def checked(
     min_new_tokens: int | Sequence[int] = 0,
     stop_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None,
     stop_strings: str | Sequence[str] | Sequence[Sequence[str]] = (),
+    constraint: Constraint | Sequence[Constraint | None] | None = None,
     logprobs: int | None = None,
     n: int = 1,
     past: Past | None = None,
@@ -149,6 +153,7 @@ def checked(
     if any(strings):
         pieces = searched_pieces(model)
         automata = automata_of(model, pieces, strings, n)
+    constraints = constraints_by_row(constraint, count)
     rows = None
     if sampling is not None:
         rows = sampling_rows(by_row("sampling", sampling, count, Sampling), key, n)
@@ -160,7 +165,8 @@ def checked(
 
     if model.mesh is not None:
         request = text, limits, least, stop_ids.tolist(), strings, sampling, n, rule
-        check_agreed(__version__, model.config, spec.policy.menu, *request)
+        agreed = *request, tuple(constraints)
+        check_agreed(__version__, model.config, spec.policy.menu, *agreed)
         spec = everywhere(model.mesh, spec)
     requests = Requests(
         max_new_tokens=samples(limits),
@@ -168,6 +174,7 @@ def checked(
         stop_tokens=samples(stop_ids),
         stop_strings=automata,
         sampling=rows,
+        constraints=constraint_rows(model, constraints, n),
     )
     start = Start(
         text,
@@ -282,6 +289,9 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
         row. If None, they are the model's own. If (), only the limit ends a text.
       stop_strings: strings that end a text and are left out of `texts`, for all prompts
         or by row. They may contain special tokens, such as "<|im_end|>".
+      constraint: what each text must match: `Constraint(regex)`, `Constraint.json(...)`
+        or `Constraint.choice(...)`; by row, None for prompts without one. The text of a
+        stop string must still be the beginning of a match.
       logprobs: number of top log-probabilities to return for each token, in addition to
         its own. If 0, only its own is returned; if None, no log-probabilities.
       n: samples per prompt, which share its prefill. Rows come prompt by prompt.

@@ -16,6 +16,7 @@ from stree_jax.sampling.stop_strings import text_so_far
 from stree_jax.sizing.traffic import Traffic, traffic_of
 from stree_jax.speculation.accept import Promise, Rule
 from stree_jax.speculation.decoding import (
+    COMPLETE,
     OUT_OF_LENGTH,
     RUNNING,
     STOP_STRING,
@@ -33,6 +34,7 @@ FINISH_REASONS = {
     STOP_TOKEN: "stop",
     STOP_STRING: "stop",
     OUT_OF_LENGTH: "length",
+    COMPLETE: "stop",
 }
 
 # `repr` and a notebook show at most so much. The attributes contain everything.

@@ -1,6 +1,7 @@
 """The public function `generate_tokens`: generation as a pure function of arrays."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.common.checks import flag, integer, shown, with_hints
+from stree_jax.constraints.constraint import Constraint
+from stree_jax.constraints.rows import constraint_rows, constraints_by_row
 from stree_jax.generation.arguments import lists_by_row
 from stree_jax.generation.result import Past
 from stree_jax.generation.stop_automata import automata_of, searched_pieces
@@ -21,6 +24,7 @@ from stree_jax.generation.token_arguments import (
 )
 from stree_jax.models import Model, State, check_model
 from stree_jax.models.base.serialization import register_for_export
+from stree_jax.sampling.constraints import Constraints
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, SamplingRows
@@ -89,7 +93,7 @@ class GeneratedTokens:
       tokens: [B, O] int32. The generated tokens of each row, then zeros.
       length: [B] int32. Number of generated tokens, with the stop token.
       finish: [B] int32. Why the row ended: 1 for a stop token, 2 for its limit of
-        tokens, 3 for a stop string.
+        tokens, 3 for a stop string, 4 because its constraint allows nothing more.
       calls: [B] int32. Target passes after prefill while the row was running.
       origin: [B, O] uint8. What proposed each token, see `docs/reference/results.md`.
       margin: [B] float32. Smallest gap between the two best scores at any choice.
@@ -168,6 +172,7 @@ def generate_tokens(
     min_new_tokens: Any = 0,
     stop_tokens: Any = None,
     stop_strings: str | Sequence[str] | Sequence[Sequence[str]] | StopAutomata = (),
+    constraint: Constraint | Sequence[Constraint | None] | Constraints | None = None,
     logprobs: int | None = None,
     n: int = 1,
     past: Any = None,
@@ -204,6 +209,8 @@ def generate_tokens(
       stop_tokens: [n] ids, or [B, n] padded with -1. If None, the target's stop tokens.
       stop_strings: strings that end a row, for all prompts or a list for each; or the
         automata that `stop_automata` makes of them, which may be arguments of `jit`.
+      constraint: what each text must match, as in `generate`; or the automata that
+        `constraint_rows` makes of B constraints, which may be arguments of `jit`.
       logprobs: number of top log-probabilities to return for each token, in addition to
         its own; static. If None, no log-probabilities.
       n: samples per prompt, which share its prefill; static.
@@ -245,6 +252,7 @@ def generate_tokens(
         "stop_tokens": stop_table(model, stop_tokens, batch),
         "min_new_tokens": None,
         "stop_strings": _automata(model, stop_strings, batch),
+        "constraints": _constraints(model, constraint, batch),
     }
     if not (isinstance(min_new_tokens, int) and min_new_tokens == 0):
         least = counts("min_new_tokens", min_new_tokens, batch, 0, max_new_tokens)
@@ -287,13 +295,31 @@ def _automata(model: Model, stop_strings: Any, batch: int) -> StopAutomata | Non
     return automata_of(model, searched_pieces(model), lists)
 
 
+def _constraints(model: Model, constraint: Any, batch: int) -> Constraints | None:
+    """Returns the automata of constraints [B], or None without constraints."""
+    if constraint is None:
+        return None  # B may be symbolic
+    if not isinstance(constraint, Constraints):
+        return constraint_rows(model, constraints_by_row(constraint, batch))
+    got, V = constraint.automaton.shape, model.config.num_tokens
+    if (got, constraint.classes.shape[-1]) != ((batch,), V):
+        raise ValueError(
+            f"constraint: want automata of {batch} prompts and {V} tokens, got "
+            f"{got} and {constraint.classes.shape[-1]}"
+        )
+    return constraint
+
+
 def _repeated(by_prompt: dict[str, Any], n: int) -> dict[str, Any]:
-    """Returns arrays of B prompts as arrays of B n rows."""
-    found = by_prompt["stop_strings"]
-    plain = {**by_prompt, "stop_strings": None if found is None else found.automaton}
-    rows = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), plain)
-    if found is not None:
-        rows["stop_strings"] = StopAutomata(found.table, rows["stop_strings"])
+    """Returns arrays of B prompts as arrays of B n rows; tables of automata stay."""
+    rows = {}
+    for name, value in by_prompt.items():
+        if isinstance(value, StopAutomata | Constraints):
+            by_row = "automaton", "start"
+            own = {k: jnp.repeat(x, n) for k, x in vars(value).items() if k in by_row}
+            rows[name] = replace(value, **own)
+        else:
+            rows[name] = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), value)
     return rows
 
 

@@ -23,6 +23,7 @@ from stree_jax.sampling.best import (
     row_sums,
     tempered,
 )
+from stree_jax.sampling.constraints import NONE
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Filters, SamplingRows
 from stree_jax.sampling.threefry import fold_in
@@ -58,12 +59,18 @@ class Distribution:
       seen: [B, V] bool. Tokens in the text, including the root. None if no row has a
         repetition penalty.
       num_tokens: V. Logits beyond it are padding of the vocabulary.
+      state: [B] int32. States of the automata of constraints after the text. None if no
+        row has a constraint.
+      depth: [] int32. Number of tokens below the root that `state` includes, or None
+        without a state.
     """
 
     requests: Requests
     output_place: jax.Array
     seen: jax.Array | None
     num_tokens: int = struct.field(pytree_node=False)
+    state: jax.Array | None = None
+    depth: jax.Array | None = None
 
     @property
     def sampling(self) -> SamplingRows | None:
@@ -86,8 +93,9 @@ class Distribution:
         Args:
           logits: [B, Q, W] float32. The W of a drafter may be less than V.
           depth: [B, Q] or [1, Q] int32. Depths of the nodes; the root has depth 0.
-          path: [B, Q, D] int32. Tokens from the root to each node. If None, `seen`
-            contains them.
+          path: [B, Q, D] int32. Tokens from the root to each node, entry j at depth j;
+            those beyond the node repeat others of its path. If None, `seen` contains
+            them, and constraints apply only to nodes at the depth of `state`.
           normalised: if False, only differences of scores matter, and the largest score
             may be 0.
 
@@ -95,7 +103,7 @@ class Distribution:
           [B, Q, V] float32, -inf for tokens that cannot be chosen.
         """
         if self.sampling is None:
-            return self._allowed(logits, depth)
+            return self._allowed(logits, depth, path)
         z = tempered(self.sampling.temperature, self._kept(logits, depth, path))
         return log_softmax(z) if normalised else z
 
@@ -192,32 +200,76 @@ class Distribution:
     def _punished(
         self, logits: jax.Array, depth: jax.Array, path: jax.Array | None
     ) -> jax.Array:
-        """Returns logits [B, Q, V] after the repetition penalty, -inf for stop tokens
-        before `min_new_tokens`."""
+        """Returns logits [B, Q, V] after the repetition penalty, -inf for tokens that
+        are not allowed."""
         assert self.sampling is not None
-        logits, seen = self._allowed(logits, depth), self._seen(path)
+        logits, seen = self._allowed(logits, depth, path), self._seen(path)
         if self.sampling.penalty is None or seen is None:
             return logits
         penalty = _by_row(self.sampling.penalty)
         less = jnp.where(logits > 0, logits / penalty, logits * penalty)
         return jnp.where(seen, less, logits)
 
-    def _allowed(self, logits: jax.Array, depth: jax.Array) -> jax.Array:
-        """Returns logits [B, Q, V], -inf for stop tokens before `min_new_tokens` and
-        for tokens of the target that the drafter does not have."""
+    def _allowed(
+        self, logits: jax.Array, depth: jax.Array, path: jax.Array | None
+    ) -> jax.Array:
+        """Returns logits [B, Q, V], -inf for stop tokens before `min_new_tokens`, for
+        tokens that break a constraint, and for those that the drafter does not have."""
         logits, r = logits[..., : self.num_tokens], self.requests
         if (missing := self.num_tokens - logits.shape[-1]) > 0:
             width = ((0, 0),) * (logits.ndim - 1) + ((0, missing),)
             logits = jnp.pad(logits, width, constant_values=-jnp.inf)
-        if r.min_new_tokens is None:
+        if r.min_new_tokens is None and r.constraints is None:
             return logits
         batch, _, V = logits.shape
         row = jnp.arange(batch, dtype=jnp.int32)[:, None]
         stops = jnp.where(r.stop_tokens < 0, V, r.stop_tokens)
         stop = jnp.zeros((batch, V), bool).at[row, stops].set(True, mode="drop")
+        if r.constraints is not None:
+            logits = self._constrained(logits, self.states(depth, path), stop)
+        if r.min_new_tokens is None:
+            return logits
         place = self.output_place[:, None] + depth
         early = place < r.min_new_tokens[:, None]
         return jnp.where(stop[:, None] & early[..., None], -jnp.inf, logits)
+
+    def _constrained(
+        self, logits: jax.Array, states: jax.Array, stop: jax.Array
+    ) -> jax.Array:
+        """Returns logits [B, Q, V], -inf for tokens that break a constraint.
+
+        Args:
+          logits: [B, Q, V] float32.
+          states: [B, Q] int32. States of the automata after the nodes.
+          stop: [B, V] bool. The stop tokens of each row.
+        """
+        constraints = self.requests.constraints
+        assert constraints is not None
+
+        def some(logits: jax.Array) -> jax.Array:
+            allowed = constraints.allowed(states, stop)
+            return jnp.where(allowed, logits, -jnp.inf)
+
+        return lax.cond((states >= 0).any(), some, lambda logits: logits, logits)
+
+    def states(self, depth: jax.Array, path: jax.Array | None) -> jax.Array:
+        """Returns the states [B, Q] int32 of the automata of constraints after nodes;
+        `NONE` where a state is unknown, because there is no path.
+
+        Args:
+          depth, path: as in `scores`.
+        """
+        assert self.state is not None and self.requests.constraints is not None
+        shape = self.state.shape[0], depth.shape[1]
+        before = jnp.broadcast_to(self.state[:, None], shape)
+        if path is None:
+            return jnp.where(depth == self.depth, before, NONE)
+        if path.shape[2] == 1:
+            return before
+        after = self.requests.constraints.along(before, path[..., 1:])
+        last = jnp.broadcast_to(jnp.maximum(depth - 1, 0), shape)[..., None]
+        after = jnp.take_along_axis(after, last, axis=2)[..., 0]
+        return jnp.where(depth > 0, after, before)
 
     def _seen(self, path: jax.Array | None) -> jax.Array | None:
         """Returns a mask [B, Q, V] (or [B, 1, V]) bool of the tokens in the text up to
@@ -234,10 +286,15 @@ class Distribution:
 
     def after(self, token: jax.Array) -> "Distribution":
         """Returns the distribution after one more token [B]."""
-        if self.seen is None:
-            return self
-        row = jnp.arange(token.shape[0], dtype=jnp.int32)
-        return replace(self, seen=self.seen.at[row, token].set(True))
+        found = self
+        if self.seen is not None:
+            row = jnp.arange(token.shape[0], dtype=jnp.int32)
+            found = replace(found, seen=self.seen.at[row, token].set(True))
+        if self.state is not None and self.depth is not None:
+            assert self.requests.constraints is not None
+            after = self.requests.constraints.after(self.state, token)
+            found = replace(found, state=after, depth=self.depth + 1)
+        return found
 
     def keys(self, purpose: int, depth: jax.Array) -> jax.Array:
         """Returns keys [B] for one purpose and the token after nodes of depth []."""

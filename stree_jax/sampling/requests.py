@@ -1,9 +1,13 @@
 """The request of each row of a batch: sampling, limits and stops."""
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 from flax import struct
 
 from stree_jax.models.base.serialization import register_for_export
+from stree_jax.sampling.constraints import Constraints
 from stree_jax.sampling.settings import SamplingRows
 
 
@@ -34,6 +38,8 @@ class Requests:
       stop_tokens: [B, n] int32, padded with -1.
       stop_strings: automata of stop strings, or None if no row has stop strings.
       sampling: sampling settings, or None if all rows are greedy.
+      constraints: automata that the rows' texts follow, or None if no row has a
+        constraint.
     """
 
     max_new_tokens: jax.Array
@@ -41,3 +47,15 @@ class Requests:
     stop_tokens: jax.Array
     stop_strings: StopAutomata | None
     sampling: SamplingRows | None
+    constraints: Constraints | None = None
+
+    def with_shared(self, value: Any) -> "Requests":
+        """Returns a copy in which the tables of automata, which all rows share, are
+        replaced by `value`, for a pytree that describes the arrays of requests."""
+        strings, constraints = self.stop_strings, self.constraints
+        if strings is not None:
+            strings = replace(strings, table=value)
+        if constraints is not None:
+            tables = "classes", "following", "may_end", "forced"
+            constraints = replace(constraints, **dict.fromkeys(tables, value))
+        return replace(self, stop_strings=strings, constraints=constraints)

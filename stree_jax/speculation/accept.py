@@ -290,10 +290,16 @@ def accept_greedy(draft: Draft, logits: jax.Array, dist: Distribution) -> Accept
     """Accepts the longest path on which every token is the target's most probable one.
     Arguments and result are those of `Rule.accept`."""
     layout, V = draft.layout, dist.num_tokens
-    scores = logits
-    if dist.requests.min_new_tokens is not None:
-        scores = dist.scores(logits, layout.depth)
+    scores, requests = logits, dist.requests
+    if requests.min_new_tokens is not None or requests.constraints is not None:
+        above = along(draft.tokens, layout.paths)
+        scores = dist.scores(logits, layout.depth, above)
     return likeliest_path(scores, draft.tokens, layout, num_tokens=V)
+
+
+def along(table: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns table[b, index[b]] for each row b."""
+    return jax.vmap(lambda table, index: table[index])(table, index)
 
 
 def _accepted_shapes(
@@ -349,9 +355,6 @@ def accept_typical(
     assert dist.sampling is not None  # checked by `Rule.accept`
     layout = draft.layout
     above = jnp.maximum(layout.parents, 0)
-
-    def along(table: jax.Array, index: jax.Array) -> jax.Array:
-        return jax.vmap(lambda table, index: table[index])(table, index)
 
     above_each = along(draft.tokens, layout.paths)
     z, edges = dist.scores_and_edges(logits, layout.depth, above_each)

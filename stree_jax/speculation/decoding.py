@@ -6,6 +6,7 @@ Letters: B rows, T nodes, M depth of the deepest tree, O size of the output buff
 tokens of the vocabulary, K trees in the policy's menu.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ PolicyState = Any  # a policy's own pytree
 OPEN = -1  # `Decoding.choice` if the policy has to choose
 
 # Values of `Decoding.finish`.
-RUNNING, STOP_TOKEN, OUT_OF_LENGTH, STOP_STRING = 0, 1, 2, 3
+RUNNING, STOP_TOKEN, OUT_OF_LENGTH, STOP_STRING, COMPLETE = 0, 1, 2, 3, 4
 
 
 @struct.dataclass
@@ -52,8 +53,11 @@ class Decoding:
         repetition penalty.
       stop_state: [B] int32. States of the automata of the stop strings. None if there
         are no stop strings.
+      constraint_state: [B] int32. States of the automata of constraints. None if no row
+        has a constraint.
       logprobs: log-probabilities of the output, or None if they are not requested.
-      finish: [B] int32. RUNNING, STOP_TOKEN, OUT_OF_LENGTH or STOP_STRING.
+      finish: [B] int32. RUNNING, STOP_TOKEN, OUT_OF_LENGTH, STOP_STRING, or COMPLETE if
+        the constraint allows nothing more.
       origin: [B, O] uint8. What proposed each token of the output, an index into
         `draft.ORIGINS`.
       used: [B, K] int32. Number of target passes with each tree of the menu, while the
@@ -73,6 +77,7 @@ class Decoding:
     length: jax.Array
     seen: jax.Array | None
     stop_state: jax.Array | None
+    constraint_state: jax.Array | None
     logprobs: LogProbs | None
     finish: jax.Array
     origin: jax.Array
@@ -95,7 +100,11 @@ class Decoding:
         Args:
           num_tokens: V. Logits from this index on are padding of the vocabulary.
         """
-        return Distribution(self.requests, self.length, self.seen, num_tokens)
+        state = self.constraint_state
+        depth = None if state is None else jnp.int32(0)
+        return Distribution(
+            self.requests, self.length, self.seen, num_tokens, state, depth
+        )
 
     def __repr__(self) -> str:
         shape = getattr(self.tokens, "shape", None)
@@ -103,11 +112,12 @@ class Decoding:
 
 
 class Stop(NamedTuple):
-    """The new values of `Decoding.finish` and `Decoding.stop_state`, from
+    """The new values of the fields of `Decoding` with the same names, from
     `cut_at_stops`."""
 
     finish: jax.Array
-    state: jax.Array | None
+    stop_state: jax.Array | None
+    constraint_state: jax.Array | None
 
 
 def follow_stop_strings(d: Decoding, tokens: jax.Array) -> jax.Array | None:
@@ -142,7 +152,7 @@ def follow_stop_strings(d: Decoding, tokens: jax.Array) -> jax.Array | None:
 
 def cut_at_stops(d: Decoding, accepted: Accepted) -> tuple[Accepted, Stop]:
     """Cuts the accepted tokens after the first stop token, after the token that
-    completes a stop string, and at the limit on new tokens.
+    completes a stop string or a constraint, and at the limit on new tokens.
 
     Args:
       d: the batch before the step.
@@ -155,15 +165,25 @@ def cut_at_stops(d: Decoding, accepted: Accepted) -> tuple[Accepted, Stop]:
     limits = d.requests.max_new_tokens, d.requests.stop_tokens
     args = accepted.tokens, accepted.length, d.length, d.finish, *limits
     states = follow_stop_strings(d, accepted.tokens)
-    if states is None or d.stop_state is None:
-        length, finish = _cut_by_tokens(*args)
-        return replace(accepted, length=length), Stop(finish, d.stop_state)
-    by_string = _first(states < 0)
-    length, finish = _cut(*args, by_string)
-    last = jnp.maximum(length - 1, 0)[:, None]
-    after = jnp.take_along_axis(states, last, axis=1)[:, 0]
-    stop_state = jnp.where(d.finish == RUNNING, after, d.stop_state)
-    return replace(accepted, length=length), Stop(finish, stop_state)
+    constraints, inside = d.requests.constraints, None
+    ends: list[tuple[jax.Array, int]] = []
+    if constraints is not None and d.constraint_state is not None:
+        inside = constraints.along(d.constraint_state, accepted.tokens)
+        ends.append((_first(constraints.complete(inside)), COMPLETE))
+    if states is not None:
+        # The last reason takes precedence: a text is cut before a stop string.
+        ends.append((_first(states < 0), STOP_STRING))
+    length, finish = _cut(*args, ends) if ends else _cut_by_tokens(*args)
+
+    def last(before: jax.Array | None, states: jax.Array | None) -> jax.Array | None:
+        if before is None or states is None:
+            return before
+        end = jnp.maximum(length - 1, 0)[:, None]
+        after = jnp.take_along_axis(states, end, axis=1)[:, 0]
+        return jnp.where(d.finish == RUNNING, after, before)
+
+    stop = Stop(finish, last(d.stop_state, states), last(d.constraint_state, inside))
+    return replace(accepted, length=length), stop
 
 
 def _first(marks: jax.Array) -> jax.Array:
@@ -186,7 +206,7 @@ def _cut_by_tokens(
     limit: jax.Array,
     stop_tokens: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `_cut` without stop strings. The CPU kernel `stree_cut` replaces it."""
+    """Computes `_cut` without automata. The CPU kernel `stree_cut` replaces it."""
     return _cut(tokens, accepted, before, finish, limit, stop_tokens)
 
 
@@ -197,7 +217,7 @@ def _cut(
     finish: jax.Array,
     limit: jax.Array,
     stop_tokens: jax.Array,
-    by_string: jax.Array | None = None,
+    ends: Sequence[tuple[jax.Array, int]] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """Cuts the accepted tokens at stops and at the limit.
 
@@ -208,8 +228,8 @@ def _cut(
       finish: [B] int32. `Decoding.finish` before the step.
       limit: [B] int32. Maximum number of tokens of the output.
       stop_tokens: [B, n] int32.
-      by_string: [B] int32. Index of the token that completes a stop string, M + 1 if no
-        token does. None if there are no stop strings.
+      ends: what else ends rows: [B] int32, index of the token that does, M + 1 if no
+        token does; and the reason. Of several reasons at one token the last counts.
 
     Returns:
       The number of accepted tokens that are kept [B] int32, 0 for finished rows; and
@@ -218,13 +238,12 @@ def _cut(
     running, left = finish == RUNNING, limit - before
     by_token = _first((tokens[..., None] == stop_tokens[:, None]).any(axis=-1))
     length = jnp.minimum(jnp.minimum(accepted, by_token + 1), left)
-    if by_string is not None:
-        length = jnp.minimum(length, by_string + 1)
+    for at, _ in ends:
+        length = jnp.minimum(length, at + 1)
     end = jnp.where(length == left, OUT_OF_LENGTH, RUNNING)
     end = jnp.where(by_token < length, STOP_TOKEN, end)
-    if by_string is not None:
-        # Takes precedence: the text of a result is cut before a stop string.
-        end = jnp.where(by_string < length, STOP_STRING, end)
+    for at, reason in ends:
+        end = jnp.where(at < length, reason, end)
     return jnp.where(running, length, 0), jnp.where(running, end, finish)
 
 
@@ -272,9 +291,8 @@ def record_step(
         d,
         **after._asdict(),
         seen=seen,
+        **stop._asdict(),
         logprobs=lists,
-        finish=stop.finish,
-        stop_state=stop.state,
     )
 
 

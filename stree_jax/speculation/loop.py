@@ -174,6 +174,9 @@ def _begin(
         length=zeros,
         seen=seen,
         stop_state=None if requests.stop_strings is None else zeros,
+        constraint_state=None
+        if requests.constraints is None
+        else requests.constraints.start,
         logprobs=None
         if top_logprobs is None
         else logprobs.empty(batch, max_new_tokens, top_logprobs),

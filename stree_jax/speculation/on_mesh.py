@@ -29,7 +29,7 @@ from stree_jax.models import (
 from stree_jax.models.base.shards import Cut, Names
 from stree_jax.models.layers.mixer import Leaf, map_leaves
 from stree_jax.models.sharding.placement import axis_size, param_specs, part_of
-from stree_jax.sampling.requests import Requests, StopAutomata
+from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.policy import Policy, keeps_by_row
 from stree_jax.speculation.step import Spec
@@ -142,12 +142,9 @@ def row_specs(tree: Any, place: Place) -> Any:
 
 
 def request_specs(requests: Requests, place: Place) -> Requests:
-    """Returns partition specs of requests. The table of stop strings is replicated."""
-    specs = row_specs(requests, place)
-    if requests.stop_strings is None:
-        return specs
-    automata: Any = StopAutomata
-    return replace(specs, stop_strings=automata(table=P(), automaton=place.spec))
+    """Returns partition specs of requests. The tables of automata are replicated."""
+    specs: Requests = row_specs(requests, place)
+    return specs.with_shared(P())
 
 
 def decoding_specs(d: Decoding, policy: Policy, place: Place) -> Decoding:

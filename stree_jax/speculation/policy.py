@@ -99,11 +99,9 @@ def keeps_by_row(policy: Policy) -> Any:
 def has_rows(policy: Policy, d: Decoding) -> Decoding:
     """Returns a pytree of bools like `d`: True for leaves whose first axis is the rows.
     These are all leaves except the choice, the shared leaves of the policy's state, and
-    the table of stop strings."""
+    the tables of automata."""
     marks = jax.tree.map(lambda _: True, d)
-    if d.requests.stop_strings is not None:
-        strings = replace(marks.requests.stop_strings, table=False)
-        marks = replace(marks, requests=replace(marks.requests, stop_strings=strings))
+    marks = replace(marks, requests=marks.requests.with_shared(False))
     return replace(marks, choice=False, policy=keeps_by_row(policy))
 
 

@@ -52,6 +52,7 @@ from stree_jax.speculation.decoding import (
 )
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.drafter import DrafterBase, Update
+from stree_jax.speculation.forced import with_forced
 from stree_jax.speculation.policy import Policy
 from stree_jax.speculation.tree import Topology
 
@@ -149,6 +150,8 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
         draft, drafting = spec.drafter.propose(
             d.drafting, d.root, tree, dist, spec.rule
         )
+        if tree.size > 1 and draft.kind is None:  # else the forced are in the pool
+            draft = with_forced(draft, dist)
     draft = of_running(draft, d, spec.target)
     with jax.named_scope("verify"):
         seen = verify(spec.target, d.state, draft, d.pending, spec.drafter.taps)

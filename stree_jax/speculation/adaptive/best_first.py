@@ -202,7 +202,7 @@ def best_first(
             return with_level(grown, *logits, probability, first=first)
         pool, d, above = grown.pool, grown.levels, grown.frontier
         Q = logits.shape[1]
-        text = jnp.where(above.mask, pool.tokens[:, None], root[:, None, None])
+        text = _paths(above.mask, pool.tokens, root, W)
         coupled = rule.drafting == "coupled"
         best, guess, total = dist.best(logits, d, W, text[:, :Q], drawn=coupled)
         return with_level(grown, best, guess, total, probability, first=first)
@@ -219,6 +219,26 @@ def best_first(
 
     first = replace(add(start, at_root, first=True), passes=jnp.int32(1))
     return lax.while_loop(wanted, level, first)
+
+
+def _paths(
+    mask: jax.Array, tokens: jax.Array, root: jax.Array, width: int
+) -> jax.Array:
+    """Returns the tokens [B, W, M + 1] from the root to each node, then the root's.
+
+    Args:
+      mask: [B, W, C] bool. Candidates on the path to each node, one per level.
+      tokens: [B, C] int32. Tokens of the candidates, level by level.
+      root: [B] int32. Tokens of the roots.
+      width: W, the number of nodes of a level.
+    """
+    levels = mask.reshape(*mask.shape[:2], -1, width)
+    each = tokens.reshape(tokens.shape[0], 1, -1, width)
+    found = jnp.where(levels, each, 0).sum(axis=3, dtype=jnp.int32)
+    first = root[:, None, None]
+    found = jnp.where(levels.any(axis=3), found, first)
+    first = jnp.broadcast_to(first, (*mask.shape[:2], 1))
+    return jnp.concatenate([first, found], axis=2)
 
 
 def with_level(

@@ -31,10 +31,11 @@ LONGEST = LOOKUP_KINDS // 2  # maximum match length that is distinguished
 _BELIEVED = 1 / (1 + np.exp(4 - LOGIT_STEP * (np.arange(MODEL_KINDS) + 0.5)))
 _MATCHED = [0.03, 0.08, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9]
 _OTHERS = [0.01, 0.02, 0.03, 0.04, 0.05, 0.05, 0.05, 0.05]
-PRIOR = np.asarray([*_BELIEVED, *_MATCHED, *_OTHERS], np.float32)
+_FORCED = [0.95]  # other tokens may spell the same text
+PRIOR = np.asarray([*_BELIEVED, *_MATCHED, *_OTHERS, *_FORCED], np.float32)
 # Sampled text repeats itself less often than greedy text.
 _DRAWN = [0.5 * p for p in (*_MATCHED, *_OTHERS)]
-PRIOR_SAMPLED = np.asarray([*_BELIEVED, *_DRAWN], np.float32)
+PRIOR_SAMPLED = np.asarray([*_BELIEVED, *_DRAWN, *_FORCED], np.float32)
 
 
 @struct.dataclass

@@ -32,6 +32,7 @@ from stree_jax.speculation.adaptive.pool import Pool, best_tree, gains, without_
 from stree_jax.speculation.decoding import OPEN, RUNNING, Decoding
 from stree_jax.speculation.draft import DRAFTER, NGRAM, Draft
 from stree_jax.speculation.drafter import Drafter
+from stree_jax.speculation.forced import with_forced_candidates
 from stree_jax.speculation.tree import Auto, Budget, compiled_steps
 
 # The numbers below were tuned with the bundled pair, on CPUs; see
@@ -243,12 +244,14 @@ class AdaptivePolicy:
         probability = learnt.counts.probability(sampled)
         running = d.finish == RUNNING
         weights = self._weights(running, d)
+        dist = d.distribution(num_tokens)
         pool = drafter.look(looking, probability)
+        depth = self.tree.menu[-1].depth
+        pool = with_forced_candidates(pool, dist, probability, depth)
         spent = jnp.float32(0)
         if drafter.searcher is None:
             learnt = replace(learnt, use_model=jnp.bool_(False))
         else:
-            dist = d.distribution(num_tokens)
             args = drafter, dist, rule, probability, d.root, weights
             gain, seconds = self._by_nodes(pool.value, weights)
             rate = (gain / seconds).max()
@@ -493,6 +496,8 @@ class AdaptivePolicy:
         place = jnp.arange(T, dtype=jnp.int32)[None]
         expected = jnp.where(place < nodes[:, None], value, 0.0).sum(axis=1)
         idle = unforced & (choice == 0) & ~learnt.use_model
+        if d.requests.constraints is not None:  # text may be forced after any token
+            idle = jnp.zeros_like(idle)
         longest = MAX_REST[d.requests.sampling is not None]
         if self._by_row(batch):
             longest = max(longest, BATCH_MAX_REST)

@@ -20,7 +20,7 @@ from jax import lax
 
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints, like
 from stree_jax.models.layers.nodes import NO_NODE
-from stree_jax.speculation.draft import DRAFTER, LOOKUP, NGRAM, TARGET, Draft
+from stree_jax.speculation.draft import DRAFTER, FORCED, LOOKUP, NGRAM, TARGET, Draft
 from stree_jax.speculation.layout import Layout, tree_layout
 from stree_jax.speculation.tree import Budget
 
@@ -30,10 +30,11 @@ from stree_jax.speculation.tree import Budget
 PRIME = 2654435761
 
 # Kinds of nodes, whose acceptance rates are counted separately: 16 bins of the draft
-# model's probability, and 16 kinds for prompt lookup (8 match lengths, each for the
-# best match and for other matches).
+# model's probability, 16 kinds for prompt lookup (8 match lengths, each for the best
+# match and for other matches), and one for text that a constraint forces.
 MODEL_KINDS, LOOKUP_KINDS = 16, 16
-KINDS = MODEL_KINDS + LOOKUP_KINDS
+FORCED_KIND = MODEL_KINDS + LOOKUP_KINDS
+KINDS = FORCED_KIND + 1
 NO_KIND = KINDS  # the root, and nodes that fill up a row's tree
 
 
@@ -122,6 +123,7 @@ def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Arr
     tokens, parents, value, kind, guessed = nodes
     origin = jnp.where(guessed, NGRAM, DRAFTER)
     origin = jnp.where(kind < MODEL_KINDS, origin, LOOKUP)
+    origin = jnp.where(kind == FORCED_KIND, FORCED, origin)
     node = jnp.arange(tree.size, dtype=jnp.int32)[None]
     draft = Draft(
         layout=tree_layout(tree, parents),

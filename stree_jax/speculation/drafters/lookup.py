@@ -25,6 +25,7 @@ from stree_jax.speculation.adaptive.pool import (
 )
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import DrafterBase, DraftState, Prompts, Update
+from stree_jax.speculation.forced import with_forced_candidates
 from stree_jax.speculation.tree import Budget, Topology
 
 LOOKUP = "lookup"
@@ -285,7 +286,9 @@ class LookupDrafter(DrafterBase):
         if tree.size == 1:
             return only_root(root), state
         assert isinstance(tree, Budget)  # made by `LookupSource.filled`
-        found = look_up(state, jnp.asarray(PRIOR), tree.depth)
+        probability = jnp.asarray(PRIOR)
+        found = look_up(state, probability, tree.depth)
+        found = with_forced_candidates(found, dist, probability, tree.depth)
         return best_tree(found, root, tree)[0], state
 
     def commit(self, state: History, update: Update) -> History:

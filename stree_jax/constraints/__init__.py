@@ -1,0 +1,1 @@
+"""Constraints of texts: regular expressions and JSON schemas as token automata."""

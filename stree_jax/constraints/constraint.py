@@ -1,0 +1,96 @@
+"""The class `Constraint`: what a generated text must match."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stree_jax.common.checks import class_with_hints, shown
+from stree_jax.constraints.expression import byte_automaton
+from stree_jax.constraints.json_schema import json_mode_regex, schema_regex
+
+SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~")  # characters with a meaning in expressions
+MOST_CHOICES = 10_000
+
+
+@class_with_hints
+@dataclass(frozen=True)
+class Constraint:
+    """What a generated text must match, as a whole.
+
+    The output is that of plain decoding in which tokens that break the constraint have
+    probability 0. A text ends as soon as nothing can follow, or with a stop token where
+    it matches. If its limit of tokens ends it earlier, it is only the beginning of a
+    match.
+
+    Attributes:
+      regex: a regular expression, in the syntax of Rust's regex crate (no look-around
+        and no backreferences).
+      name: name of the option from which it comes, for messages.
+      written: tokens of the text that were generated before, when a later call with
+        `past` goes on with the same text.
+
+    Example:
+      >>> yes_or_no = stree_jax.Constraint("yes|no")
+      >>> person = stree_jax.Constraint.json(
+      ...     {"type": "object", "properties": {"age": {"type": "integer"}}}
+      ... )
+      >>> person.regex
+      '\\\\{(?:"age":(?:-?[1-9][0-9]*|0))?\\\\}'
+    """
+
+    regex: str
+    name: str = field(default="regex", compare=False)
+    written: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.regex, str):
+            raise ValueError(f"{self.name}: want a text, got {shown(self.regex)}")
+
+    @classmethod
+    def json(
+        cls, schema: Any, *, spaces: bool = False, name: str = "json_schema"
+    ) -> "Constraint":
+        """Returns the constraint of JSON that is valid for a schema.
+
+        The JSON has one form, which makes most of it known in advance: properties in
+        the order of the schema, no white space. See `json_schema.schema_regex` for the
+        keywords; others are refused.
+
+        Args:
+          schema: the JSON schema, as Python objects.
+          spaces: True for one space after commas and colons.
+          name: name of the option, for messages.
+
+        Raises:
+          ValueError: it is no schema, or cannot be enforced.
+        """
+        return cls(schema_regex(schema, name=name, spaces=spaces), name)
+
+    @classmethod
+    def any_json(cls, *, spaces: bool = False) -> "Constraint":
+        """Returns the constraint of any JSON object, nested to a bounded depth."""
+        return cls(json_mode_regex(spaces=spaces), "json")
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], *, name: str = "choice") -> "Constraint":
+        """Returns the constraint of one of several texts.
+
+        Raises:
+          ValueError: `texts` are not a list of non-empty texts.
+        """
+        listed = list(texts) if isinstance(texts, list | tuple) else []
+        if not listed or not all(isinstance(t, str) and t for t in listed):
+            raise ValueError(f"{name}: want a list of texts, got {shown(texts)}")
+        if len(listed) > MOST_CHOICES:
+            got = len(listed)
+            raise ValueError(f"{name}: want at most {MOST_CHOICES} texts, got {got}")
+        return cls("|".join(map(escaped, listed)), name)
+
+    def check(self) -> None:
+        """Raises ValueError if the expression does not compile, or matches nothing."""
+        byte_automaton(self.regex, self.name)
+
+
+def escaped(text: str) -> str:
+    """Returns the regular expression of a text."""
+    return "".join(f"\\{char}" if char in SPECIAL else char for char in text)

@@ -1,0 +1,223 @@
+"""Constraints of the rows of a batch, as tables on the device."""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from stree_jax.common.checks import shown
+from stree_jax.constraints.constraint import Constraint
+from stree_jax.constraints.expression import NONE, byte_automaton
+from stree_jax.constraints.kept import keep_tables, kept_tables
+from stree_jax.constraints.token_tables import MOST_FORCED, TokenTables, token_tables
+from stree_jax.models import Model
+from stree_jax.sampling.constraints import Constraints
+from stree_jax.sampling.stop_strings import token_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MOST_KEPT = 128  # automata of a vocabulary in memory
+LEAST_STATES = LEAST_CLASSES = 64  # sizes are powers of two, so that programs fit more
+_vocabularies: "OrderedDict[tuple[int, int], Vocabulary]" = OrderedDict()
+
+
+class Vocabulary:
+    """The tokens of a model, and the automata that were made for them.
+
+    Attributes:
+      tokenizer: the tokenizer.
+      pieces: the bytes of each token.
+      num_tokens: V.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", num_tokens: int) -> None:
+        self.tokenizer, self.num_tokens = tokenizer, num_tokens
+        self.pieces = token_bytes(tokenizer)[:num_tokens]
+        self._kept: OrderedDict[str, TokenTables] = OrderedDict()
+        self._ids = {piece: i for i, piece in enumerate(self.pieces) if piece}
+        self._longest = max(map(len, self._ids), default=0)
+        digest = hashlib.sha256(str(num_tokens).encode())
+        for piece in self.pieces:
+            digest.update(len(piece).to_bytes(4, "little") + piece)
+        self._digest = digest.digest()
+
+    def tables(self, constraint: Constraint) -> TokenTables:
+        """Returns the automaton of a constraint, from memory, from disk, or new.
+
+        Raises:
+          ValueError: the constraint cannot be compiled, or this vocabulary cannot spell
+            it.
+        """
+        regex = constraint.regex
+        if regex not in self._kept:
+            key = hashlib.sha256(self._digest + regex.encode("utf-8", "replace"))
+            found = kept_tables(key.hexdigest(), self.num_tokens)
+            if found is None:
+                automaton = byte_automaton(regex, constraint.name)
+                tokens = self.pieces, self.num_tokens, self._encode
+                found = token_tables(automaton, *tokens, constraint.name)
+                keep_tables(key.hexdigest(), found)
+            self._kept[regex] = found
+        self._kept.move_to_end(regex)
+        if len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[regex]
+
+    def _encode(self, data: bytes) -> list[int]:
+        """Returns the usual tokens of a piece of text."""
+        try:
+            text = data.decode()
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception:  # part of a character, or no token for it
+            ids = []
+        # Some tokenizers write a space before a text.
+        inside = all(i < len(self.pieces) for i in ids)
+        if inside and b"".join(self.pieces[i] for i in ids) == data:
+            return list(ids)
+        return self._longest_first(data)
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        """Returns tokens that spell bytes, the longest first; as far as they do."""
+        ids, at = [], 0
+        while at < len(data):
+            for size in range(min(self._longest, len(data) - at), 0, -1):
+                if (found := self._ids.get(data[at : at + size])) is not None:
+                    ids.append(found)
+                    at += size
+                    break
+            else:
+                break
+        return ids
+
+
+def vocabulary_of(model: Model, name: str = "constraint") -> Vocabulary:
+    """Returns the tokens of a model. The last ones are kept.
+
+    Raises:
+      ValueError: the model has no tokenizer, or the bytes of its tokens are unknown.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"{name}: this model has no tokenizer.json")
+    key = id(model.tokenizer), model.config.num_tokens
+    if key not in _vocabularies:
+        try:
+            found = Vocabulary(model.tokenizer, model.config.num_tokens)
+        except ValueError as error:
+            reason = str(error).replace("stop strings need", "constraints need")
+            raise ValueError(f"{name}: {reason}") from None
+        _vocabularies[key] = found  # which keeps the tokenizer, and so its id
+    _vocabularies.move_to_end(key)
+    while len(_vocabularies) > 4:
+        _vocabularies.popitem(last=False)
+    return _vocabularies[key]
+
+
+def constraint_rows(
+    model: Model, constraints: Sequence[Constraint | None], n: int = 1
+) -> Constraints | None:
+    """Returns the automata of B prompts with n rows each, as an argument of
+    `generate_tokens` that `jax.jit` can take. None if no prompt has a constraint.
+
+    Sizes are powers of two: a program that was compiled for one constraint also runs
+    others of similar size.
+
+    Args:
+      model: the target, with its tokenizer.
+      constraints: one for each prompt, or None.
+      n: rows per prompt.
+
+    Raises:
+      ValueError: a constraint cannot be compiled for this model's tokens.
+
+    Example:
+      >>> model = stree_jax.load("demo")
+      >>> rows = constraint_rows(model, [stree_jax.Constraint("[0-9]+"), None])
+      >>> rows.start.tolist()
+      [0, -1]
+    """
+    given = [one for one in constraints if one is not None]
+    if not given:
+        return None
+    vocabulary = vocabulary_of(model, given[0].name)
+    distinct = list(dict.fromkeys(one.regex for one in given))
+    by_regex = {one.regex: vocabulary.tables(one) for one in given}
+    which, start = [], []
+    for one in constraints:
+        which += [0 if one is None else distinct.index(one.regex)] * n
+        state = NONE if one is None else _state_after(by_regex[one.regex], one)
+        start += [state] * n
+    tables = stacked([by_regex[regex] for regex in distinct])
+    rows = np.array(which, np.int32), np.array(start, np.int32)
+    return Constraints(*map(jax.device_put, (*tables, *rows)))
+
+
+def _state_after(tables: TokenTables, constraint: Constraint) -> int:
+    """Returns the state after the tokens that a constraint has seen.
+
+    Raises:
+      ValueError: they break the constraint.
+    """
+    state, V = 0, len(tables.classes)
+    for token in constraint.written:
+        known = 0 <= token < V and state >= 0
+        state = int(tables.following[state, tables.classes[token]]) if known else NONE
+    if state < 0:
+        raise ValueError(f"{constraint.name}: the text so far does not match it")
+    return state
+
+
+def stacked(tables: Sequence[TokenTables]) -> tuple[np.ndarray, ...]:
+    """Returns automata as the arrays of `Constraints` without those by row, padded to
+    powers of two."""
+    S = power_of_two(max([LEAST_STATES, *(len(t.may_end) for t in tables)]))
+    widths = (t.following.shape[1] for t in tables)
+    C = power_of_two(max([LEAST_CLASSES, *widths]))
+    tables = [*tables, *[tables[-1]] * (power_of_two(len(tables)) - len(tables))]
+
+    def padded(name: str, shape: tuple[int, ...], fill: Any) -> np.ndarray:
+        rows = [getattr(t, name) for t in tables]
+        found = np.full((len(rows), *shape), fill, rows[0].dtype)
+        for to, row in zip(found, rows, strict=True):
+            to[tuple(map(slice, row.shape))] = row
+        return found
+
+    V = tables[0].classes.shape[0]
+    return (
+        padded("classes", (V,), 0),
+        padded("following", (S, C), NONE),
+        padded("may_end", (S,), False),
+        padded("forced", (S, MOST_FORCED), NONE),
+    )
+
+
+def power_of_two(n: int) -> int:
+    """Returns the smallest power of two that is at least n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def constraints_by_row(value: Any, rows: int) -> list[Constraint | None]:
+    """Returns one constraint, or None, for each prompt.
+
+    Args:
+      value: a `Constraint` for all prompts, a list with one (or None) for each, or
+        None.
+      rows: number of prompts.
+
+    Raises:
+      ValueError: it is none of these.
+    """
+    if value is None or isinstance(value, Constraint):
+        return [value] * rows
+    listed: list[Any] = list(value) if isinstance(value, list | tuple) else [0]
+    if len(listed) != rows or not all(
+        one is None or isinstance(one, Constraint) for one in listed
+    ):
+        raise ValueError(
+            f"constraint: want a Constraint for all prompts, or a list of one (or "
+            f"None) for each of the {rows}, got {shown(value)}"
+        )
+    return listed

@@ -1,0 +1,168 @@
+"""Turns an automaton of bytes into an automaton of a model's tokens.
+
+A token leads from a state to the state after its bytes. Most tokens lead from each
+state to the same state as many others do; these are one class, and the table has a
+column for each class only.
+
+Letters: S states, C classes, V tokens, L forced tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stree_jax.constraints.expression import NONE, ByteAutomaton, useful
+
+MOST_CLASSES = 20_000
+MOST_FORCED = 16  # L
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # of the hashes of columns
+
+Encode = Callable[[bytes], list[int]]
+"""A function that returns the usual tokens of a piece of text."""
+
+
+@dataclass(frozen=True)
+class TokenTables:
+    """An automaton of tokens, see `sampling.constraints.Constraints`.
+
+    Attributes:
+      classes: [V] int32. Class of each token; class 0 is that of tokens that are never
+        allowed.
+      following: [S, C] int32. State after a token of each class; `NONE` if it is not
+        allowed.
+      may_end: [S] bool.
+      forced: [S, L] int32. Tokens that spell what must follow, padded with `NONE`.
+    """
+
+    classes: np.ndarray
+    following: np.ndarray
+    may_end: np.ndarray
+    forced: np.ndarray
+
+
+def token_tables(
+    automaton: ByteAutomaton,
+    pieces: Sequence[bytes],
+    num_tokens: int,
+    encode: Encode,
+    name: str = "constraint",
+) -> TokenTables:
+    """Returns the automaton of tokens.
+
+    Args:
+      automaton: the automaton of bytes.
+      pieces: the bytes of each token; tokens without bytes are never allowed.
+      num_tokens: V. Tokens beyond `pieces` are never allowed.
+      encode: returns the usual tokens of a piece of text.
+      name: name of the constraint, for messages.
+
+    Raises:
+      ValueError: the tokens cannot spell any text that the automaton accepts, or there
+        are too many classes.
+    """
+    walk = _Walk(pieces[:num_tokens], num_tokens)
+    states = len(automaton.steps)
+    hashes = np.zeros(num_tokens, np.uint64)
+    with np.errstate(over="ignore"):
+        for state in range(states):
+            tokens, after = walk.tokens(automaton.steps, state)
+            # Tokens with equal hashes lead to the same state from each state.
+            mark = np.uint64(2 * state + 1) * _MULTIPLIER
+            hashes[tokens] += _mixed((after.astype(np.uint64) + mark) * _MULTIPLIER)
+    _, first, classes = np.unique(hashes, return_index=True, return_inverse=True)
+    classes = classes.reshape(-1)
+    if len(first) > MOST_CLASSES:
+        raise ValueError(
+            f"{name}: {len(first)} classes of tokens; want at most {MOST_CLASSES}, "
+            "such as by smaller bounds on repetition"
+        )
+    # `np.unique` sorts, and only tokens that are never allowed have the hash 0.
+    if hashes[first[0]] != 0:
+        classes, first = classes + 1, np.concatenate([[NONE], first])
+    following = np.full((states, len(first)), NONE, np.int32)
+    sizes = np.bincount(classes, minlength=len(first))
+    for state in range(states):
+        tokens, after = walk.tokens(automaton.steps, state)
+        row, column = following[state], classes[tokens]
+        row[column] = after
+        if (row[column] != after).any() or sizes[row >= 0].sum() != len(tokens):
+            raise ValueError(f"{name}: two classes of tokens have equal hashes")
+    good = useful(following, automaton.may_end)
+    if not good[0]:
+        raise ValueError(f"{name}: the model's tokens cannot spell any text of it")
+    following = np.where((following >= 0) & good[following], following, NONE)
+    return TokenTables(
+        classes=classes.astype(np.int32),
+        following=following,
+        may_end=automaton.may_end,
+        forced=_forced(automaton, encode),
+    )
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Returns 64-bit hashes whose bits all depend on all bits of x (splitmix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class _Walk:
+    """Walks the bytes of all tokens at once."""
+
+    def __init__(self, pieces: Sequence[bytes], num_tokens: int) -> None:
+        sizes = np.array([len(piece) for piece in pieces], np.int64)
+        longest = int(sizes.max(initial=0))
+        # Byte j of the tokens that have it, and where byte j + 1 is, token by token.
+        order = np.lexsort((np.arange(len(pieces)), sizes))
+        self.order = order[sizes[order] > 0]
+        ordered = [pieces[i] for i in self.order]
+        self.sizes = sizes[self.order]
+        starts = np.cumsum(self.sizes) - self.sizes
+        self.data = np.frombuffer(b"".join(ordered), np.uint8)
+        self.starts, self.longest = starts, longest
+        self.by_byte = np.argsort(self.data[starts], kind="stable")
+        firsts = self.data[starts][self.by_byte]
+        self.ends = np.searchsorted(firsts, np.arange(257))
+
+    def tokens(self, steps: np.ndarray, state: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens that may follow a state, and the states after them."""
+        row = steps[state]
+        alive = [
+            self.by_byte[self.ends[byte] : self.ends[byte + 1]]
+            for byte in np.flatnonzero(row >= 0)
+        ]
+        left = np.concatenate(alive) if alive else np.zeros(0, np.int64)
+        at = row[self.data[self.starts[left]]]
+        flat, done, after = steps.reshape(-1), [], []
+        for place in range(1, self.longest + 1):
+            ended = self.sizes[left] == place
+            done.append(left[ended])
+            after.append(at[ended])
+            left, at = left[~ended], at[~ended]
+            if not left.size:
+                break
+            at = flat[at.astype(np.int64) * 256 + self.data[self.starts[left] + place]]
+            going = at >= 0
+            left, at = left[going], at[going]
+        found = np.concatenate(done) if done else np.zeros(0, np.int64)
+        states = np.concatenate(after) if after else np.zeros(0, np.int32)
+        return self.order[found], states
+
+
+def _forced(automaton: ByteAutomaton, encode: Encode) -> np.ndarray:
+    """Returns the tokens [S, L] that spell what must follow each state."""
+    steps, may_end = automaton
+    single = ((steps >= 0).sum(axis=1) == 1) & ~may_end
+    byte, found = np.argmax(steps >= 0, axis=1), {}
+    table = np.full((len(steps), MOST_FORCED), NONE, np.int32)
+    for state in np.flatnonzero(single):
+        text, at = bytearray(), int(state)
+        while single[at] and len(text) < 8 * MOST_FORCED:
+            text.append(byte[at])
+            at = int(steps[at, byte[at]])
+        spelled = bytes(text)
+        if spelled not in found:
+            found[spelled] = encode(spelled)[:MOST_FORCED]
+        table[state, : len(found[spelled])] = found[spelled]
+    return table
