@@ -17,6 +17,7 @@ from stree_jax.cli.speeds import Speed, speed_of
 from stree_jax.cli.streams import noticing_ctrl_c
 from stree_jax.cli.template_use import render_checked
 from stree_jax.cli.terminal import coloured, follow
+from stree_jax.constraints.constraint import Constraint
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.generation.generate import Options, stream
 from stree_jax.generation.result import Generation, Past
@@ -253,6 +254,11 @@ def options_of_call(
         limit = min(limit, chat.max_new_tokens - produced)
     least = chat.options.get("min_new_tokens", 0)
     assert isinstance(least, int)
+    constraint = chat.options.get("constraint")
+    if isinstance(constraint, Constraint) and conversation.reply:
+        # Later calls go on with the same answer.
+        answer = conversation.fed[-conversation.reply :]
+        constraint = replace(constraint, written=tuple(answer))
     sampling: Sampling | None = chat.sampling
     if chat.sampling.temperature == 0 and chat.sampling.repetition_penalty == 1:
         sampling = None
@@ -265,6 +271,7 @@ def options_of_call(
         max_new_tokens=limit,
         min_new_tokens=min(max(least - produced, 0), limit),
         sampling=sampling,
+        constraint=constraint,
         past=conversation.past,
         take_past=True,
         keep_past=True,

@@ -30,6 +30,7 @@ from stree_jax.cli.speeds import compile_times, speed_line, tokens_per_s
 from stree_jax.cli.streams import noticing_ctrl_c
 from stree_jax.common.programs import begin
 from stree_jax.common.words import DRAFTERS
+from stree_jax.constraints.constraint import Constraint
 from stree_jax.convert.base.files import MOST_TEXT, read_text, universal
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tokenizers.tokenizer import encoding, read_tokenizer
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 OF_PROGRAMS = (
     *("command", "model", "drafter", "tree", "rule", "dtype", "n", "max_new_tokens"),
     *("context", "memory", "ngrams", "draft_vocab", "logprobs", "stop"),
+    *("json_schema", "regex"),
 )
 PATIENCE_S = 1.0  # seconds without output, after which a status line is printed
 
@@ -173,7 +175,31 @@ def options_of(args: argparse.Namespace) -> Options:
         sampling=sampling_of(args),
         stop_tokens=() if args.ignore_eos else None,
         stop_strings=args.stop,
+        constraint=constraint_of(args),
     )
+
+
+def constraint_of(args: argparse.Namespace) -> Constraint | None:
+    """Returns the constraint of --json-schema or --regex, or None.
+
+    Raises:
+      ValueError: both are given, or it cannot be compiled.
+    """
+    if args.json_schema is not None and args.regex is not None:
+        raise ValueError("--regex: give either --json-schema or --regex, not both")
+    if args.json_schema is None and args.regex is None:
+        return None
+    if args.regex is not None:
+        found = Constraint(args.regex, name="--regex")
+    else:
+        text = read_text(Path(args.json_schema))
+        try:
+            schema = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"--json-schema: {args.json_schema}: {error}") from None
+        found = Constraint.json(schema, name="--json-schema")
+    found.check()
+    return found
 
 
 def check_text(source: str, text: str) -> str:

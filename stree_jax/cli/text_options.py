@@ -56,6 +56,10 @@ def add_text_options(
         help=r"end before this text; \n, \t, \r, \\ and \uXXXX stand for characters; "
         "can be repeated",
     )
+    text = "write JSON that is valid for the JSON schema in this file, without spaces"
+    add(stopping, "--json-schema", str, None, text, metavar="FILE")
+    text = "write a text that matches this regular expression as a whole"
+    add(stopping, "--regex", str, None, text, metavar="EXPRESSION")
     text = "continue after the model's stop tokens"
     stopping.add_argument("--ignore-eos", action="store_true", help=text)
 

@@ -1,6 +1,7 @@
 """Constraints of the rows of a batch, as tables on the device."""
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ _vocabularies: "OrderedDict[tuple[int, int], Vocabulary]" = OrderedDict()
 
 
 class Vocabulary:
-    """The tokens of a model, and the automata that were made for them.
+    """The tokens of a model, and the automata that were made for them. It may be used
+    by several threads.
 
     Attributes:
       tokenizer: the tokenizer.
@@ -38,6 +40,7 @@ class Vocabulary:
         self.tokenizer, self.num_tokens = tokenizer, num_tokens
         self.pieces = token_bytes(tokenizer)[:num_tokens]
         self._kept: OrderedDict[str, TokenTables] = OrderedDict()
+        self._lock = threading.Lock()
         self._ids = {piece: i for i, piece in enumerate(self.pieces) if piece}
         self._longest = max(map(len, self._ids), default=0)
         digest = hashlib.sha256(str(num_tokens).encode())
@@ -52,20 +55,26 @@ class Vocabulary:
           ValueError: the constraint cannot be compiled, or this vocabulary cannot spell
             it.
         """
+        with self._lock:
+            if (found := self._kept.get(constraint.regex)) is None:
+                found = self._made(constraint)
+            self._kept[constraint.regex] = found
+            self._kept.move_to_end(constraint.regex)
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+            return found
+
+    def _made(self, constraint: Constraint) -> TokenTables:
+        """Returns the automaton of a constraint from disk, or a new one."""
         regex = constraint.regex
-        if regex not in self._kept:
-            key = hashlib.sha256(self._digest + regex.encode("utf-8", "replace"))
-            found = kept_tables(key.hexdigest(), self.num_tokens)
-            if found is None:
-                automaton = byte_automaton(regex, constraint.name)
-                tokens = self.pieces, self.num_tokens, self._encode
-                found = token_tables(automaton, *tokens, constraint.name)
-                keep_tables(key.hexdigest(), found)
-            self._kept[regex] = found
-        self._kept.move_to_end(regex)
-        if len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[regex]
+        key = hashlib.sha256(self._digest + regex.encode("utf-8", "replace"))
+        found = kept_tables(key.hexdigest(), self.num_tokens)
+        if found is None:
+            automaton = byte_automaton(regex, constraint.name)
+            tokens = self.pieces, self.num_tokens, self._encode
+            found = token_tables(automaton, *tokens, constraint.name)
+            keep_tables(key.hexdigest(), found)
+        return found
 
     def _encode(self, data: bytes) -> list[int]:
         """Returns the usual tokens of a piece of text."""
@@ -170,12 +179,19 @@ def _state_after(tables: TokenTables, constraint: Constraint) -> int:
     return state
 
 
-def stacked(tables: Sequence[TokenTables]) -> tuple[np.ndarray, ...]:
+def stacked(
+    tables: Sequence[TokenTables], states: int = 0, classes: int = 0
+) -> tuple[np.ndarray, ...]:
     """Returns automata as the arrays of `Constraints` without those by row, padded to
-    powers of two."""
-    S = power_of_two(max([LEAST_STATES, *(len(t.may_end) for t in tables)]))
+    powers of two.
+
+    Args:
+      tables: the automata.
+      states, classes: smallest S and C.
+    """
+    S = power_of_two(max([LEAST_STATES, states, *(len(t.may_end) for t in tables)]))
     widths = (t.following.shape[1] for t in tables)
-    C = power_of_two(max([LEAST_CLASSES, *widths]))
+    C = power_of_two(max([LEAST_CLASSES, classes, *widths]))
     tables = [*tables, *[tables[-1]] * (power_of_two(len(tables)) - len(tables))]
 
     def padded(name: str, shape: tuple[int, ...], fill: Any) -> np.ndarray:

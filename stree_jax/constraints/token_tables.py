@@ -22,7 +22,7 @@ Encode = Callable[[bytes], list[int]]
 """A function that returns the usual tokens of a piece of text."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenTables:
     """An automaton of tokens, see `sampling.constraints.Constraints`.
 

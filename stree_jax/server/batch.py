@@ -2,9 +2,9 @@
 
 Prompts are padded to a few widths. There are three decoding programs: for batches with
 greedy rows only, for batches with sampled rows, too, and for batches with rows that
-have log-probabilities or a repetition penalty. The rows of the batch decide which
-program runs, but a row's tokens do not depend on the program. The module `programs`
-compiles them in advance.
+have log-probabilities or a repetition penalty; and as many for batches with constrained
+rows. The rows of the batch decide which program runs, but a row's tokens do not depend
+on the program. The module `programs` compiles those without constraints in advance.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.constraints.token_tables import TokenTables
 from stree_jax.generation.arguments import stop_token_table
 from stree_jax.models import PREFILL_CHUNK, Model, ModelConfig, reading_chunk
 from stree_jax.models.base.keys import key_of
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, row_key, sampling_rows
+from stree_jax.server.constrained import ConstrainedRows
 from stree_jax.server.prefixes import Prefixes
 from stree_jax.sizing import step_times
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
@@ -94,6 +96,7 @@ class TextRequest:
       logprobs: True if log-probabilities are requested.
       shared: number of tokens at the beginning of the prompt that other conversations
         may share, such as a system prompt. The states after them are cached.
+      constraint: automaton that the text follows, or None.
     """
 
     ids: Sequence[int]
@@ -104,6 +107,7 @@ class TextRequest:
     ignore_eos: bool = False
     logprobs: bool = False
     shared: int = 0
+    constraint: TokenTables | None = None
 
 
 @dataclass(frozen=True)
@@ -269,7 +273,8 @@ class Batch:
         self._key = key_of(0)  # the default key of `sampling_rows`
         self._decoding: Decoding | None = None
         self._lists: logprobs.LogProbs | None = None
-        self._programs: dict[tuple[bool, bool], Callable[..., Decoding]] = {}
+        self._programs: dict[tuple[Any, ...], Callable[..., Decoding]] = {}
+        self._constrained = ConstrainedRows(sizes.rows)
 
     def time_steps(self, shapes: Decoding) -> None:
         """Sets the step times of tree "auto". If they have not been measured on this
@@ -297,6 +302,7 @@ class Batch:
         """Frees all rows, their arrays and the cached states."""
         self.prefixes.clear()
         self.rows = [None] * self.sizes.rows
+        self._constrained = ConstrainedRows(self.sizes.rows)
         self.rest()
 
     def rest(self) -> None:
@@ -331,6 +337,7 @@ class Batch:
         self._keep(request.ids, (one.state, drafter_kept(one.drafting)))
         jax.block_until_ready(one.root)  # the caller measures the prefill
         self._decoding = admit_jit(spec, self._decoding, jnp.int32(row), one)
+        self._constrained.set(row, request.constraint)
         self.rows[row] = Row(request)
         return cached
 
@@ -365,13 +372,14 @@ class Batch:
         self._decoding = cancel_jit(self._decoding, jnp.asarray(marks))
         for row in rows:
             self.rows[row] = None
+            self._constrained.set(row, None)
 
     def advance(self) -> dict[int, RowUpdate]:
         """Runs a segment: `Sizes.steps` decoding steps of all rows. Frees finished
         rows. Returns the new tokens by row."""
         spec, d = self._parts()
         steps = jnp.int32(self.sizes.steps)
-        kind = d.requests.sampling is None, d.logprobs is None
+        kind = d.requests.sampling is None, d.logprobs is None, _sizes_of(d)
         if kind not in self._programs:  # finding it takes a few milliseconds
             self._programs[kind] = advance_jit.ready(spec, d, steps)
         d = self._programs[kind](spec, d, steps)
@@ -383,7 +391,7 @@ class Batch:
         if d.logprobs is not None:
             self._lists = d.logprobs
         assert self._decoding is not None  # checked by `_parts`
-        self._decoding = with_parts(d, self._decoding)
+        self._decoding = with_parts(self._constrained.without(d), self._decoding)
         rows = enumerate(self.rows)
         updates = {i: _row_update(host, i, row) for i, row in rows if row}
         for i, update in updates.items():
@@ -394,6 +402,7 @@ class Batch:
                     text = (*row.request.ids, *tokens.tolist())
                     self._keep(text, past, answered=True)
                 self.rows[i] = None
+                self._constrained.set(i, None)
         return updates
 
     def _keep(self, text: Sequence[int], past: Any, **marks: bool) -> None:
@@ -416,7 +425,7 @@ class Batch:
         lists = any(r.logprobs or r.sampling.repetition_penalty != 1 for r in requests)
         sampled = lists or any(r.sampling.temperature > 0 for r in requests)
         d = for_program(self._decoding, sampled, self._lists if lists else None)
-        return self.specs[sampled], d
+        return self.specs[sampled], self._constrained.part_of(d)
 
     def _read(self, request: TextRequest, past: Any = None) -> Decoding:
         """Prefills a prompt. Returns a batch of one row whose buffers have the sizes of
@@ -438,6 +447,12 @@ class Batch:
             capacity=self._layout.capacity,
             past=past,
         )
+
+
+def _sizes_of(d: Decoding) -> tuple[int, ...] | None:
+    """Returns the sizes of the automata of a batch, or None without constraints."""
+    found = d.requests.constraints
+    return None if found is None else found.following.shape
 
 
 def _row_update(host: dict[str, Any], i: int, row: Row) -> RowUpdate:
