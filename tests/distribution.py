@@ -21,6 +21,7 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.models import MambaConfig, ModelConfig, init_params
 from stree_jax.models.stack.config import named
+from stree_jax.sampling.constraints import Constraints
 from stree_jax.sampling.distribution import ACCEPT, DRAFT, Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import SamplingRows, sampling_rows
@@ -116,7 +117,13 @@ def sampled_rows() -> SamplingRows:
     return sampling_rows(settings, jax.random.key(KEY))
 
 
-def drawn(target: stree_jax.Model, drafter: Any, tree: Tree, rule: Rule) -> np.ndarray:
+def drawn(
+    target: stree_jax.Model,
+    drafter: Any,
+    tree: Tree,
+    rule: Rule,
+    constraints: Constraints | None = None,
+) -> np.ndarray:
     """Returns how often each text was generated, [settings] + [V] * PLACES. Traced
     anew."""
     rows = sampled_rows()
@@ -132,6 +139,7 @@ def drawn(target: stree_jax.Model, drafter: Any, tree: Tree, rule: Rule) -> np.n
             stop_tokens=jnp.full((count, 1), -1, jnp.int32),
             stop_strings=None,
             sampling=rows,
+            constraints=constraints,
         )
         spec = make_spec(target, drafter, tree, rule)
         lengths = jnp.ones_like(prompts[:, 0])
