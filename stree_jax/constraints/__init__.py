@@ -1,0 +1,1 @@
+"""Restricts generated text to regular expressions, such as those of JSON schemas."""
