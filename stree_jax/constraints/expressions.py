@@ -10,6 +10,8 @@ MAX_REPETITION = 1_000  # bounds of lengths and items; an automaton has a copy f
 MAX_LENGTH = 200_000  # characters of an expression
 MAX_SIZE = 60_000  # characters after repetitions are written out, about as many states
 
+MAX_NESTING = 200  # nested groups; the `regex` crate refuses more than 250
+
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~")
 
 
@@ -47,13 +49,19 @@ def repeat(item: str, low: int, high: int | None) -> str:
 
 
 def written_out_size(expression: str) -> int:
-    """Returns the number of characters and classes, with repetitions written out."""
+    """Returns the number of characters and classes, with repetitions written out.
+
+    Raises:
+      UnsupportedError: more than `MAX_NESTING` groups are nested.
+    """
     sizes, last, place = [0], 0, 0
     while place < len(expression):
         char = expression[place]
         if char == "(":
             sizes[-1] += last
             sizes.append(0)
+            if len(sizes) > MAX_NESTING:
+                raise UnsupportedError(f"more than {MAX_NESTING} groups are nested")
             last, place = 0, place + 2  # skips "?:"
         elif char == ")":
             last += sizes.pop()

@@ -1,7 +1,7 @@
 """Regular expressions of the string formats of JSON schema.
 
-An expression accepts a part of a format's texts, each of them valid: no leap seconds, no
-hosts of five labels, no internationalised names.
+An expression accepts a part of a format's texts, each of them valid. It leaves out leap
+seconds, hosts of more than four labels and internationalised names.
 """
 
 from stree_jax.constraints.expressions import UnsupportedError, either

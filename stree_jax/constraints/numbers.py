@@ -1,8 +1,8 @@
 """Writes regular expressions for JSON integers and numbers within bounds.
 
-Numbers have no leading zeros and no plus sign, and integers are not `-0`. Without bounds
-a number may have an exponent of one or two digits. With bounds it has none, and at most
-`MAX_DECIMALS` decimals.
+Numbers have no leading zeros and no plus sign, and integers are not `-0`. Without
+bounds a number may have an exponent of one or two digits. With bounds it has no
+exponent, at most `MAX_DECIMALS` decimals, and zero has no minus sign.
 """
 
 import math
@@ -45,7 +45,10 @@ def exact(value: int | float) -> Fraction:
     return Fraction(value if isinstance(value, int) else repr(value))
 
 
-def integer_regex(bounds: Bounds = Bounds(), multiple_of: int = 1) -> str:
+NO_BOUNDS = Bounds()
+
+
+def integer_regex(bounds: Bounds = NO_BOUNDS, multiple_of: int = 1) -> str:
     """Returns the expression of the integers within bounds.
 
     Raises:
@@ -69,7 +72,7 @@ def integer_regex(bounds: Bounds = Bounds(), multiple_of: int = 1) -> str:
     return _signed(low, high, lambda a, b: _multiples(a, b, multiple_of))
 
 
-def number_regex(bounds: Bounds = Bounds()) -> str:
+def number_regex(bounds: Bounds = NO_BOUNDS) -> str:
     """Returns the expression of the numbers within bounds.
 
     Raises:
@@ -241,7 +244,7 @@ def _decimals(low: int, high: int | None, places: int) -> str:
 
 
 def _fraction(low: str, high: str) -> str:
-    """Returns the expression of a decimal part from .low to .high, empty if that is 0."""
+    """Returns the expression of a decimal part from .low to .high, empty for 0."""
     text = rf"\.{_decimal_digits(low, high)}"
     return text if low.strip("0") else f"(?:{text})?"
 

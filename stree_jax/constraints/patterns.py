@@ -264,7 +264,7 @@ class _Parser:
         elif char.isascii() and not char.isalnum() and char.isprintable():
             code = ord(char)
         else:
-            raise self.error(f"the escape \\{char} is not supported")
+            raise self.error(f"the escape {char!r} is not supported")
         return ((code, code),)
 
     def hexadecimal(self, size: int) -> int:
@@ -368,7 +368,7 @@ def _part(ranges: Ranges) -> Part:
 
 
 def _without_surrogates(ranges: Ranges) -> Ranges:
-    """Returns ranges whose ends are characters, so that they can be written in UTF-8."""
+    """Returns ranges whose ends can be written in UTF-8."""
     first, last = _SURROGATES
     found = []
     for start, end in ranges:
