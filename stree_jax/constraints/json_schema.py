@@ -309,7 +309,7 @@ class _Writer:
         return f"(?:{self.some(left)}{after}|{self.some(right)})"
 
     def values(self, rules: Rules, path: str) -> list[str]:
-        """Returns the expressions of the values of `enum` and `const` that are valid."""
+        """Returns the expressions of the valid values of `enum` and `const`."""
         values = rules.values or ()
         if rules.array_rules() and any(isinstance(v, list) for v in values):
             raise refuse(path, "enum and const of arrays go with type only")
