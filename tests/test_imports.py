@@ -26,7 +26,7 @@ FLOORS = {
         "common cpu_kernels",
         "pallas_kernels",
         "models",
-        "convert sampling",
+        "constraints convert sampling",
         "speculation",
         "checkpoints",
         "sizing",
