@@ -49,7 +49,9 @@ def byte_automaton(regex: str, name: str = "regex") -> ByteAutomaton:
     try:
         regex.encode()
         bytes_by_id = core.Vocabulary(256, {bytes([b]): [b] for b in range(256)})
-        index = core.Index(regex, bytes_by_id)
+        # Without `$` a match would end at the first alternative: "a|ab" is not "ab".
+        # With it, an expression that may be empty needs a byte in front.
+        index = core.Index(rf"\x00(?:{regex})$", bytes_by_id)
     except Exception as error:  # the package has no exception type of its own
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{name}: {shown(regex)} does not compile: {reason}") from None
@@ -59,7 +61,10 @@ def byte_automaton(regex: str, name: str = "regex") -> ByteAutomaton:
             f"{name}: its automaton has {len(found)} states; want at most "
             f"{MOST_STATES}, such as by smaller bounds on repetition"
         )
-    first, last = index.get_initial_state(), set(index.get_final_states())
+    first = found[index.get_initial_state()].get(0)
+    last = set(index.get_final_states())
+    if first is None:
+        raise ValueError(f"{name}: {shown(regex)} matches no text")
     names = [first, *sorted((set(found) | last) - {first})]
     place = {state: i for i, state in enumerate(names)}
     steps = np.full((len(names), 256), NONE, np.int32)

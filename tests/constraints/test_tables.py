@@ -147,6 +147,25 @@ def test_choices_are_texts(texts):
         Constraint.choice(texts)
 
 
+@pytest.mark.parametrize(
+    ("regex", "texts", "others"),
+    [
+        ("a|ab|abc", ["a", "ab", "abc"], ["b", "abca"]),
+        ("a*?b?", ["a", "b", "aab"], ["ba"]),
+        ("(?:0|0x[0-9]+)+", ["0", "0x1", "00x12"], ["0x"]),
+        ("(?i)yes", ["YES", "yEs"], ["no"]),
+        ("[0-9]*", ["1", "23"], ["a"]),
+    ],
+)
+def test_every_alternative_counts(regex, texts, others):
+    automaton = byte_automaton(regex)
+    for text in texts:
+        assert automaton.may_end[walked(automaton, text.encode())], text
+    for text in others:
+        state = walked(automaton, text.encode())
+        assert state == NONE or not automaton.may_end[state], text
+
+
 def test_choices_are_literal():
     texts = ["a.b*c", "x|y", "[z]", "\\d", "#&-~", "tab\tline\n", "é日"]
     automaton = byte_automaton(Constraint.choice(texts).regex)
