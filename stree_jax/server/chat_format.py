@@ -29,6 +29,8 @@ class ChatFormat:
       channels: True for gpt-oss' format, in which all of an answer is in channels.
       text_arguments: True if the template takes arguments of calls as text.
       null_content: True if the template writes calls of messages without content only.
+      several: False if the template takes one call per message. Answers then have at
+        most one.
       drops_calls: True if the template leaves out calls of earlier messages. They are
         then written into the content.
     """
@@ -39,6 +41,7 @@ class ChatFormat:
     channels: bool = False
     text_arguments: bool = False
     null_content: bool = False
+    several: bool = True
     drops_calls: bool = False
 
     @property
@@ -93,7 +96,7 @@ def _text(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-USER, NAME = "stree-jax asks", "get_weather"
+USER, NAME, OTHER = "stree-jax asks", "get_weather", "find_city"
 ARGUMENTS = {"city": "Paris", "days": 3}
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -104,7 +107,7 @@ TOOL = {
     "type": "function",
     "function": {"name": NAME, "description": "Weather.", "parameters": SCHEMA},
 }
-IDS = ("abcdefghi", f"functions.{NAME}:0")
+IDS = ("abcdefghi", f"functions.{NAME}:0")  # as Mistral and Kimi want them
 
 
 def chat_format(template: str, render: Render) -> ChatFormat:
@@ -119,9 +122,14 @@ def chat_format(template: str, render: Render) -> ChatFormat:
         reasoning=next((p for p in REASONING if p[1] in template), None),
         channels=all(mark in template for mark in CHANNELS),
     )
-    if form.channels or not form.tools:
+    if not form.tools:
         return form
-    return _with_calls(template, render, form)
+    if not form.channels:
+        form = _with_calls(template, render, form)
+    one = _rendered_calls(form, render, (NAME,))
+    two = _rendered_calls(form, render, (OTHER, NAME))
+    only_one = one is not None and not (two and NAME in two and OTHER in two)
+    return replace(form, several=not only_one)
 
 
 def _uses_tools(render: Render) -> bool:
@@ -144,7 +152,7 @@ def _with_calls(template: str, render: Render, form: ChatFormat) -> ChatFormat:
     rendered = written = False
     for null, as_text, call_id in itertools.product((False, True), (False, True), IDS):
         own = replace(form, text_arguments=as_text, null_content=null)
-        text = _rendered_call(own, render, call_id)
+        text = _rendered_calls(own, render, (NAME,), call_id)
         rendered, written = (
             rendered or text is not None,
             written or NAME in (text or ""),
@@ -157,15 +165,27 @@ def _with_calls(template: str, render: Render, form: ChatFormat) -> ChatFormat:
     return replace(form, calls=hinted[0], drops_calls=rendered)
 
 
-def _rendered_call(form: ChatFormat, render: Render, call_id: str) -> str | None:
-    """Returns the text of a call and its result, or None if the template fails."""
-    function = {"name": NAME, "arguments": ARGUMENTS}
-    call = {"id": call_id, "type": "function", "function": function}
+def _rendered_calls(
+    form: ChatFormat, render: Render, names: Sequence[str], first_id: str = IDS[0]
+) -> str | None:
+    """Returns the text of calls of named functions and their results, or None if the
+    template fails."""
+    ids = [first_id, "abcdefghj"][: len(names)]
+    calls = [
+        {
+            "id": one,
+            "type": "function",
+            "function": {"name": name, "arguments": ARGUMENTS},
+        }
+        for one, name in zip(ids, names, strict=True)
+    ]
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": USER},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "sunny", "tool_call_id": call_id, "name": NAME},
+        {"role": "assistant", "content": "", "tool_calls": calls},
     ]
+    for one, name in zip(ids, names, strict=True):
+        own = {"tool_call_id": one, "name": name}
+        messages.append({"role": "tool", "content": "sunny", **own})
     try:
         return render(form.prepared(messages), [TOOL]).rpartition(USER)[2]
     except ValueError:

@@ -10,16 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stree_jax.server.calls import (
-    TOOL_NAME,
-    BracedCalls,
-    Call,
-    JsonCalls,
-    NamedCalls,
-    PythonCalls,
-    Read,
-    TaggedCalls,
-)
+from stree_jax.server.calls import TOOL_NAME, Call, JsonCalls, NamedCalls, Read
+from stree_jax.server.literal_calls import BracedCalls, PythonCalls
+from stree_jax.server.tagged_calls import TaggedCalls
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,12 @@ def _json(opening: str, closing: str = "", **more: Any) -> Format:
 
 
 def _tagged(
-    opening: str, head: str, key: str, ends: tuple[str, str, str], hint: str = ""
+    opening: str,
+    head: str,
+    key: str,
+    ends: tuple[str, str, str],
+    hint: str = "",
+    last: str = "\n",
 ) -> Format:
     """Returns a format with a tag for each parameter.
 
@@ -62,8 +60,9 @@ def _tagged(
       head, key: patterns of `TaggedCalls`.
       ends: texts behind a value, a call and all calls.
       hint: text in templates of this format. If empty, it is `opening`.
+      last: text at the end of a value that does not belong to it.
     """
-    read = TaggedCalls(re.compile(head), re.compile(key), *ends)
+    read = TaggedCalls(re.compile(head), re.compile(key), *ends, last)
     return Format(opening, read, (hint or opening,), tuple(filter(None, ends[1:])))
 
 
@@ -147,8 +146,9 @@ FORMATS = (
     _tagged(  # MiniCPM 5
         '<function name="',
         QUOTED,
-        r'<param name="(?P<key>[^"\n]+)">',
+        r'<param name="(?P<key>[^"\n]+)">(?:<!\[CDATA\[)?',
         ("</param>", "</function>", ""),
+        last="]]>",
     ),
     _invoked("<minimax:tool_call>", "</minimax:tool_call>"),  # MiniMax-M2
     _invoked(  # DeepSeek V3.2

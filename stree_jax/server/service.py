@@ -287,7 +287,8 @@ def splitter_of(
         if request.turn.continues:
             begun = request.messages[-1]["content"].rpartition(begin)
             opened = bool(begun[1]) and end not in begun[2]
-    return Splitter(form, use.schemas if calls else None, opened, use.parallel)
+    several = use.parallel and form.several
+    return Splitter(form, use.schemas if calls else None, opened, several)
 
 
 class Exchange:
