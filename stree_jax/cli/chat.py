@@ -93,6 +93,7 @@ def render(
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] = MappingProxyType({}),
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Writes a conversation as text, as Hugging Face's tokenizers do.
 
@@ -105,6 +106,7 @@ def render(
       special_tokens: texts of special tokens, such as `bos_token`.
       add_generation_prompt: True to end with the start of an answer.
       variables: other variables of the template, such as `enable_thinking`.
+      tools: descriptions of functions that the model may call.
 
     Raises:
       ValueError: the template failed.
@@ -114,9 +116,11 @@ def render(
     own = {
         "messages": list(messages),
         "add_generation_prompt": add_generation_prompt,
-        "tools": None,
+        "tools": list(tools) or None,
         "documents": None,
     }
+    if tools and "xml_tools" in template:  # SmolLM3's name of the variable
+        own["xml_tools"] = own["tools"]
     try:
         return rendered(_compiled(template), {**special_tokens, **variables, **own})
     except Exception as error:  # a template is a program: it can raise anything

@@ -2,17 +2,21 @@
 
 import codecs
 import json
+import secrets
+import string
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from stree_jax.common.version import __version__
 from stree_jax.server.protocol import Request
+from stree_jax.server.split import Parts, Splitter
 from stree_jax.server.texts import Choice, Piece, Token
 
+LETTERS = string.ascii_letters + string.digits  # of ids of tool calls
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"stree-jax-{__version__}"
 
@@ -43,6 +47,10 @@ class Answer:
       texts, tokens, finish_reasons, logprobs: one entry per text, prompt by prompt, and
         for each prompt its n texts.
       timings: set when the answer is finished. None if nothing was generated.
+      splitter: splits texts into reasoning, content and tool calls. If None, they are
+        all content.
+      sent: the parts of each text that were streamed.
+      call_ids: the ids of each text's tool calls.
     """
 
     request: Request
@@ -52,6 +60,9 @@ class Answer:
     finish_reasons: list[str | None]
     logprobs: list[list[Choice]]
     timings: Timings | None = None
+    splitter: Splitter | None = None
+    sent: list[Parts] = field(default_factory=list)
+    call_ids: list[list[str]] = field(default_factory=list)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -79,14 +90,46 @@ class Answer:
         self.logprobs[index] += piece.logprobs
         self.finish_reasons[index] = piece.finish_reason
 
+    def parts(self, index: int) -> Parts:
+        """Returns the parts of a text so far."""
+        text, final = self.texts[index], self.finish_reasons[index] is not None
+        if self.splitter is None:
+            return Parts(content=text)
+        return self.splitter(text, final)
 
-def empty_answer(request: Request, prompt_tokens: int, texts: int) -> Answer:
+    def call_id(self, index: int, call: int, name: str) -> str:
+        """Returns the id of a tool call of a text; `name` is its function."""
+        ids = self.call_ids[index]
+        while len(ids) <= call:
+            ids.append(self._new_id(name, len(ids)))
+        return ids[call]
+
+    def _new_id(self, name: str, call: int) -> str:
+        """Returns a new id for a tool call, in the form that the template takes."""
+        kind = "openai"
+        if self.splitter is not None and self.splitter.form.calls is not None:
+            kind = self.splitter.form.calls.ids
+        if kind == "short":
+            return "".join(secrets.choice(LETTERS) for _ in range(9))
+        if kind == "indexed":
+            earlier = [m.get("tool_calls", ()) for m in self.request.messages]
+            return f"functions.{name}:{sum(map(len, earlier)) + call}"
+        return "call_" + "".join(secrets.choice(LETTERS) for _ in range(24))
+
+
+def empty_answer(
+    request: Request,
+    prompt_tokens: int,
+    texts: int,
+    splitter: Splitter | None = None,
+) -> Answer:
     """Returns the answer to a request before its first piece.
 
     Args:
       request: the request.
       prompt_tokens: number of tokens of all prompts.
       texts: number of texts.
+      splitter: see `Answer`.
     """
     return Answer(
         request,
@@ -95,6 +138,9 @@ def empty_answer(request: Request, prompt_tokens: int, texts: int) -> Answer:
         [0] * texts,
         [None] * texts,
         [[] for _ in range(texts)],
+        splitter=splitter,
+        sent=[Parts()] * texts,
+        call_ids=[[] for _ in range(texts)],
     )
 
 
@@ -103,18 +149,42 @@ def whole(answer: Answer) -> dict[str, Any]:
     chat = answer.request.kind == "chat"
     choices = []
     for i, text in enumerate(answer.texts):
-        message = {"role": "assistant", "content": text, "refusal": None}
+        parts = answer.parts(i)
         choices.append(
             {
                 "index": i,
-                **({"message": message} if chat else {"text": text}),
+                **({"message": _message(answer, i, parts)} if chat else {"text": text}),
                 "logprobs": _logprobs(answer, answer.logprobs[i]),
-                "finish_reason": answer.finish_reasons[i],
+                "finish_reason": _finish_reason(answer, i, parts),
             }
         )
     kind = "chat.completion" if chat else "text_completion"
     body = {"choices": choices, "usage": answer.usage} | _timings(answer)
     return _envelope(answer, kind) | body
+
+
+def _message(answer: Answer, index: int, parts: Parts) -> dict[str, Any]:
+    """Returns the message of a chat. Its content is null if there are only calls."""
+    content = None if parts.calls and not parts.content else parts.content
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if parts.reasoning:
+        message["reasoning_content"] = parts.reasoning
+    if parts.calls:
+        message["tool_calls"] = [
+            {
+                "id": answer.call_id(index, i, call.name),
+                "type": "function",
+                "function": call._asdict(),
+            }
+            for i, call in enumerate(parts.calls)
+        ]
+    return message
+
+
+def _finish_reason(answer: Answer, index: int, parts: Parts) -> str | None:
+    """Returns the reason for the end of a text, in the protocol's words."""
+    reason = answer.finish_reasons[index]
+    return "tool_calls" if parts.calls and reason == "stop" else reason
 
 
 def _timings(answer: Answer) -> dict[str, Any]:
@@ -157,15 +227,45 @@ def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
     chat, events = answer.request.kind == "chat", []
     before = len(answer.logprobs[index]) - len(piece.logprobs)
     lists = _logprobs(answer, piece.logprobs, answer.logprobs[index][:before])
-    if piece.text or piece.logprobs:
-        new = {"delta": {"content": piece.text}} if chat else {"text": piece.text}
+    parts = Parts(content=piece.text)
+    if chat and answer.splitter is not None:
+        parts = answer.parts(index)
+        deltas = list(_deltas(answer, index, parts))
+        answer.sent[index] = parts
+    else:
+        deltas = [{"content": piece.text}] if piece.text else []
+    if piece.logprobs and not deltas:
+        deltas = [{"content": ""}]
+    for delta in deltas:
+        new = {"delta": delta} if chat else {"text": delta["content"]}
         events.append(_chunk(answer, index, new, lists, None))
+        lists = _logprobs(answer, ())
     if piece.finish_reason is not None:
         last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
         # In the last event of the answer, as in llama.cpp.
         times = {} if answer.request.usage or not answer.finished else _timings(answer)
-        events.append(_chunk(answer, index, last, None, piece.finish_reason, times))
+        reason = _finish_reason(answer, index, parts)
+        events.append(_chunk(answer, index, last, None, reason, times))
     return events
+
+
+def _deltas(answer: Answer, index: int, parts: Parts) -> Iterator[dict[str, Any]]:
+    """Yields what a text's parts add to those that were streamed."""
+    before = answer.sent[index]
+    if reasoning := parts.reasoning[len(before.reasoning) :]:
+        yield {"reasoning_content": reasoning}
+    if content := parts.content[len(before.content) :]:
+        yield {"content": content}
+    for i, call in enumerate(parts.calls):
+        sent = ""
+        if i < len(before.calls):
+            sent = before.calls[i].arguments
+        else:
+            own = {"id": answer.call_id(index, i, call.name), "type": "function"}
+            function = {"name": call.name, "arguments": ""}
+            yield {"tool_calls": [{"index": i, **own, "function": function}]}
+        if arguments := call.arguments[len(sent) :]:
+            yield {"tool_calls": [{"index": i, "function": {"arguments": arguments}}]}
 
 
 def closing(answer: Answer) -> list[bytes]:

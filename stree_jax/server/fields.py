@@ -23,8 +23,8 @@ WITHOUT_EFFECT = {
     "prompt_cache_options",
     "prompt_cache_retention",
     "service_tier",
-    "parallel_tool_calls",  # tools are not supported
-    "parse_tool_calls",  # llama.cpp
+    "parallel_tool_calls",  # of chats, it is read
+    "parse_tool_calls",  # llama.cpp; of chats, it is read
     "request_id",  # vLLM
     "rid",  # SGLang
     "priority",  # vLLM; here requests are served in the order of arrival
@@ -55,8 +55,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),  # "auto" chooses none of an empty list
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -92,7 +90,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "lora": ([],),
     "image_data": ([],),
     "response_fields": ([],),
-    "reasoning_format": ("none", "auto"),  # "auto" separates only known formats
     "reasoning_budget_tokens": (-1,),
     "reasoning_control": (False,),
     "timings_per_token": (False,),
@@ -100,7 +97,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_tokens": (False,),
     "detokenize": (True,),  # vLLM and SGLang, like all of these
     "include_reasoning": (True,),
-    "separate_reasoning": (False,),
     "thinking_token_budget": (),
     "min_tokens": (0,),
     "length_penalty": (1,),
@@ -131,6 +127,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 NEUTRAL_OF: dict[Kind, dict[str, tuple[Any, ...]]] = {
     "completion": {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),  # "auto" chooses none of an empty list
+        "reasoning_format": ("none", "auto"),  # completions have no reasoning
+        "separate_reasoning": (False,),
         "echo": (False,),
         "suffix": ("",),
         "add_special_tokens": (True,),
@@ -172,5 +172,11 @@ READ_OF: dict[Kind, set[str]] = {
         "continue_final_message",
         "chat_template_kwargs",
         "reasoning_effort",
+        "reasoning_format",
+        "separate_reasoning",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "parse_tool_calls",
     },
 }

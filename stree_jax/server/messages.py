@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stree_jax.server.errors import invalid
+from stree_jax.server.tools import calls_of
 
 # Fields of answers that clients send back. They are allowed if they are empty.
 OF_ANSWERS = {"audio", "tool_calls", "function_call"}
+ROLES_OF_RESULTS = ("tool", "function")  # of messages with the result of a call
 # Fields that clients add to answers and that repeat or describe the content.
 IGNORED = {
     "annotations",
@@ -30,7 +32,7 @@ TEXT_PARTS = {
 IGNORED_OF_PARTS = {"cache_control", "prompt_cache_breakpoint", "annotations"}
 
 
-def messages_of(fields: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
+def messages_of(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Returns the messages of a request; raises ApiError if they are invalid."""
     value = fields.get("messages")
     if not isinstance(value, list) or not value:
@@ -38,23 +40,34 @@ def messages_of(fields: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
     return tuple(_message(i, message) for i, message in enumerate(value))
 
 
-def _message(i: int, message: Any) -> dict[str, str]:
+def _message(i: int, message: Any) -> dict[str, Any]:
     """Returns message i of a chat; raises ApiError if it is invalid."""
     where = f"messages.[{i}]"
     if not isinstance(message, dict) or not is_text(message.get("role")):
         raise invalid(f"{where}: want an object with a role", where)
+    role = message["role"]
     known = {"role", "content", "refusal", *TEXTS_OF_MESSAGES, *IGNORED}
     known |= {name for name in OF_ANSWERS if not message.get(name)}
-    _refuse_others(where, message, known)
-    found = {"role": message["role"], "content": _content_of(where, message)}
-    for name in TEXTS_OF_MESSAGES:
+    texts: tuple[str, ...] = TEXTS_OF_MESSAGES
+    if role == "assistant":
+        known.add("tool_calls")
+    if role in ROLES_OF_RESULTS:
+        texts = (*texts, "tool_call_id")
+    _refuse_others(where, message, known | set(texts))
+    found = {"role": role, "content": _content_of(where, message)}
+    for name in texts:
         text = message.get(name)
         if text is not None and not is_text(text):
             raise invalid(f"{where}.{name}: want a text", f"{where}.{name}")
         if text:
             found[name] = text
     reasons = [found[name] for name in REASONING if name in found]
-    return found | ({REASONING[0]: reasons[0]} if reasons else {})
+    calls = message.get("tool_calls")
+    return (
+        found
+        | ({REASONING[0]: reasons[0]} if reasons else {})
+        | ({"tool_calls": calls_of(f"{where}.tool_calls", calls)} if calls else {})
+    )
 
 
 def _content_of(where: str, message: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ servers.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from stree_jax.server.fields import (
     Kind,
 )
 from stree_jax.server.messages import is_text, messages_of
+from stree_jax.server.tools import ToolUse, tools_of
 
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_SAMPLES = 128
@@ -39,11 +40,13 @@ class Turn:
       begins: True if the model begins a new turn (`add_generation_prompt`).
       continues: True if it continues the last message (`continue_final_message`).
       variables: other variables of the template, such as `enable_thinking`.
+      tools: tools that the model may call, in the template's form.
     """
 
     begins: bool = True
     continues: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,11 @@ class Request:
       kind: "completion" or "chat".
       model: name of the model, or "" for the only one.
       prompts: texts or token ids (completions).
-      messages: roles and texts (chat).
-      turn: settings for the end of the messages in the chat template.
+      messages: roles, texts and tool calls (chat).
+      turn: settings for the end of the messages in the chat template, and the tools.
+      tool_use: the tools, and how the answer may use them (chat).
+      parse_calls: False if tool calls stay in the content.
+      split_reasoning: False if reasoning stays in the content.
       max_tokens: maximum number of tokens of an answer. If None, the context limits it.
       temperature, top_p, top_k, min_p, penalty: see `Sampling`. With temperature 0,
         only the penalty is used.
@@ -72,8 +78,11 @@ class Request:
     kind: Kind
     model: str
     prompts: tuple[str | tuple[int, ...], ...]
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     turn: Turn
+    tool_use: ToolUse
+    parse_calls: bool
+    split_reasoning: bool
     max_tokens: int | None
     temperature: float
     top_p: float
@@ -127,12 +136,16 @@ def parse(kind: Kind, body: Any) -> Request:
     temperature, top_p = _temperature(fields), _number(fields, "top_p", 1.0, 0.0, 1.0)
     if top_p < SMALLEST:  # keeps only the likeliest token: greedy decoding
         temperature = top_p = 0.0
+    use = tools_of(fields) if chat else ToolUse()
     request = Request(
         kind=kind,
         model=_model(fields),
         prompts=() if chat else _prompts(fields),
         messages=messages_of(fields) if chat else (),
-        turn=_turn(fields),
+        turn=replace(_turn(fields), tools=use.for_template),
+        tool_use=use,
+        parse_calls=not chat or _boolean(fields, "parse_tool_calls", True),
+        split_reasoning=not chat or _split_reasoning(fields),
         max_tokens=_max_tokens(kind, fields),
         temperature=temperature,
         top_p=top_p or 1.0,
@@ -308,6 +321,17 @@ def _turn(fields: Mapping[str, Any]) -> Turn:
     if effort is not None:  # some templates, such as gpt-oss', have this variable
         variables = {"reasoning_effort": effort} | variables
     return Turn(begins and not continues, continues, variables)
+
+
+def _split_reasoning(fields: Mapping[str, Any]) -> bool:
+    """Returns False if the reasoning of an answer stays in its content, by llama.cpp's
+    or SGLang's field."""
+    kinds = ("auto", "none", "deepseek")
+    kind = fields.get("reasoning_format", "auto")
+    if kind not in kinds:
+        problem = f"want one of {', '.join(kinds)}, got {shown(kind)}"
+        raise invalid(f"reasoning_format: {problem}", "reasoning_format")
+    return kind != "none" and _boolean(fields, "separate_reasoning", True)
 
 
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:

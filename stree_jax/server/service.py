@@ -4,7 +4,8 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,15 +16,22 @@ from stree_jax.sampling.continuation import continuation
 from stree_jax.sampling.stop_strings import searched_bytes, token_bytes
 from stree_jax.server.answers import Timings, empty_answer
 from stree_jax.server.batch import TextRequest
+from stree_jax.server.chat_format import ChatFormat
+from stree_jax.server.constraints import constraint_of
 from stree_jax.server.engine import Closed, Engine, Failed, Job, QueueFull
 from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.metrics import Metrics
 from stree_jax.server.prefixes import common_length
 from stree_jax.server.protocol import Request, Turn
-from stree_jax.server.texts import Piece, Reader, Writer
+from stree_jax.server.split import Splitter
+from stree_jax.server.texts import Piece, Reader, Writer, showing
 
-Spell = Callable[[Sequence[dict[str, str]], Turn], list[int]]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Spell = Callable[[Sequence[dict[str, Any]], Turn], list[int]]
 NO_TOKENIZER = "this model has no tokenizer.json, so it cannot read text"
+TAIL = 16  # tokens at the end of a prompt that may begin the reasoning
 RETRY_S = 1  # value of Retry-After, in seconds, if the queue is full
 
 
@@ -55,6 +63,7 @@ class Service:
         has no chat template.
       keys: accepted API keys. If empty, requests need no key.
       created: time of the start, in seconds since 1970.
+      form: what the chat template supports.
     """
 
     engine: Engine
@@ -66,6 +75,21 @@ class Service:
     spell: Spell | None = None
     keys: tuple[bytes, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
+    form: ChatFormat = ChatFormat()
+
+    def prepare(self) -> None:
+        """Makes the tokenizers that chats need, which takes a second if the vocabulary
+        is large."""
+        for calls in (False, True):
+            self.tokenizer(calls)
+
+    def tokenizer(self, calls: bool) -> "Tokenizer":
+        """Returns the tokenizer that decodes the answers of chats.
+
+        Args:
+          calls: True if the answer may have tool calls.
+        """
+        return showing(self.reader.tokenizer, self.form.marks(calls))
 
     @property
     def context(self) -> int:
@@ -113,6 +137,7 @@ def encoded_prompts(service: Service, request: Request) -> list[Prompt]:
             "the server with --chat-template",
             "messages",
         )
+    _check_tools(service.form, request)
     try:
         if chat and service.spell is not None:
             return [_conversation(service, service.spell, request)]
@@ -120,6 +145,20 @@ def encoded_prompts(service: Service, request: Request) -> list[Prompt]:
     except ValueError as error:
         raise invalid(str(error), "messages" if chat else "prompt") from error
     return [Prompt(ids) for ids in texts]
+
+
+def _check_tools(form: ChatFormat, request: Request) -> None:
+    """Raises ApiError if a request has tools that the model cannot call."""
+    if not request.tool_use.tools:
+        return
+    problem = None
+    if not form.tools:
+        problem = "the chat template of this model does not use tools"
+    elif not form.reads_calls and request.tool_use.choice != "none":
+        problem = "this server cannot read the tool calls of this model's chat template"
+    if problem is not None:
+        raise invalid(f"tools: {problem}", "tools", "unsupported_value")
+    constraint_of(request, form)
 
 
 def _conversation(service: Service, spell: Spell, request: Request) -> Prompt:
@@ -144,7 +183,7 @@ def _shared_tokens(spell: Spell, request: Request, ids: list[int]) -> int:
     try:
         ids_of_other = spell(
             (*request.messages[: system.index(False)], other),
-            Turn(variables=request.turn.variables),
+            replace(request.turn, begins=True, continues=False),
         )
     except ValueError:  # the template does not take such a conversation
         return 0
@@ -225,6 +264,33 @@ def _max_new_tokens(service: Service, request: Request, prompt: int) -> int:
     return left if request.max_tokens is None else min(request.max_tokens, left)
 
 
+def splitter_of(
+    service: Service, request: Request, prompts: Sequence[Prompt]
+) -> Splitter | None:
+    """Returns the splitter of a request's texts, or None if they are all content."""
+    form, use = service.form, request.tool_use
+    if request.kind != "chat":
+        return None
+    if not request.split_reasoning:
+        form = replace(form, reasoning=None)
+    calls = bool(use.tools) and use.choice != "none" and request.parse_calls
+    splits = request.split_reasoning and (form.channels or form.reasoning is not None)
+    if not calls and not splits:
+        return None
+    opened = False
+    if form.reasoning is not None:
+        begin, end = form.reasoning
+        tail = service.reader.tokenizer.decode(
+            prompts[0].ids[-TAIL:], skip_special_tokens=False
+        )
+        opened = tail.rstrip().endswith(begin.rstrip())
+        if request.turn.continues:
+            begun = request.messages[-1]["content"].rpartition(begin)
+            opened = bool(begun[1]) and end not in begun[2]
+    several = use.parallel and form.several
+    return Splitter(form, use.schemas if calls else None, opened, several)
+
+
 class Exchange:
     """The texts of one request while they are generated."""
 
@@ -246,11 +312,15 @@ class Exchange:
         self.service = service
         count = len(prompts) * request.n
         tokens = sum(len(prompt.ids) for prompt in prompts)
-        self.answer = empty_answer(request, tokens, count)
+        splitter = splitter_of(service, request, prompts)
+        self.answer = empty_answer(request, tokens, count, splitter)
         self._queue: asyncio.Queue[tuple[int, Piece | Failed]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         reader, top = service.reader, request.top_logprobs or 0
-        decoders = [continuation(reader.tokenizer, p.ids) for p in prompts]
+        tokenizer = reader.tokenizer
+        if splitter is not None:
+            tokenizer = service.tokenizer(splitter.schemas is not None)
+        decoders = [continuation(tokenizer, p.ids) for p in prompts]
         self.jobs = []
         for i, one in enumerate(texts):  # prompt by prompt, n texts each
             writer = Writer(reader, request.stops, top, decoders[i // request.n])

@@ -17,7 +17,7 @@ def message(**fields):
 @pytest.mark.parametrize(
     ("kind", "change", "param"),
     [
-        ("chat", dict(tools=[{"type": "function"}]), "tools"),
+        ("chat", dict(tools=[{"type": "function"}]), "tools.[0].function"),
         ("chat", dict(tool_choice="required"), "tool_choice"),
         ("chat", dict(response_format={"type": "json_schema"}), "response_format"),
         ("chat", dict(moderation={"model": "m"}), "moderation"),

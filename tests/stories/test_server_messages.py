@@ -155,7 +155,7 @@ def test_variables_of_a_template():
         (dict(reasoning=7), "reasoning"),
         (dict(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "content"),
         (dict(content=[{"type": "text", "text": "a"}, {"type": "file"}]), "content"),
-        (dict(content=None, tool_calls=[{"id": "1"}]), "tool_calls"),
+        (dict(content=None, tool_calls=[{"id": "1"}]), "tool_calls.[0].function"),
         (dict(content=[{"type": "text", "text": "a", "image": "b"}]), "content.image"),
         (dict(images=["x"]), "images"),
         (dict(prefix=True), "prefix"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from stree_jax.cli.common import notes, print_status, vocabulary_of
 from stree_jax.cli.options import (
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from stree_jax.models import Model
     from stree_jax.server.batch import Sizes
+    from stree_jax.server.chat_format import ChatFormat
     from stree_jax.server.protocol import Turn
     from stree_jax.server.run import Ready
     from stree_jax.server.service import Spell
@@ -176,7 +177,9 @@ def ready(
         Limits(args.max_body, args.timeout),
         spell=speller(args.model, model, template),
         keys=keys,
+        form=template_format(args.model, template),
     )
+    service.prepare()
     rest = programs.warm(batch, say)
     return_free_memory()
     seconds = time.perf_counter() - began
@@ -378,23 +381,66 @@ def speller(name: str, model: "Model", template: str | None = None) -> "Spell | 
       name: the model's name, as in --model.
       template: a template to use in place of the model's.
     """
-    from stree_jax.checkpoints.resolve import resolve
-    from stree_jax.cli.chat import Message, read_chat_template, read_special_tokens
+    from stree_jax.cli.chat import Message
     from stree_jax.cli.template_use import render_checked
-    from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
     from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 
-    files, tokenizer = CheckpointFiles(resolve(name)), model.tokenizer
-    if template is None:
-        template = read_chat_template(files)
+    tokenizer = model.tokenizer
+    template, special = template_of(name, template)
     if template is None or tokenizer is None:
         return None
-    special = read_special_tokens(files)
+    form = _format_of(template, special)
 
-    def spell(messages: Sequence[dict[str, str]], turn: "Turn") -> list[int]:
+    def prepared(messages: Sequence[Message]) -> Sequence[Message]:
+        return cast(Sequence[Message], form.prepared(messages))
+
+    def spell(messages: Sequence[dict[str, Any]], turn: "Turn") -> list[int]:
         checked = cast(Sequence[Message], messages)
-        text = render_checked(template, checked, special, **vars(turn))
+        options = vars(turn) | {"prepared": prepared}
+        text = render_checked(template, checked, special, **options)
         whole = for_whole_texts(tokenizer)
         return whole.encode(text, add_special_tokens=False).ids
 
     return spell
+
+
+def template_of(name: str, template: str | None) -> tuple[str | None, dict[str, str]]:
+    """Returns the chat template, or None if there is none, and the texts of special
+    tokens.
+
+    Args:
+      name: the model's name, as in --model.
+      template: a template to use in place of the model's.
+    """
+    from stree_jax.checkpoints.resolve import resolve
+    from stree_jax.cli.chat import read_chat_template, read_special_tokens
+    from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
+
+    files = CheckpointFiles(resolve(name))
+    if template is None:
+        template = read_chat_template(files)
+    return template, read_special_tokens(files) if template is not None else {}
+
+
+def template_format(name: str, template: str | None = None) -> "ChatFormat":
+    """Returns what a model's chat template supports.
+
+    Args:
+      name: the model's name, as in --model.
+      template: a template to use in place of the model's.
+    """
+    return _format_of(*template_of(name, template))
+
+
+def _format_of(template: str | None, special: dict[str, str]) -> "ChatFormat":
+    """Returns what a chat template supports."""
+    from stree_jax.cli.chat import render
+    from stree_jax.server.chat_format import ChatFormat, Messages, chat_format
+
+    if template is None:
+        return ChatFormat()
+
+    def rendered(messages: Messages, tools: Messages) -> str:
+        return render(template, cast(Any, messages), special, False, tools=tools)
+
+    return chat_format(template, rendered)
