@@ -26,6 +26,8 @@ class Constraint:
       regex: a regular expression, in the syntax of Rust's regex crate (no look-around
         and no backreferences).
       name: name of the option from which it comes, for messages.
+      special: texts of up to 16 special tokens. The characters U+10FFF0 and following
+        stand for them in the expression. All others are never allowed.
       written: tokens of the text that were generated before, when a later call with
         `past` goes on with the same text.
 
@@ -40,6 +42,7 @@ class Constraint:
 
     regex: str
     name: str = field(default="regex", compare=False)
+    special: tuple[str, ...] = ()
     written: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

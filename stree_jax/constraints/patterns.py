@@ -382,8 +382,8 @@ def _without_surrogates(ranges: Ranges) -> Ranges:
 def _pairs(texts: list[str]) -> list[str]:
     """Returns expressions of two hexadecimal digits, grouped by the first one."""
     seconds: dict[str, str] = {}
-    for first, second in texts:
-        seconds[first] = seconds.get(first, "") + second
+    for text in texts:
+        seconds[text[0]] = seconds.get(text[0], "") + text[1]
     return [f"{first}[{second}]" for first, second in seconds.items()]
 
 

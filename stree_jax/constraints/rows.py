@@ -4,6 +4,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,6 +14,7 @@ from stree_jax.common.checks import shown
 from stree_jax.constraints.constraint import Constraint
 from stree_jax.constraints.expression import NONE, byte_automaton
 from stree_jax.constraints.kept import keep_tables, kept_tables
+from stree_jax.constraints.strings import SPECIAL
 from stree_jax.constraints.token_tables import MOST_FORCED, TokenTables, token_tables
 from stree_jax.models import Model
 from stree_jax.sampling.constraints import Constraints
@@ -39,7 +41,7 @@ class Vocabulary:
     def __init__(self, tokenizer: "Tokenizer", num_tokens: int) -> None:
         self.tokenizer, self.num_tokens = tokenizer, num_tokens
         self.pieces = token_bytes(tokenizer)[:num_tokens]
-        self._kept: OrderedDict[str, TokenTables] = OrderedDict()
+        self._kept: OrderedDict[tuple, TokenTables] = OrderedDict()
         self._lock = threading.Lock()
         self._ids = {piece: i for i, piece in enumerate(self.pieces) if piece}
         self._longest = max(map(len, self._ids), default=0)
@@ -55,26 +57,41 @@ class Vocabulary:
           ValueError: the constraint cannot be compiled, or this vocabulary cannot spell
             it.
         """
+        key = constraint.regex, constraint.special
         with self._lock:
-            if (found := self._kept.get(constraint.regex)) is None:
+            if (found := self._kept.get(key)) is None:
                 found = self._made(constraint)
-            self._kept[constraint.regex] = found
-            self._kept.move_to_end(constraint.regex)
+            self._kept[key] = found
+            self._kept.move_to_end(key)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
             return found
 
     def _made(self, constraint: Constraint) -> TokenTables:
         """Returns the automaton of a constraint from disk, or a new one."""
-        regex = constraint.regex
-        key = hashlib.sha256(self._digest + regex.encode("utf-8", "replace"))
+        what = repr((constraint.regex, constraint.special))
+        key = hashlib.sha256(self._digest + what.encode("utf-8", "replace"))
         found = kept_tables(key.hexdigest(), self.num_tokens)
         if found is None:
-            automaton = byte_automaton(regex, constraint.name)
-            tokens = self.pieces, self.num_tokens, self._encode
+            automaton = byte_automaton(constraint.regex, constraint.name)
+            pieces = self.pieces
+            if constraint.special:
+                pieces = self._with_special(constraint)
+            tokens = pieces, self.num_tokens, self._encode
             found = token_tables(automaton, *tokens, constraint.name)
             keep_tables(key.hexdigest(), found)
         return found
+
+    def _with_special(self, constraint: Constraint) -> list[bytes]:
+        """Returns the bytes of each token, with those of the characters that stand for
+        special tokens, which no other token may spell."""
+        lead = SPECIAL[0].encode()[:1]
+        pieces = [b"" if lead in piece else piece for piece in self.pieces]
+        for text, char in zip(constraint.special, SPECIAL, strict=False):
+            token = self.tokenizer.token_to_id(text)
+            if token is not None and token < len(pieces):
+                pieces[token] = char.encode()
+        return pieces
 
     def _encode(self, data: bytes) -> list[int]:
         """Returns the usual tokens of a piece of text."""
@@ -152,16 +169,16 @@ def constraint_rows(
     if not given:
         return None
     vocabulary = vocabulary_of(model, given[0].name)
-    distinct = list(dict.fromkeys(one.regex for one in given))
-    by_regex = {one.regex: vocabulary.tables(one) for one in given}
+    distinct = list(dict.fromkeys(replace(one, written=()) for one in given))
+    tables = [vocabulary.tables(one) for one in distinct]
     which, start = [], []
     for one in constraints:
-        which += [0 if one is None else distinct.index(one.regex)] * n
-        state = NONE if one is None else _state_after(by_regex[one.regex], one)
+        place = 0 if one is None else distinct.index(replace(one, written=()))
+        which += [place] * n
+        state = NONE if one is None else _state_after(tables[place], one)
         start += [state] * n
-    tables = stacked([by_regex[regex] for regex in distinct])
     rows = np.array(which, np.int32), np.array(start, np.int32)
-    return Constraints(*map(jax.device_put, (*tables, *rows)))
+    return Constraints(*map(jax.device_put, (*stacked(tables), *rows)))
 
 
 def _state_after(tables: TokenTables, constraint: Constraint) -> int:

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from stree_jax.constraints.expressions import literal, repeat
 
 _HEX = "[0-9a-fA-F]"
-_CONTROL = r"\x00-\x1f\x7f"  # JSON forbids the first 32; U+007F shows nothing as well
+# JSON forbids the first 32, U+007F shows nothing as well, and the last 16 characters of
+# Unicode stand for special tokens (`Constraint.special`).
+SPECIAL = tuple(map(chr, range(0x10FFF0, 0x110000)))
+_CONTROL = rf"\x00-\x1f\x7f{SPECIAL[0]}-{SPECIAL[-1]}"
 _PLAIN = rf'[^"\\{_CONTROL}]'
 # `\u` escapes of characters, and of pairs of surrogates. A lone surrogate is no text.
 _ESCAPE = (
@@ -26,6 +29,8 @@ def json_text(value: object, *, spaces: bool = False) -> str:
     """Returns the JSON text of a value in the fixed form."""
     separators = (", ", ": ") if spaces else (",", ":")
     text = json.dumps(value, ensure_ascii=False, separators=separators, allow_nan=False)
+    for char in SPECIAL:
+        text = text.replace(char, json.dumps(char)[1:-1])
     return text.replace("\x7f", "\\u007f")
 
 

@@ -312,12 +312,14 @@ def _constraints(model: Model, constraint: Any, batch: int) -> Constraints | Non
 
 def _repeated(by_prompt: dict[str, Any], n: int) -> dict[str, Any]:
     """Returns arrays of B prompts as arrays of B n rows; tables of automata stay."""
-    rows = {}
+    rows: dict[str, Any] = {}
     for name, value in by_prompt.items():
-        if isinstance(value, StopAutomata | Constraints):
-            by_row = "automaton", "start"
-            own = {k: jnp.repeat(x, n) for k, x in vars(value).items() if k in by_row}
-            rows[name] = replace(value, **own)
+        if isinstance(value, StopAutomata):
+            which = jnp.repeat(value.automaton, n)
+            rows[name] = replace(value, automaton=which)
+        elif isinstance(value, Constraints):
+            which, start = (jnp.repeat(x, n) for x in (value.automaton, value.start))
+            rows[name] = replace(value, automaton=which, start=start)
         else:
             rows[name] = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), value)
     return rows

@@ -54,7 +54,6 @@ WITHOUT_EFFECT |= {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "response_format": ({"type": "text"},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -79,7 +78,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "grammar_lazy": (False,),
     "grammar_triggers": ([],),
     "preserved_tokens": ([],),
-    "json_schema": (),
     "samplers": (),
     "top_n_sigma": (-1,),
     "adaptive_target": (-1,),
@@ -115,13 +113,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "return_hidden_states": (False,),
-    "structured_outputs": (),
     "structural_tag": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
     "guided_grammar": (),
-    "regex": (),
     "ebnf": (),
     "vllm_xargs": ({},),
 }
@@ -162,6 +155,13 @@ READ = {
     "logprobs",
     "logit_bias",
     "ignore_eos",
+    "response_format",
+    "structured_outputs",  # vLLM, like the three below
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "regex",  # SGLang
+    "json_schema",  # SGLang and llama.cpp
 }
 READ_OF: dict[Kind, set[str]] = {
     "completion": {"prompt", "best_of"},

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stree_jax.constraints.constraint import Constraint
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server.errors import invalid, shown
 from stree_jax.server.fields import (
@@ -23,6 +24,7 @@ from stree_jax.server.fields import (
     Kind,
 )
 from stree_jax.server.messages import is_text, messages_of
+from stree_jax.server.structured import structure_of
 from stree_jax.server.tools import ToolUse, tools_of
 
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
@@ -60,6 +62,7 @@ class Request:
       messages: roles, texts and tool calls (chat).
       turn: settings for the end of the messages in the chat template, and the tools.
       tool_use: the tools, and how the answer may use them (chat).
+      structure: constraint on the text of an answer, or None.
       parse_calls: False if tool calls stay in the content.
       split_reasoning: False if reasoning stays in the content.
       max_tokens: maximum number of tokens of an answer. If None, the context limits it.
@@ -81,6 +84,7 @@ class Request:
     messages: tuple[dict[str, Any], ...]
     turn: Turn
     tool_use: ToolUse
+    structure: Constraint | None
     parse_calls: bool
     split_reasoning: bool
     max_tokens: int | None
@@ -144,6 +148,7 @@ def parse(kind: Kind, body: Any) -> Request:
         messages=messages_of(fields) if chat else (),
         turn=replace(_turn(fields), tools=use.for_template),
         tool_use=use,
+        structure=structure_of(fields),
         parse_calls=not chat or _boolean(fields, "parse_tool_calls", True),
         split_reasoning=not chat or _split_reasoning(fields),
         max_tokens=_max_tokens(kind, fields),

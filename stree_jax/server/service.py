@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stree_jax.constraints.rows import vocabulary_of
+from stree_jax.constraints.token_tables import TokenTables
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.generation.arguments import encode_prompts
 from stree_jax.models import Model
@@ -17,7 +19,7 @@ from stree_jax.sampling.stop_strings import searched_bytes, token_bytes
 from stree_jax.server.answers import Timings, empty_answer
 from stree_jax.server.batch import TextRequest
 from stree_jax.server.chat_format import ChatFormat
-from stree_jax.server.constraints import constraint_of
+from stree_jax.server.constraints import constraint_of, format_of
 from stree_jax.server.engine import Closed, Engine, Failed, Job, QueueFull
 from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.metrics import Metrics
@@ -117,10 +119,12 @@ class Prompt:
       ids: its tokens.
       shared: number of its tokens, from the first one on, that other conversations may
         begin with, too, such as a system prompt.
+      constraint: automaton that the answers follow, or None.
     """
 
     ids: list[int]
     shared: int = 0
+    constraint: TokenTables | None = None
 
 
 def encoded_prompts(service: Service, request: Request) -> list[Prompt]:
@@ -140,11 +144,30 @@ def encoded_prompts(service: Service, request: Request) -> list[Prompt]:
     _check_tools(service.form, request)
     try:
         if chat and service.spell is not None:
-            return [_conversation(service, service.spell, request)]
-        texts = encode_prompts(service.model, list(request.prompts))
+            prompts = [_conversation(service, service.spell, request)]
+        else:
+            texts = encode_prompts(service.model, list(request.prompts))
+            prompts = [Prompt(ids) for ids in texts]
     except ValueError as error:
         raise invalid(str(error), "messages" if chat else "prompt") from error
-    return [Prompt(ids) for ids in texts]
+    tables = _tables(service, request, prompts[0])
+    return [replace(prompt, constraint=tables) for prompt in prompts]
+
+
+def _tables(service: Service, request: Request, prompt: Prompt) -> TokenTables | None:
+    """Returns the automaton of a request's constraint, or None if it has none."""
+    tokenizer = service.reader.tokenizer
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = frozenset(token.content for token in added if token.special)
+    opened = _opened(service, request, prompt)
+    constraint = constraint_of(request, service.form, opened, special)
+    if constraint is None:
+        return None
+    try:
+        vocabulary = vocabulary_of(service.model, constraint.name)
+        return vocabulary.tables(constraint)
+    except ValueError as error:
+        raise invalid(str(error), constraint.name) from error
 
 
 def _check_tools(form: ChatFormat, request: Request) -> None:
@@ -158,7 +181,6 @@ def _check_tools(form: ChatFormat, request: Request) -> None:
         problem = "this server cannot read the tool calls of this model's chat template"
     if problem is not None:
         raise invalid(f"tools: {problem}", "tools", "unsupported_value")
-    constraint_of(request, form)
 
 
 def _conversation(service: Service, spell: Spell, request: Request) -> Prompt:
@@ -241,6 +263,7 @@ def text_requests(
                     ignore_eos=request.ignore_eos,
                     logprobs=request.top_logprobs is not None,
                     shared=prompt.shared,
+                    constraint=prompt.constraint,
                 )
             )
     return texts
@@ -268,7 +291,7 @@ def splitter_of(
     service: Service, request: Request, prompts: Sequence[Prompt]
 ) -> Splitter | None:
     """Returns the splitter of a request's texts, or None if they are all content."""
-    form, use = service.form, request.tool_use
+    form, use = format_of(request, service.form), request.tool_use
     if request.kind != "chat":
         return None
     if not request.split_reasoning:
@@ -277,18 +300,23 @@ def splitter_of(
     splits = request.split_reasoning and (form.channels or form.reasoning is not None)
     if not calls and not splits:
         return None
-    opened = False
-    if form.reasoning is not None:
-        begin, end = form.reasoning
-        tail = service.reader.tokenizer.decode(
-            prompts[0].ids[-TAIL:], skip_special_tokens=False
-        )
-        opened = tail.rstrip().endswith(begin.rstrip())
-        if request.turn.continues:
-            begun = request.messages[-1]["content"].rpartition(begin)
-            opened = bool(begun[1]) and end not in begun[2]
+    opened = request.split_reasoning and _opened(service, request, prompts[0])
     several = use.parallel and form.several
     return Splitter(form, use.schemas if calls else None, opened, several)
+
+
+def _opened(service: Service, request: Request, prompt: Prompt) -> bool:
+    """True if a prompt ends within reasoning."""
+    if request.kind != "chat" or service.form.reasoning is None:
+        return False
+    begin, end = service.form.reasoning
+    if request.turn.continues:
+        begun = request.messages[-1]["content"].rpartition(begin)
+        return bool(begun[1]) and end not in begun[2]
+    tail = service.reader.tokenizer.decode(
+        prompt.ids[-TAIL:], skip_special_tokens=False
+    )
+    return tail.rstrip().endswith(begin.rstrip())
 
 
 class Exchange:

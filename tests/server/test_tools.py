@@ -289,9 +289,6 @@ NAMED = {"type": "function", "function": {"name": "now"}}
         ),
         (dict(parallel_tool_calls="no"), "parallel_tool_calls", "true or false"),
         (dict(reasoning_format="x"), "reasoning_format", "one of"),
-        # Until constrained decoding is part of the server.
-        (dict(tool_choice="required"), "tool_choice", "not supported yet"),
-        (dict(tool_choice=NAMED), "tool_choice", "not supported yet"),
     ],
 )
 def test_wrong_fields_are_named(service, change, param, word):
