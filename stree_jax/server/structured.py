@@ -50,9 +50,11 @@ def structure_of(fields: Mapping[str, Any]) -> Constraint | None:
 def _of_format(value: Any) -> Constraint | None:
     """Returns the constraint of a `response_format`."""
     where = "response_format"
-    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        raise invalid(f"{where}: want an object, got {shown(value)}", where)
+    kind = value.get("type")
     if kind not in FORMATS:
-        wanted = f"want an object with a type of {', '.join(FORMATS)}"
+        wanted = f"want one of {', '.join(FORMATS)}"
         raise invalid(f"{where}.type: {wanted}", f"{where}.type")
     inner = {"json_schema", "schema"} if kind != "text" else set()
     given = {name for name, v in value.items() if v is not None}
