@@ -23,6 +23,7 @@ from fractions import Fraction
 from typing import Any
 
 from stree_jax.common.checks import integer
+from stree_jax.constraints.determinism import check_determinism
 from stree_jax.constraints.expressions import (
     MAX_LENGTH,
     MAX_SIZE,
@@ -50,6 +51,7 @@ from stree_jax.constraints.structures import (
     separators,
 )
 
+MAX_WORK = 4_000_000  # steps of the check of a whole schema with several patterns
 JSON_DEPTH = 3  # nested objects and arrays of `json_mode_regex`: 2,402 states
 
 
@@ -73,10 +75,15 @@ def schema_regex(
     """
     try:
         reader = Reader(schema)
-        regex = _Writer(reader, spaces).value(reader.root(), "$")
-        _check_size(regex, "$")
+        writer = _Writer(reader, spaces)
+        regex = _check_size(writer.value(reader.root(), "$"), "$")
+        if len(writer.patterns) > 1:
+            # Each pattern has been checked, but alternatives multiply their states.
+            check_determinism(regex, MAX_WORK)
     except SchemaError as error:
         raise ValueError(f"{name}: {error}") from None
+    except UnsupportedError as error:
+        raise ValueError(f"{name}: $: {error}") from None
     return regex
 
 
@@ -113,6 +120,7 @@ class _Writer:
     def __init__(self, reader: Reader, spaces: bool) -> None:
         self.reader = reader
         self.spaces = spaces
+        self.patterns: set[str] = set()
         self.comma, self.colon = separators(spaces)
 
     def value(self, schemas: All, path: str) -> str:
@@ -175,7 +183,10 @@ class _Writer:
         if rules.pattern is None:
             return string_regex(low, high)
         try:
-            return _check_size(f'"{pattern_regex(rules.pattern, low, high)}"', path)
+            regex = _check_size(f'"{pattern_regex(rules.pattern, low, high)}"', path)
+            check_determinism(regex)
+            self.patterns.add(regex)
+            return regex
         except SchemaError:
             raise
         except UnsupportedError as error:
