@@ -23,17 +23,17 @@ from fractions import Fraction
 from typing import Any
 
 from stree_jax.common.checks import integer
+from stree_jax.constraints.determinism import check_determinism
 from stree_jax.constraints.expressions import (
     MAX_LENGTH,
     MAX_SIZE,
     UnsupportedError,
     either,
-    repeat,
     written_out_size,
 )
 from stree_jax.constraints.formats import format_regex
 from stree_jax.constraints.keywords import SchemaError, child, refuse
-from stree_jax.constraints.numbers import NUMBER, integer_regex, number_regex
+from stree_jax.constraints.numbers import integer_regex, number_regex
 from stree_jax.constraints.patterns import pattern_regex
 from stree_jax.constraints.reading import Reader
 from stree_jax.constraints.rules import All, Rules, types_of
@@ -43,8 +43,15 @@ from stree_jax.constraints.strings import (
     string_regex,
     value_regex,
 )
+from stree_jax.constraints.structures import (
+    ANY_DEPTH,
+    any_object,
+    any_value,
+    array,
+    separators,
+)
 
-ANY_DEPTH = 2  # nested arrays and objects of a value without rules
+MAX_WORK = 4_000_000  # steps of the check of a whole schema with several patterns
 JSON_DEPTH = 3  # nested objects and arrays of `json_mode_regex`: 2,402 states
 
 
@@ -68,10 +75,15 @@ def schema_regex(
     """
     try:
         reader = Reader(schema)
-        regex = _Writer(reader, spaces).value(reader.root(), "$")
-        _check_size(regex, "$")
+        writer = _Writer(reader, spaces)
+        regex = _check_size(writer.value(reader.root(), "$"), "$")
+        if len(writer.patterns) > 1:
+            # Each pattern has been checked, but alternatives multiply their states.
+            check_determinism(regex, MAX_WORK)
     except SchemaError as error:
         raise ValueError(f"{name}: {error}") from None
+    except UnsupportedError as error:
+        raise ValueError(f"{name}: $: {error}") from None
     return regex
 
 
@@ -83,52 +95,7 @@ def json_mode_regex(depth: int = JSON_DEPTH, *, spaces: bool = False) -> str:
       spaces: if True, one space follows each comma and colon.
     """
     depth = integer("depth", depth, 1, 4, "1..4 nested objects and arrays")
-    return _any_object(depth, *_separators(spaces))
-
-
-def _separators(spaces: bool) -> tuple[str, str]:
-    return (", ", ": ") if spaces else (",", ":")
-
-
-def _any_value(depth: int, comma: str, colon: str) -> str:
-    options = ["null", "true", "false", NUMBER, string_regex()]
-    if depth > 0:
-        item = _any_value(depth - 1, comma, colon)
-        options.append(_array([], item, 0, None, comma))
-        options.append(_any_object(depth, comma, colon))
-    return either(options)
-
-
-def _any_object(depth: int, comma: str, colon: str) -> str:
-    member = string_regex() + colon + _any_value(depth - 1, comma, colon)
-    return rf"\{{(?:{member}(?:{comma}{member})*)?\}}"
-
-
-def _array(
-    prefix: list[str], item: str | None, low: int, high: int | None, comma: str
-) -> str:
-    """Returns the expression of an array.
-
-    Args:
-      prefix: the first items. The array may end within them after `low` items.
-      item: further items. If None, there are none.
-      low, high: number of items.
-      comma: the text between items.
-    """
-    high = len(prefix) if item is None else high
-    count = len(prefix) if high is None else min(len(prefix), high)
-    text, later = "", None if high is None else high - count
-    if item is not None and later != 0:
-        if count:
-            text = repeat(f"(?:{comma}{item})", max(low - count, 0), later)
-        else:
-            more = None if later is None else later - 1
-            text = item + repeat(f"(?:{comma}{item})", max(low - 1, 0), more)
-            text = text if low else f"(?:{text})?"
-    for place in reversed(range(count)):
-        text = (comma if place else "") + prefix[place] + text
-        text = text if place < low else f"(?:{text})?"
-    return rf"\[{text}\]"
+    return any_object(depth, *separators(spaces))
 
 
 def _check_size(regex: str, path: str) -> str:
@@ -153,7 +120,8 @@ class _Writer:
     def __init__(self, reader: Reader, spaces: bool) -> None:
         self.reader = reader
         self.spaces = spaces
-        self.comma, self.colon = _separators(spaces)
+        self.patterns: set[str] = set()
+        self.comma, self.colon = separators(spaces)
 
     def value(self, schemas: All, path: str) -> str:
         """Returns the expression of values that obey all schemas."""
@@ -173,7 +141,7 @@ class _Writer:
             return self.values(rules, path)
         types = rules.written_types()
         if rules == Rules():
-            return [_any_value(ANY_DEPTH, self.comma, self.colon)]
+            return [any_value(ANY_DEPTH, self.comma, self.colon)]
         try:
             options = ["null"] if "null" in types else []
             options += ["true", "false"] if "boolean" in types else []
@@ -215,7 +183,10 @@ class _Writer:
         if rules.pattern is None:
             return string_regex(low, high)
         try:
-            return _check_size(f'"{pattern_regex(rules.pattern, low, high)}"', path)
+            regex = _check_size(f'"{pattern_regex(rules.pattern, low, high)}"', path)
+            check_determinism(regex)
+            self.patterns.add(regex)
+            return regex
         except SchemaError:
             raise
         except UnsupportedError as error:
@@ -239,12 +210,12 @@ class _Writer:
             self.member(schemas, child(child(path, "prefixItems"), i))
             for i, schemas in enumerate(rules.prefix[:high])
         ]
-        return _check_size(_array(prefix, item, low, high, self.comma), path)
+        return _check_size(array(prefix, item, low, high, self.comma), path)
 
     def member(self, schemas: All, path: str) -> str:
         """Returns the expression of a value in an array or object."""
         if not schemas:
-            return _any_value(ANY_DEPTH - 1, self.comma, self.colon)
+            return any_value(ANY_DEPTH - 1, self.comma, self.colon)
         return self.value(schemas, path)
 
     def object(self, rules: Rules, path: str) -> str:
@@ -261,7 +232,7 @@ class _Writer:
             and rules.additional is None
             or (not properties and rules.additional == ())
         ):
-            return _any_object(ANY_DEPTH, self.comma, self.colon)
+            return any_object(ANY_DEPTH, self.comma, self.colon)
         members = []
         for name, schemas in properties.items():
             key = value_regex(name) + self.colon

@@ -20,7 +20,7 @@ MAX_DIGITS = 40  # digits of a bound
 MAX_MULTIPLES = 1_000  # multiples that are listed one by one
 MAX_SUFFIX = 3  # multiples of m are recognised by so many last digits
 
-NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?"
+NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+\-]?[0-9]{1,2})?"
 INTEGER = "(?:0|-?[1-9][0-9]*)"
 
 

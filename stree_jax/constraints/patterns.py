@@ -8,32 +8,25 @@ before and after a pattern without anchors may have any escapes.
 
 from dataclasses import dataclass
 
+from stree_jax.constraints.characters import (
+    CLASSES,
+    CONTROLS,
+    LAST,
+    LINE_ENDS,
+    Ranges,
+    complement,
+    spellings,
+    union,
+)
 from stree_jax.constraints.expressions import (
     MAX_REPETITION,
     UnsupportedError,
     either,
-    literal,
     repeat,
 )
-from stree_jax.constraints.strings import CHARACTER, json_text
+from stree_jax.constraints.strings import CHARACTER
 
 MAX_GROUPS = 32  # nested groups in a pattern
-_LAST = 0x10FFFF
-_SURROGATES = (0xD800, 0xDFFF)
-_ESCAPED = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F))
-
-Ranges = tuple[tuple[int, int], ...]
-
-_DIGIT: Ranges = ((0x30, 0x39),)
-_WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
-_SPACE: Ranges = (
-    *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
-    *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)),
-    (0xFEFF, 0xFEFF),
-)
-_LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
-_CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACE}
-_CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 
 
 @dataclass(frozen=True)
@@ -209,7 +202,7 @@ class _Parser:
         if char == "[":
             return _part(self.char_class())
         if char == ".":
-            return _part(_complement(_LINE_ENDS))
+            return _part(complement(LINE_ENDS))
         if char == "\\":
             return _part(self.escape(in_class=False))
         if char in "^$":
@@ -245,12 +238,12 @@ class _Parser:
     def escape(self, *, in_class: bool) -> Ranges:
         """Parses the rest of an escape."""
         char = self.next()
-        if char in _CLASSES:
-            return _CLASSES[char]
-        if char.lower() in _CLASSES:
-            return _complement(_CLASSES[char.lower()])
-        if char in _CONTROLS:
-            code = _CONTROLS[char]
+        if char in CLASSES:
+            return CLASSES[char]
+        if char.lower() in CLASSES:
+            return complement(CLASSES[char.lower()])
+        if char in CONTROLS:
+            code = CONTROLS[char]
         elif char == "0" and not self.pattern[self.place : self.place + 1].isdigit():
             code = 0
         elif char == "b" and in_class:
@@ -278,7 +271,7 @@ class _Parser:
         if self.take("{"):
             size = self.pattern[self.place :].find("}")
             code = self.hexadecimal(max(1, min(size, 8)))
-            if not self.take("}") or code > _LAST:
+            if not self.take("}") or code > LAST:
                 raise self.error("an escape is malformed")
             return code
         code = self.hexadecimal(4)
@@ -307,8 +300,8 @@ class _Parser:
                     raise self.error("a range ends before its start")
                 first = ((start, end),)
             ranges += first
-        found = _union(ranges)
-        return _complement(found) if negated else found
+        found = union(ranges)
+        return complement(found) if negated else found
 
     def class_member(self) -> Ranges:
         char = self.next()
@@ -317,79 +310,7 @@ class _Parser:
         return ((ord(char), ord(char)),)
 
 
-def _union(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
-    """Returns sorted ranges that do not touch each other."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if merged and start <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return tuple(merged)
-
-
-def _complement(ranges: Ranges) -> Ranges:
-    found, start = [], 0
-    for first, last in _union(ranges):
-        if start < first:
-            found.append((start, first - 1))
-        start = last + 1
-    return (*found, (start, _LAST)) if start <= _LAST else tuple(found)
-
-
 def _part(ranges: Ranges) -> Part:
-    """Returns the JSON spellings of a set of characters."""
-    raw = _complement(_union((*_complement(ranges), *_ESCAPED, _SURROGATES)))
-    options = []
-    if raw:
-        # A negated class is shorter for almost all characters.
-        negated = raw[-1][1] == _LAST
-        shown = _complement(raw) if negated else raw
-        shown = _without_surrogates(shown)
-        one = not negated and len(shown) == 1 and shown[0][0] == shown[0][1]
-        body = "".join(_range(*r) for r in shown)
-        options.append(body if one else f"[{'^' * negated}{body}]")
-    wanted = [
-        json_text(chr(code))[1:-1]
-        for first, last in _ESCAPED
-        for code in range(first, last + 1)
-        if any(start <= code <= end for start, end in ranges)
-    ]
-    short = "".join(literal(text[1]) for text in wanted if len(text) == 2)
-    if short:
-        options.append(rf"\\[{short}]")
-    long = [text[4:] for text in wanted if len(text) == 6]
-    if long:
-        options.append(rf"\\u00{either(_pairs(long))}")
-    if not options:
-        raise UnsupportedError("a class of the pattern matches no character")
-    regex = either(options)
+    """Returns the part of one character."""
+    regex = spellings(ranges)
     return Part(regex, 1, 1, item=regex, single=True)
-
-
-def _without_surrogates(ranges: Ranges) -> Ranges:
-    """Returns ranges whose ends can be written in UTF-8."""
-    first, last = _SURROGATES
-    found = []
-    for start, end in ranges:
-        start = last + 1 if first <= start <= last else start
-        end = first - 1 if first <= end <= last else end
-        if start <= end:
-            found.append((start, end))
-    return tuple(found)
-
-
-def _pairs(texts: list[str]) -> list[str]:
-    """Returns expressions of two hexadecimal digits, grouped by the first one."""
-    seconds: dict[str, str] = {}
-    for text in texts:
-        seconds[text[0]] = seconds.get(text[0], "") + text[1]
-    return [f"{first}[{second}]" for first, second in seconds.items()]
-
-
-def _range(first: int, last: int) -> str:
-    texts = [
-        f"\\x{code:02x}" if code < 0x20 or code == 0x7F else literal(chr(code))
-        for code in (first, last)
-    ]
-    return texts[0] if first == last else "-".join(texts)

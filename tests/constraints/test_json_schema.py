@@ -166,6 +166,49 @@ def test_texts_are_accepted_if_and_only_if_they_are_valid():
             ["2", "6", "4.5"],
         ),
         (
+            {"allOf": [STRING | {"maxLength": 2}, {"minLength": 1, "maxLength": 9}]},
+            ['"a"', '"ab"'],
+            ['""', '"abc"'],
+        ),
+        (
+            {
+                "type": "array",
+                "allOf": [
+                    {"prefixItems": [{"minimum": 1}, NULL], "maxItems": 3},
+                    {"items": {"type": ["integer", "null"]}, "minItems": 1},
+                    {"prefixItems": [{"maximum": 2}], "maxItems": 7},
+                ],
+            },
+            ["[1]", "[2,null]", "[1,null,null]", "[1,null,5]"],
+            ["[]", "[0]", "[3]", "[1,1]", "[1,null,5,5]"],
+        ),
+        (
+            {"allOf": [{"enum": [1, "a", None]}, {"enum": ["a", 1.0, 2]}]},
+            ["1", '"a"'],
+            ["null", "2", "1.0"],
+        ),
+        (
+            {
+                "type": "integer",
+                "allOf": [
+                    {"minimum": 2, "exclusiveMaximum": 9, "multipleOf": 2},
+                    {"exclusiveMinimum": 2, "maximum": 30, "multipleOf": 4},
+                ],
+            },
+            ["4", "8"],
+            ["2", "6", "12", "0"],
+        ),
+        (
+            {
+                "allOf": [
+                    record({"a": INTEGER}, additionalProperties=False),
+                    record({"b": INTEGER, "a": {"minimum": 1}}),
+                ]
+            },
+            ["{}", '{"a":1}'],
+            ['{"b":1}', '{"a":0}'],
+        ),
+        (
             {
                 "$defs": {"n": {"type": "integer", "minimum": 0}},
                 **record({"n": {"$ref": "#/$defs/n", "maximum": 9}}, required=["n"]),
@@ -389,3 +432,33 @@ def test_annotations_are_ignored():
         **{"$comment": "c", "deprecated": True, "readOnly": True, "type": "null"},
     }
     assert schema_regex(schema) == "null"
+
+
+def test_automata_of_outlines_core_accept_the_same_texts():
+    outlines_core = pytest.importorskip("outlines_core")
+    bytes_only = {bytes([byte]): [byte] for byte in range(256)}
+    vocabulary = outlines_core.Vocabulary(256, bytes_only)
+
+    def accepts(index, text):
+        state = index.get_initial_state()
+        for byte in b"\0" + text.encode():
+            state = index.get_next_state(state, byte)
+            if state is None:
+                return False
+        return index.is_final_state(state)
+
+    for seed in range(SCHEMAS // 2):
+        rng = random.Random(seed)
+        try:
+            regex = schema_regex(random_schema(rng))
+        except ValueError:
+            continue
+        # The engine also tracks matches that start later, which can need exponentially
+        # many states. None starts later if a byte comes first that occurs nowhere else.
+        index = outlines_core.Index(f"\\x00(?:{regex})$", vocabulary)
+        for _ in range(3):
+            text = sample(regex, rng)
+            assert accepts(index, text), (seed, text)
+            place = rng.randrange(len(text))
+            other = text[:place] + rng.choice('a1"{}[],: -\\') + text[place + 1 :]
+            assert accepts(index, other) == matches(regex, other), (seed, other)
