@@ -2,10 +2,17 @@
 
 The package outlines-core compiles the expression: its index over a vocabulary of the
 256 bytes is the automaton. The syntax is that of Rust's regex crate.
+
+An automaton can be exponentially large, and the package has no limit. So it runs in a
+process of its own, with limits on time and memory.
 """
 
+import json
+import subprocess
+import sys
 from functools import lru_cache
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +20,47 @@ from stree_jax.common.checks import shown
 
 MOST_CHARACTERS = 500_000  # of an expression
 MOST_STATES = 20_000
+MOST_SECONDS, MOST_BYTES = 10, 2**31  # for one expression
 NONE = -1  # the state after a byte that is not allowed
+
+# Reads an expression; writes a line of JSON, then the steps.
+COMPILE = """
+import json, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, ({bytes}, {bytes}))
+except ImportError:  # not on Unix
+    pass
+import array
+from outlines_core import Index, Vocabulary
+
+def answer(**about):
+    sys.stdout.buffer.write(json.dumps(about).encode() + b"\\n")
+
+regex = sys.stdin.buffer.read().decode()
+letters = Vocabulary(256, {{bytes([b]): [b] for b in range(256)}})
+try:
+    # Without `$` a match would end at the first alternative: "a|ab" is not "ab".
+    # With it, an expression that may be empty needs a byte in front.
+    index = Index(r"\\x00(?:" + regex + ")$", letters)
+except Exception as error:
+    answer(error=str(error))
+    sys.exit()
+found, last = index.get_transitions(), set(index.get_final_states())
+first = found[index.get_initial_state()].get(0)
+if first is None or len(found) > {states}:
+    answer(states=0 if first is None else len(found), end=[])
+    sys.exit()
+names = [first, *sorted((set(found) | last) - {{first}})]
+place = {{state: i for i, state in enumerate(names)}}
+answer(states=len(names), end=[i for i, state in enumerate(names) if state in last])
+for state in names:
+    row = array.array("i", [{none}]) * 256
+    for byte, after in found.get(state, {{}}).items():
+        if byte < 256 and after in place:
+            row[byte] = place[after]
+    sys.stdout.buffer.write(row.tobytes())
+""".format(bytes=MOST_BYTES, states=MOST_STATES, none=NONE)
 
 
 class ByteAutomaton(NamedTuple):
@@ -41,38 +88,14 @@ def byte_automaton(regex: str, name: str = "regex") -> ByteAutomaton:
       ValueError: the expression does not compile, matches no text or only the empty
         one, or its automaton is too large.
     """
-    core = _core(name)
+    if find_spec("outlines_core") is None:
+        need = "want the package outlines-core: pip install 'stree-jax[constraints]'"
+        raise ValueError(f"{name}: {need}")
     if len(regex) > MOST_CHARACTERS:
         raise ValueError(
             f"{name}: want at most {MOST_CHARACTERS} characters, got {len(regex)}"
         )
-    try:
-        regex.encode()
-        bytes_by_id = core.Vocabulary(256, {bytes([b]): [b] for b in range(256)})
-        # Without `$` a match would end at the first alternative: "a|ab" is not "ab".
-        # With it, an expression that may be empty needs a byte in front.
-        index = core.Index(rf"\x00(?:{regex})$", bytes_by_id)
-    except Exception as error:  # the package has no exception type of its own
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{name}: {shown(regex)} does not compile: {reason}") from None
-    found = index.get_transitions()
-    if len(found) > MOST_STATES:
-        raise ValueError(
-            f"{name}: its automaton has {len(found)} states; want at most "
-            f"{MOST_STATES}, such as by smaller bounds on repetition"
-        )
-    first = found[index.get_initial_state()].get(0)
-    last = set(index.get_final_states())
-    if first is None:
-        raise ValueError(f"{name}: {shown(regex)} matches no text")
-    names = [first, *sorted((set(found) | last) - {first})]
-    place = {state: i for i, state in enumerate(names)}
-    steps = np.full((len(names), 256), NONE, np.int32)
-    for state, row in found.items():
-        for byte, after in row.items():
-            if byte < 256 and after in place:
-                steps[place[state], byte] = place[after]
-    may_end = np.array([state in last for state in names])
+    steps, may_end = _compiled(regex, name)
     automaton = _trimmed(ByteAutomaton(steps, may_end))
     if not (automaton.steps[0] >= 0).any():
         what = "only the empty text" if automaton.may_end[0] else "no text"
@@ -80,14 +103,38 @@ def byte_automaton(regex: str, name: str = "regex") -> ByteAutomaton:
     return automaton
 
 
-def _core(name: str) -> Any:
-    """Returns the package outlines-core; raises ValueError if it is missing."""
+def _compiled(regex: str, name: str) -> ByteAutomaton:
+    """Returns the automaton as the package makes it; raises ValueError as
+    `byte_automaton` does."""
+    large = "its automaton is too large; try smaller bounds on repetition"
     try:
-        import outlines_core
-    except ModuleNotFoundError:
-        need = "want the package outlines-core: pip install 'stree-jax[constraints]'"
-        raise ValueError(f"{name}: {need}") from None
-    return outlines_core
+        made = subprocess.run(
+            [sys.executable, "-P", "-c", COMPILE],
+            input=regex.encode(),
+            capture_output=True,
+            timeout=MOST_SECONDS,
+            check=True,
+        ).stdout
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: not UTF-8 text ({error.reason})") from None
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{name}: {large}") from None
+    except subprocess.CalledProcessError as error:  # out of memory
+        reason = error.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+        raise ValueError(f"{name}: {large} ({''.join(reason)[:100]})") from None
+    line, _, data = made.partition(b"\n")
+    about = json.loads(line)
+    if "error" in about:
+        reason = " ".join(about["error"].split())[:200]
+        raise ValueError(f"{name}: {shown(regex)} does not compile: {reason}")
+    count = about["states"]
+    if count > MOST_STATES:
+        raise ValueError(f"{name}: {count} states, more than {MOST_STATES}: {large}")
+    if not count:
+        raise ValueError(f"{name}: {shown(regex)} matches no text")
+    may_end = np.zeros(count, bool)
+    may_end[about["end"]] = True
+    return ByteAutomaton(np.frombuffer(data, np.intc).reshape(count, 256), may_end)
 
 
 def _trimmed(automaton: ByteAutomaton) -> ByteAutomaton:
