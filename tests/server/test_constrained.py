@@ -1,0 +1,276 @@
+"""Test answers that follow a schema, an expression or a demanded call."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from stree_jax.constraints.expression import byte_automaton
+from stree_jax.constraints.token_tables import token_tables
+from stree_jax.sampling.constraints import NONE
+from stree_jax.server.chat_format import ChatFormat
+from stree_jax.server.constrained import ConstrainedRows
+from stree_jax.server.constraints import constraint_of
+from stree_jax.server.formats import REASONING
+from stree_jax.server.protocol import parse
+from tests.server.test_tools import BODY, PATH, USER, WEATHER
+from tests.support.answer_server import HERMES, answer_service, write_answer
+from tests.support.table_server import CHATML, ask, started, write_table
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["red", "blue"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "name": {"type": "string", "maxLength": 4},
+    },
+    "required": ["kind", "age", "name"],
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+CHAT = dict(messages=[USER], max_tokens=90)
+LIMITED = {
+    **WEATHER["function"],
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 6},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "days"],
+    },
+}
+TOOLS = [
+    {"type": "function", "function": LIMITED},
+    {"type": "function", "function": {"name": "now"}},
+]
+TOOL_CHAT = dict(messages=[USER], max_tokens=120, tools=TOOLS)
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """Returns a server whose model, left alone, answers with "hello"."""
+    path = write_answer(tmp_path_factory.mktemp("answers") / "model", ["hel", "lo"])
+    with started(answer_service(path)) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Returns a server with a chat template without tools."""
+    path = write_table(tmp_path_factory.mktemp("plain") / "model", CHATML)
+    with started(answer_service(path)) as service:
+        yield service
+
+
+def content_of(service, **changes):
+    status, _, found = ask(service, PATH, CHAT | changes)
+    assert status == 200, found
+    (choice,) = found["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["message"]["content"]
+
+
+def is_person(text):
+    found = json.loads(text)
+    assert text == json.dumps(found, separators=(",", ":"), ensure_ascii=False)
+    assert list(found) == ["kind", "age", "name"]
+    assert found["kind"] in ("red", "blue") and 0 <= found["age"] <= 99
+    return isinstance(found["name"], str) and len(found["name"]) <= 4
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(response_format=FORMAT),
+        dict(response_format={"type": "json_object", "schema": PERSON}),
+        dict(guided_json=PERSON),
+        dict(guided_json=json.dumps(PERSON)),
+        dict(json_schema=PERSON),
+        dict(structured_outputs={"json": PERSON}),
+    ],
+    ids=str,
+)
+def test_answers_are_valid_for_the_schema(service, fields, temperature):
+    assert is_person(content_of(service, temperature=temperature, seed=3, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        (dict(guided_choice=["yes", "no!"]), ["yes", "no!"]),
+        (dict(structured_outputs={"choice": ["a"]}), ["a"]),
+        (dict(guided_regex="x{3}"), ["xxx"]),
+        (dict(regex="(?:ab){2}"), ["abab"]),
+        (dict(response_format={"type": "text"}), ["hello"]),
+    ],
+    ids=str,
+)
+def test_other_demands(service, fields, texts):
+    assert content_of(service, temperature=0, **fields) in texts
+
+
+def test_completions_are_constrained_and_streamed(service):
+    body = dict(prompt="x", max_tokens=60, temperature=0)
+    status, _, found = ask(service, "/v1/completions", body | dict(guided_json=PERSON))
+    assert status == 200 and is_person(found["choices"][0]["text"])
+    status, _, events = ask(
+        service, PATH, CHAT | dict(response_format=FORMAT, stream=True)
+    )
+    parts = [json.loads(line[6:]) for line in events.splitlines() if "{" in line]
+    text = "".join(p["choices"][0]["delta"].get("content", "") for p in parts)
+    assert status == 200 and is_person(text)
+
+
+def test_rows_of_a_batch_have_their_own_constraints(service):
+    """Constrained and free texts together, each as if it were alone."""
+    bodies = [
+        dict(response_format=FORMAT, temperature=0),
+        dict(temperature=0),
+        dict(guided_regex="[0-9]{7}", temperature=1, seed=1),
+        dict(guided_choice=["yes", "no"], temperature=0, logprobs=True),
+        dict(temperature=0),
+    ]
+    alone = [content_of(service, **body) for body in bodies]
+
+    async def all_at_once():
+        calls = [asyncio.to_thread(content_of, service, **body) for body in bodies]
+        return await asyncio.gather(*calls)
+
+    assert asyncio.run(all_at_once()) == alone
+    assert alone[1] == alone[4] == "hello"
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_demanded_calls_are_valid(service, choice, temperature):
+    body = TOOL_CHAT | dict(tool_choice=choice, temperature=temperature, seed=5)
+    status, _, found = ask(service, PATH, body)
+    assert status == 200, found
+    (choice_,) = found["choices"]
+    (call,) = choice_["message"]["tool_calls"]
+    assert choice_["finish_reason"] == "tool_calls"
+    assert choice_["message"]["content"] in (None, "")
+    if choice == NAMED:
+        assert call["function"]["name"] == "get_weather"
+    arguments = json.loads(call["function"]["arguments"])
+    if call["function"]["name"] == "get_weather":
+        assert list(arguments) == ["city", "days"] and 1 <= arguments["days"] <= 9
+        assert len(arguments["city"]) <= 6
+    else:
+        assert arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "problem"),
+    [
+        (PATH, dict(response_format=3), "response_format", "want an object"),
+        (
+            PATH,
+            dict(response_format=FORMAT | {"json_schema": {"schema": {"type": "x"}}}),
+            "response_format.json_schema.schema",
+            r"$.type",
+        ),
+        (
+            PATH,
+            dict(response_format=FORMAT | {"grammar": "x"}),
+            "response_format.grammar",
+            "does not support",
+        ),
+        (PATH, dict(guided_json={"not": {}}), "guided_json", "$.not"),
+        (PATH, dict(guided_json="{"), "guided_json", "guided_json: "),
+        (PATH, dict(guided_regex="("), "guided_regex", "does not compile"),
+        (PATH, dict(guided_choice="yes"), "guided_choice", "list of texts"),
+        (PATH, dict(regex="a", guided_regex="a"), "regex", "only one of"),
+        (
+            PATH,
+            dict(TOOL_CHAT, tool_choice="required", response_format=FORMAT),
+            "response_format.json_schema.schema",
+            "cannot be combined",
+        ),
+        (
+            PATH,
+            dict(
+                tools=[
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": "f",
+                            "parameters": {"properties": {"a": {"not": {}}}},
+                        },
+                    }
+                ],
+                tool_choice="required",
+            ),
+            "tools.[0].function.parameters",
+            "$.properties.a.not",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_enforced_is_refused(service, path, fields, param, problem):
+    status, _, found = ask(service, path, CHAT | fields)
+    error = found["error"]
+    assert (status, error["param"]) == (400, param), error
+    assert problem in error["message"] and "\n" not in error["message"]
+    assert content_of(service, temperature=0) == "hello"
+
+
+def test_a_template_without_tools_still_structures(plain):
+    assert is_person(content_of(plain, response_format=FORMAT, temperature=0))
+    status, _, found = ask(plain, PATH, CHAT | dict(TOOL_CHAT, tool_choice="required"))
+    assert status == 400 and found["error"]["param"] == "tools"
+
+
+def test_structure_or_a_call(service):
+    """With tools and "auto", the answer is the structure or begins a call."""
+    request = parse("chat", BODY | dict(response_format=FORMAT))
+    constraint = constraint_of(request, service.form, False, frozenset())
+    automaton = byte_automaton(constraint.regex)
+
+    def ends(text):
+        state = 0
+        for byte in text.encode():
+            state = automaton.steps[state, byte]
+            if state < 0:
+                return False
+        return bool(automaton.may_end[state])
+
+    assert ends('{"kind":"red","age":7,"name":"x"}')
+    assert ends('<tool_call>\n{"name": "now"}')
+    assert not ends("hello")
+    special = constraint_of(request, service.form, False, frozenset(["<tool_call>"]))
+    assert special.special == ("<tool_call>",) and "\U0010fff0" in special.regex
+
+
+def test_reasoning_is_not_constrained():
+    request = parse("chat", CHAT | dict(guided_choice=["yes"]))
+    form = ChatFormat(reasoning=REASONING[0])
+    automaton = byte_automaton(constraint_of(request, form, True, frozenset()).regex)
+    for text, good in (
+        ("I think.</think>\n\nyes", True),
+        ("a < b <i> [x]</think>yes", True),
+        ("yes", False),
+        ("x</think>no", False),
+    ):
+        state = 0
+        for byte in text.encode():
+            state = automaton.steps[state, byte] if state >= 0 else NONE
+        assert (state >= 0 and bool(automaton.may_end[state])) == good, text
+    assert "<think>" in HERMES
+
+
+def test_rows_keep_their_automata():
+    tables = [
+        token_tables(byte_automaton(regex), [b"a", b"b", b"c"], 3, lambda data: [])
+        for regex in ("a+b", "(?:abc){9}")
+    ]
+    rows = ConstrainedRows(3)
+    rows.set(1, tables[0])
+    first = rows._states.tolist()
+    rows.set(2, tables[1])
+    rows.set(1, None)
+    assert first == [NONE, 0, NONE] and rows._states.tolist() == [NONE, NONE, 0]
+    assert rows._active == [False, False, True] and np.array_equal(rows._sizes, (29, 4))
