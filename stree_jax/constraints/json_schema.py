@@ -73,7 +73,7 @@ def schema_regex(
 
     Example:
       >>> schema_regex({"type": "array", "items": {"enum": [1, "a"]}, "maxItems": 2})
-      '\\\\[(?:(?:1|"a")(?:,(?:1|"a"))?)?\\\\]'
+      '\\\\[(?:(?:"a"|1)(?:,(?:"a"|1))?)?\\\\]'
     """
     try:
         reader = Reader(schema)
