@@ -1,4 +1,4 @@
-"""Writes the regular expression of the JSON texts that are valid for a schema.
+r"""Writes the regular expression of the JSON texts that are valid for a schema.
 
 Every accepted text is valid. A keyword that is not enforced is refused, never ignored.
 Texts have one form: no free white space, properties in the schema's order, and values
@@ -14,8 +14,10 @@ valid texts is accepted:
 - A property that is not listed, and text that a pattern matches, has only escapes
   that JSON demands.
 
-Some engines, such as that of outlines-core, end a match at the first alternative. Their
-users append `$` to an expression that may be a number on its own.
+The index of outlines-core ends a match at the first alternative, and also tracks
+matches that start later, which can need exponentially many states. So compile
+`\x00(?:EXPRESSION)$` for it, and start in the state after the byte 0, which no accepted
+text contains.
 """
 
 import re
@@ -71,7 +73,7 @@ def schema_regex(
 
     Example:
       >>> schema_regex({"type": "array", "items": {"enum": [1, "a"]}, "maxItems": 2})
-      '\\\\[(?:(?:1|"a")(?:,(?:1|"a"))?)?\\\\]'
+      '\\\\[(?:(?:"a"|1)(?:,(?:"a"|1))?)?\\\\]'
     """
     try:
         reader = Reader(schema)
@@ -99,6 +101,11 @@ def json_mode_regex(depth: int = JSON_DEPTH, *, spaces: bool = False) -> str:
 
 
 def _check_size(regex: str, path: str) -> str:
+    """Returns an expression of which an automaton can be built.
+
+    Raises:
+      SchemaError: the expression is too long, or would have too many states.
+    """
     if len(regex) > MAX_LENGTH:
         raise refuse(path, f"the expression has more than {MAX_LENGTH:,} characters")
     try:
@@ -160,6 +167,7 @@ class _Writer:
         return options
 
     def number(self, rules: Rules, *, whole: bool) -> str:
+        """Returns the expression of numbers, or of integers if `whole`."""
         if rules.multiple_of is None:
             return (integer_regex if whole else number_regex)(rules.bounds)
         if rules.multiple_of.denominator != 1:
@@ -167,6 +175,7 @@ class _Writer:
         return integer_regex(rules.bounds, int(rules.multiple_of))
 
     def string(self, rules: Rules, path: str) -> str:
+        """Returns the expression of strings."""
         low, high = rules.min_length, rules.max_length
         if high is not None and low > high:
             raise UnsupportedError("minLength is larger than maxLength")
@@ -193,6 +202,7 @@ class _Writer:
             raise refuse(child(path, "pattern"), str(error)) from None
 
     def array(self, rules: Rules, path: str) -> str:
+        """Returns the expression of arrays."""
         low, high = rules.min_items, rules.max_items
         if high is not None and low > high:
             raise UnsupportedError("minItems is larger than maxItems")
@@ -219,6 +229,7 @@ class _Writer:
         return self.value(schemas, path)
 
     def object(self, rules: Rules, path: str) -> str:
+        """Returns the expression of objects."""
         properties = rules.properties or {}
         place = child(path, "properties")
         for name in sorted(rules.required):

@@ -1,6 +1,8 @@
 """JSON schemas as regular expressions: each accepted text is valid."""
 
 import copy
+import doctest
+import importlib
 import json
 import random
 import re
@@ -423,6 +425,13 @@ def test_types_around_one_of_do_not_add_values():
         schema_regex({"type": ["object", "string"], "oneOf": options})
     regex = schema_regex({"type": ["object", "string"], "allOf": [{"oneOf": options}]})
     assert matches(regex, '{"a":1}') and not matches(regex, '"text"')
+
+
+@pytest.mark.parametrize("module", ["json_schema", "numbers", "patterns"])
+def test_examples_show_what_they_print(module):
+    found = importlib.import_module(f"stree_jax.constraints.{module}")
+    failed, attempted = doctest.testmod(found)
+    assert attempted and not failed
 
 
 def test_annotations_are_ignored():
