@@ -28,8 +28,8 @@ BESIDE = ("bench", "tools")  # run from a clone
 # `--verify` and `bench --transformers` say how to install transformers; llama_cpp is
 # imported by another Python, `bench --llama-python`.
 UNDECLARED = {"transformers", "llama_cpp"}
-# Callers compile the expressions of `stree_jax.constraints` with it.
-USED_BY_CALLERS = {"outlines_core"}
+# A process of its own imports it, see `constraints.expression`.
+IN_A_PROCESS = {"outlines_core"}
 NEEDED_BY_ORBAX = {"prometheus_client"}
 
 
@@ -117,7 +117,7 @@ def test_every_import_is_declared_and_every_dependency_is_imported():
     optional = modules_of(text for name in FOR_USERS for text in EXTRAS[name])
     mandatory = modules_of(PROJECT["dependencies"])
     comes_with_jax = {"jaxlib"}
-    imported = imported_modules() | USED_BY_CALLERS
+    imported = imported_modules() | IN_A_PROCESS
     assert imported - UNDECLARED - comes_with_jax == mandatory | optional
     assert not mandatory & optional
 

@@ -24,11 +24,11 @@ MOST_SECONDS, MOST_BYTES = 10, 2**31  # for one expression
 NONE = -1  # the state after a byte that is not allowed
 
 # Reads an expression; writes a line of JSON, then the steps.
-COMPILE = """
+COMPILE = f"""
 import json, sys
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_AS, ({bytes}, {bytes}))
+    resource.setrlimit(resource.RLIMIT_AS, ({MOST_BYTES}, {MOST_BYTES}))
 except ImportError:  # not on Unix
     pass
 import array
@@ -41,14 +41,14 @@ regex = sys.stdin.buffer.read().decode()
 letters = Vocabulary(256, {{bytes([b]): [b] for b in range(256)}})
 try:
     # Without `$` a match would end at the first alternative: "a|ab" is not "ab".
-    # With it, an expression that may be empty needs a byte in front.
+    # Without a byte in front, the index would also track matches that start later.
     index = Index(r"\\x00(?:" + regex + ")$", letters)
 except Exception as error:
     answer(error=str(error))
     sys.exit()
 found, last = index.get_transitions(), set(index.get_final_states())
 first = found[index.get_initial_state()].get(0)
-if first is None or len(found) > {states}:
+if first is None or len(found) > {MOST_STATES}:
     answer(states=0 if first is None else len(found), end=[])
     sys.exit()
 names = [first, *sorted((set(found) | last) - {{first}})]
@@ -60,7 +60,7 @@ for state in names:
         if byte < 256 and after in place:
             row[byte] = place[after]
     sys.stdout.buffer.write(row.tobytes())
-""".format(bytes=MOST_BYTES, states=MOST_STATES, none=NONE)
+"""
 
 
 class ByteAutomaton(NamedTuple):

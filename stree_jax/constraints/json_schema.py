@@ -14,10 +14,8 @@ valid texts is accepted:
 - A property that is not listed, and text that a pattern matches, has only escapes
   that JSON demands.
 
-The index of outlines-core ends a match at the first alternative, and also tracks
-matches that start later, which can need exponentially many states. So compile
-`\x00(?:EXPRESSION)$` for it, and start in the state after the byte 0, which no accepted
-text contains.
+The alternatives of an expression are in any order, so an engine must try all of them,
+see `constraints.expression`.
 """
 
 import re
@@ -25,7 +23,6 @@ from fractions import Fraction
 from typing import Any
 
 from stree_jax.common.checks import integer
-from stree_jax.constraints.determinism import check_determinism
 from stree_jax.constraints.expressions import (
     MAX_LENGTH,
     MAX_SIZE,
@@ -53,7 +50,6 @@ from stree_jax.constraints.structures import (
     separators,
 )
 
-MAX_WORK = 4_000_000  # steps of the check of a whole schema with several patterns
 JSON_DEPTH = 3  # nested objects and arrays of `json_mode_regex`: 2,402 states
 
 
@@ -77,16 +73,9 @@ def schema_regex(
     """
     try:
         reader = Reader(schema)
-        writer = _Writer(reader, spaces)
-        regex = _check_size(writer.value(reader.root(), "$"), "$")
-        if len(writer.patterns) > 1:
-            # Each pattern has been checked, but alternatives multiply their states.
-            check_determinism(regex, MAX_WORK)
+        return _check_size(_Writer(reader, spaces).value(reader.root(), "$"), "$")
     except SchemaError as error:
         raise ValueError(f"{name}: {error}") from None
-    except UnsupportedError as error:
-        raise ValueError(f"{name}: $: {error}") from None
-    return regex
 
 
 def json_mode_regex(depth: int = JSON_DEPTH, *, spaces: bool = False) -> str:
@@ -127,7 +116,6 @@ class _Writer:
     def __init__(self, reader: Reader, spaces: bool) -> None:
         self.reader = reader
         self.spaces = spaces
-        self.patterns: set[str] = set()
         self.comma, self.colon = separators(spaces)
 
     def value(self, schemas: All, path: str) -> str:
@@ -193,8 +181,6 @@ class _Writer:
             return string_regex(low, high)
         try:
             regex = _check_size(f'"{pattern_regex(rules.pattern, low, high)}"', path)
-            check_determinism(regex)
-            self.patterns.add(regex)
             return regex
         except SchemaError:
             raise
