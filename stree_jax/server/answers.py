@@ -17,6 +17,7 @@ from stree_jax.server.split import Parts, Splitter
 from stree_jax.server.texts import Choice, Piece, Token
 
 LETTERS = string.ascii_letters + string.digits  # of ids of tool calls
+SPLITS = 64  # see `_deltas`
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"stree-jax-{__version__}"
 
@@ -50,6 +51,7 @@ class Answer:
       splitter: splits texts into reasoning, content and tool calls. If None, they are
         all content.
       sent: the parts of each text that were streamed.
+      next_split: length of each text at which a stream splits it again.
       call_ids: the ids of each text's tool calls.
     """
 
@@ -62,6 +64,7 @@ class Answer:
     timings: Timings | None = None
     splitter: Splitter | None = None
     sent: list[Parts] = field(default_factory=list)
+    next_split: list[int] = field(default_factory=list)
     call_ids: list[list[str]] = field(default_factory=list)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -140,6 +143,7 @@ def empty_answer(
         [[] for _ in range(texts)],
         splitter=splitter,
         sent=[Parts()] * texts,
+        next_split=[0] * texts,
         call_ids=[[] for _ in range(texts)],
     )
 
@@ -227,11 +231,8 @@ def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
     chat, events = answer.request.kind == "chat", []
     before = len(answer.logprobs[index]) - len(piece.logprobs)
     lists = _logprobs(answer, piece.logprobs, answer.logprobs[index][:before])
-    parts = Parts(content=piece.text)
     if chat and answer.splitter is not None:
-        parts = answer.parts(index)
-        deltas = list(_deltas(answer, index, parts))
-        answer.sent[index] = parts
+        deltas = list(_deltas(answer, index))
     else:
         deltas = [{"content": piece.text}] if piece.text else []
     if piece.logprobs and not deltas:
@@ -244,14 +245,23 @@ def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
         last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
         # In the last event of the answer, as in llama.cpp.
         times = {} if answer.request.usage or not answer.finished else _timings(answer)
-        reason = _finish_reason(answer, index, parts)
+        reason = _finish_reason(answer, index, answer.sent[index])
         events.append(_chunk(answer, index, last, None, reason, times))
     return events
 
 
-def _deltas(answer: Answer, index: int, parts: Parts) -> Iterator[dict[str, Any]]:
-    """Yields what a text's parts add to those that were streamed."""
-    before = answer.sent[index]
+def _deltas(answer: Answer, index: int) -> Iterator[dict[str, Any]]:
+    """Yields what a text's parts add to those that were streamed, and updates them.
+
+    Splitting a text again costs time in proportion to its length. So once a text has
+    calls, it is split only when it has grown by 1/SPLITS, or is complete.
+    """
+    before, size = answer.sent[index], len(answer.texts[index])
+    running = answer.finish_reasons[index] is None
+    if running and before.calls and size < answer.next_split[index]:
+        return
+    answer.next_split[index] = size + size // SPLITS
+    parts = answer.sent[index] = answer.parts(index)
     if reasoning := parts.reasoning[len(before.reasoning) :]:
         yield {"reasoning_content": reasoning}
     if content := parts.content[len(before.content) :]:

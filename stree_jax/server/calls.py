@@ -50,7 +50,9 @@ class Section(NamedTuple):
 Read = Callable[[str, int, Schemas], Section | None]
 
 SPACE = " \t\r\n"
-_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*\\?(?:"|\Z)|[{}\[\]]', re.S)
+# Strings, of which the last may be unfinished, and brackets.
+_TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*\\?(?:"|\Z)|[{}\[\]]', re.S)
+_DEPTH = {"{": 1, "[": 1, "}": -1, "]": -1}
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]*)"')
 _JSON_HEAD = re.compile(
@@ -138,9 +140,11 @@ def _balanced(text: str, at: int) -> int | None:
     ends within it."""
     depth = 0
     for token in _TOKENS.finditer(text, at):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
-        if depth == 0:
-            return token.end()
+        change = _DEPTH.get(token[0])
+        if change is not None:
+            depth += change
+            if depth == 0:
+                return token.end()
     return None
 
 

@@ -144,6 +144,14 @@ def test_calls_that_a_template_leaves_out_are_written(template, text):
     assert f"<|im_start|>assistant\n{text}<|im_end|>" in rendered(template)
 
 
+@pytest.mark.parametrize("template", [GRANITE, LFM2])
+def test_malformed_arguments_are_written(template):
+    for arguments in ("{oops", "[1]"):
+        function = {"name": "f", "arguments": arguments}
+        asked = ASKED | dict(tool_calls=[CALLS[0] | {"function": function}])
+        assert arguments in rendered(template, [USER, asked, RESULTS[0]])
+
+
 def test_dropped_calls_and_results_are_refused():
     """Without a known format, they cannot be written into the content."""
     only_names = template_of("{{ f.name }}")

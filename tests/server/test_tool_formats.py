@@ -121,6 +121,16 @@ def test_values_of_other_formats(opening, text, arguments):
     assert calls_in(grown(opening + text, form, SCHEMAS)) == [("now", arguments)]
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [7, {"type": [{}, "integer"]}, {"type": {}}, {"anyOf": 7}, {"enum": [{}]}, {}],
+)
+def test_malformed_schemas(schema):
+    text = "<tool_call><function=f><parameter=a>3</parameter></function></tool_call>"
+    parts = grown(text, forms_of("<tool_call>")[0], {"f": {"a": schema}})
+    assert calls_in(parts) == [("f", {"a": 3})]
+
+
 def test_arguments_grow_while_they_are_written():
     hermes = forms_of("<tool_call>")[2]
     text = '<tool_call>\n{"name": "now", "arguments": {"a": "long'
