@@ -32,6 +32,7 @@ LLAMA = (
     "{{ f.arguments | tojson }}}"
 )
 ONE = "{% if loop.first %}CALL{% endif %}"
+REASONS = dict(reasoning=("<think>", "</think>"))
 NINE = "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
 
 
@@ -49,7 +50,7 @@ def form_of(template):
 @pytest.mark.parametrize(
     ("template", "opening", "more"),
     [
-        (HERMES, "<tool_call>", dict(reasoning=("<think>", "</think>"))),
+        (HERMES, "<tool_call>", REASONS),
         (template_of(QWEN), "<tool_call>", {}),
         (template_of(f"<tool_call>{JSON}</tool_call>"), "<tool_call>", {}),
         (
@@ -69,6 +70,7 @@ def form_of(template):
         ),
         (template_of(f"{NINE}[TOOL_CALLS][{JSON}]"), "[TOOL_CALLS]", {}),
         (template_of(LLAMA), "{", {}),
+        (HERMES.replace("tools", "xml_tools"), "<tool_call>", REASONS),
         (GRANITE, "<|tool_call|>", dict(drops_calls=True)),
         (LFM2, "<|tool_call_start|>", dict(drops_calls=True)),
     ],

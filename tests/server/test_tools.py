@@ -9,7 +9,11 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 
+from stree_jax.server.answers import empty_answer
 from stree_jax.server.app import make_app
+from stree_jax.server.protocol import parse
+from stree_jax.server.split import Splitter
+from tests.server.tool_texts import forms_of
 from tests.support.answer_server import answer_service, write_answer
 from tests.support.table_server import CHATML, ask, started, write_table
 
@@ -168,8 +172,6 @@ def test_a_second_round(service):
 
 
 def parsed(body):
-    from stree_jax.server.protocol import parse
-
     return parse("chat", body)
 
 
@@ -330,6 +332,25 @@ def test_only_answers_have_calls(service):
         message = {"role": "assistant", "content": None, "tool_calls": [own]}
         body = BODY | dict(messages=[USER, message, USER])
         assert ask(service, PATH, body)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("opening", "pattern"),
+    [
+        ("<tool_call>", r"call_\w{24}"),
+        ("[TOOL_CALLS]", r"[a-zA-Z0-9]{9}"),
+        ("<|tool_calls_section_begin|>", r"functions\.f:[12]"),
+    ],
+)
+def test_ids_of_calls(opening, pattern):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    request = parsed(BODY | dict(messages=[USER, asked, USER]))
+    for form in forms_of(opening):
+        answer = empty_answer(request, 1, 1, Splitter(form, {}))
+        ids = [answer.call_id(0, i, "f") for i in (0, 1, 0)]
+        assert all(re.fullmatch(pattern, one) for one in ids)
+        assert ids[0] == ids[2] != ids[1]
 
 
 def test_named_choices_hide_the_other_tools():
