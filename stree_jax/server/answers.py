@@ -2,21 +2,20 @@
 
 import codecs
 import json
-import secrets
-import string
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from stree_jax.common.version import __version__
+from stree_jax.server.chat_answers import added, message_of, new_id
 from stree_jax.server.protocol import Request
 from stree_jax.server.split import Parts, Splitter
 from stree_jax.server.texts import Choice, Piece, Token
 
-LETTERS = string.ascii_letters + string.digits  # of ids of tool calls
 SPLITS = 64  # see `_deltas`
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"stree-jax-{__version__}"
@@ -109,15 +108,11 @@ class Answer:
 
     def _new_id(self, name: str, call: int) -> str:
         """Returns a new id for a tool call, in the form that the template takes."""
-        kind = "openai"
-        if self.splitter is not None and self.splitter.form.calls is not None:
-            kind = self.splitter.form.calls.ids
-        if kind == "short":
-            return "".join(secrets.choice(LETTERS) for _ in range(9))
-        if kind == "indexed":
-            earlier = [m.get("tool_calls", ()) for m in self.request.messages]
-            return f"functions.{name}:{sum(map(len, earlier)) + call}"
-        return "call_" + "".join(secrets.choice(LETTERS) for _ in range(24))
+        format_ = None if self.splitter is None else self.splitter.form.calls
+        earlier = sum(len(m.get("tool_calls", ())) for m in self.request.messages)
+        return new_id(
+            "openai" if format_ is None else format_.ids, name, earlier + call
+        )
 
 
 def empty_answer(
@@ -154,10 +149,11 @@ def whole(answer: Answer) -> dict[str, Any]:
     choices = []
     for i, text in enumerate(answer.texts):
         parts = answer.parts(i)
+        message = message_of(parts, partial(answer.call_id, i)) if chat else {}
         choices.append(
             {
                 "index": i,
-                **({"message": _message(answer, i, parts)} if chat else {"text": text}),
+                **({"message": message} if chat else {"text": text}),
                 "logprobs": _logprobs(answer, answer.logprobs[i]),
                 "finish_reason": _finish_reason(answer, i, parts),
             }
@@ -165,24 +161,6 @@ def whole(answer: Answer) -> dict[str, Any]:
     kind = "chat.completion" if chat else "text_completion"
     body = {"choices": choices, "usage": answer.usage} | _timings(answer)
     return _envelope(answer, kind) | body
-
-
-def _message(answer: Answer, index: int, parts: Parts) -> dict[str, Any]:
-    """Returns the message of a chat. Its content is null if there are only calls."""
-    content = None if parts.calls and not parts.content else parts.content
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if parts.reasoning:
-        message["reasoning_content"] = parts.reasoning
-    if parts.calls:
-        message["tool_calls"] = [
-            {
-                "id": answer.call_id(index, i, call.name),
-                "type": "function",
-                "function": call._asdict(),
-            }
-            for i, call in enumerate(parts.calls)
-        ]
-    return message
 
 
 def _finish_reason(answer: Answer, index: int, parts: Parts) -> str | None:
@@ -262,20 +240,7 @@ def _deltas(answer: Answer, index: int) -> Iterator[dict[str, Any]]:
         return
     answer.next_split[index] = size + size // SPLITS
     parts = answer.sent[index] = answer.parts(index)
-    if reasoning := parts.reasoning[len(before.reasoning) :]:
-        yield {"reasoning_content": reasoning}
-    if content := parts.content[len(before.content) :]:
-        yield {"content": content}
-    for i, call in enumerate(parts.calls):
-        sent = ""
-        if i < len(before.calls):
-            sent = before.calls[i].arguments
-        else:
-            own = {"id": answer.call_id(index, i, call.name), "type": "function"}
-            function = {"name": call.name, "arguments": ""}
-            yield {"tool_calls": [{"index": i, **own, "function": function}]}
-        if arguments := call.arguments[len(sent) :]:
-            yield {"tool_calls": [{"index": i, "function": {"arguments": arguments}}]}
+    yield from added(before, parts, partial(answer.call_id, index))
 
 
 def closing(answer: Answer) -> list[bytes]:

@@ -6,8 +6,9 @@ import pytest
 
 from stree_jax.cli.chat import render
 from stree_jax.cli.template_use import render_checked
-from stree_jax.server.chat_format import ChatFormat, chat_format
+from stree_jax.server.chat_format import ChatFormat
 from stree_jax.server.protocol import parse
+from stree_jax.server.template_format import chat_format
 from tests.support.answer_server import HERMES
 from tests.support.table_server import CHATML
 

@@ -11,9 +11,12 @@ from openai import AsyncOpenAI
 
 from stree_jax.server.answers import empty_answer
 from stree_jax.server.app import make_app
+from stree_jax.server.chat_format import CHANNEL_TOKENS
 from stree_jax.server.protocol import parse
 from stree_jax.server.split import Splitter
+from stree_jax.server.texts import showing
 from tests.server.tool_texts import forms_of
+from tests.support import table_models
 from tests.support.answer_server import answer_service, write_answer
 from tests.support.table_server import CHATML, ask, started, write_table
 
@@ -253,6 +256,38 @@ def test_reasoning_stays_in_the_content_on_request(thinking):
     body |= dict(chat_template_kwargs={})  # the prompt opens no reasoning
     message = ask(thinking, PATH, body)[2]["choices"][0]["message"]
     assert message["content"] == "".join(THOUGHTS)
+
+
+def test_channels(tmp_path):
+    """As of gpt-oss, whose marks are special tokens."""
+    template = (
+        "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}<|message|>"
+        "{{ m.content }}{{ m.tool_calls }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}<|channel|>"
+    ).replace("<|channel|>", "{# <|channel|> #}")
+    pieces = [" to=functions.", "now", "<|channel|>", "commentary ", "<|constrain|>"]
+    pieces += ["json", "<|message|>", '{"a": ', "1}", "<|call|>"]
+    path = write_answer(tmp_path / "model", pieces, template, CHANNEL_TOKENS)
+    with started(answer_service(path)) as service:
+        message = ask(service, PATH, BODY)[2]["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": "now", "arguments": '{"a": 1}'}
+        assert message["content"] is None
+        plain = ask(service, PATH, BODY | dict(tools=[]))[2]["choices"][0]["message"]
+        assert plain["content"] == '{"a": 1}'
+
+
+def test_special_tokens_are_shown_on_request():
+    """Those within the marks only, also by a tokenizer of SentencePiece."""
+    for tokenizer in (table_models.byte_level(), table_models.spm()):
+        special = ["<tool_call>", "<|other|>"]
+        tokenizer.add_special_tokens(special)
+        assert showing(tokenizer, frozenset({"<think>"})) is tokenizer
+        shown = showing(tokenizer, frozenset({"<tool_call>\n"}))
+        text = f"Hello{special[0]}a b{special[1]}c"
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert shown.decode(ids).replace(" ", "") == "Hello<tool_call>abc"
+        assert tokenizer.decode(ids).replace(" ", "") == "Helloabc"
 
 
 # --- errors ---------------------------------------------------------------------------
