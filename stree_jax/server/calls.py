@@ -40,10 +40,13 @@ class Section(NamedTuple):
     Attributes:
       calls: the calls so far.
       end: index behind the section. None if the text ends within it.
+      rest: index of text behind the calls that is not clear yet. It is content if the
+        text ends here. None if there is no such text.
     """
 
     calls: tuple[Call, ...]
     end: int | None
+    rest: int | None = None
 
 
 # A reader returns None if the text cannot be a call.
@@ -129,9 +132,12 @@ def _json_call(
         return None, at
     name = fields.get("name", fields.get("tool_name"))
     given = fields.get("arguments", fields.get("parameters")) or {}
-    if not isinstance(name, str) or (known is not None and name not in known):
+    if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name):
         return None, at
-    own = given if isinstance(given, str) else dumped(given)
+    if known is not None and name not in known:
+        return None, at
+    own = given.encode("utf-8", "replace").decode() if isinstance(given, str) else ""
+    own = own or dumped(given)
     return Call(name, own), end
 
 
@@ -159,7 +165,14 @@ def strict(raw: str) -> str:
 
 
 def dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """Returns a value as JSON, which UTF-8 can encode: lone surrogates, which a model
+    may write as escapes, stay escapes."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
 
 
 def skip(text: str, at: int, characters: str) -> int:
@@ -193,7 +206,8 @@ def one_by_one(
             if calls and text.startswith(closing, at):
                 return Section(tuple(calls), at + len(closing))
             if len(text) - at < MAX_HEAD:
-                return Section(tuple(calls), None)
+                rest = None if closing.startswith(text[at:]) else at
+                return Section(tuple(calls), None, rest)
             return Section(tuple(calls), at) if calls else None
         name = found["name"].strip()
         own, end = arguments(found.end(), name)

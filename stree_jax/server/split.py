@@ -123,7 +123,8 @@ def _with_calls(
         contents.append(text[at:begin].strip() if calls else text[at:begin].rstrip())
         calls += section.calls
         if section.end is None:
-            rest = ""
+            known = final and section.rest is not None
+            rest = text[section.rest :] if known else ""
             break
         at = search = section.end
     contents.append(rest.strip() if calls else rest)

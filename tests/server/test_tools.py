@@ -304,6 +304,7 @@ NAMED = {"type": "function", "function": {"name": "now"}}
     ("change", "param", "word"),
     [
         (dict(tools={}), "tools", "want a list"),
+        (dict(tools=[tool(description="\ud800")]), "tools", "whole characters"),
         (dict(tools=[7]), "tools.[0].type", "function"),
         (dict(tools=[{"type": "custom"}]), "tools.[0].type", "function"),
         (dict(tools=[{"type": "function"}]), "tools.[0].function", "an object"),
@@ -342,6 +343,7 @@ def test_wrong_fields_are_named(service, change, param, word):
     ("call", "param"),
     [
         (7, ""),
+        ({"id": "\ud800", "function": {"name": "f"}}, ""),
         ({"type": "custom"}, ".type"),
         ({"id": 7, "function": {"name": "f"}}, ".id"),
         ({"id": "a"}, ".function"),
@@ -362,7 +364,7 @@ def test_only_answers_have_calls(service):
     message = USER | {"tool_calls": [call]}
     answer = ask(service, PATH, BODY | dict(messages=[message]))[2]
     assert answer["error"]["param"] == "messages.[0].tool_calls"
-    for arguments in ("", "null", "{not json", '{"a": 1}'):
+    for arguments in ("", "null", "{not json", '{"a": 1}', '{"a": "\\ud800"}'):
         own = call | {"function": {"name": "f", "arguments": arguments}}
         message = {"role": "assistant", "content": None, "tool_calls": [own]}
         body = BODY | dict(messages=[USER, message, USER])
