@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 # arguments is not a call.
 MAX_HEAD = 512
 TOOL_NAME = r"[A-Za-z0-9_.\-]+"
-
+# The first key of an object that may be a call.
 CALL_KEYS = {"name", "tool_name", "id", "tool_call_id", "type", "parameters"}
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by function: the schemas of its parameters
@@ -176,6 +176,7 @@ def dumped(value: Any) -> str:
 
 
 def skip(text: str, at: int, characters: str) -> int:
+    """Returns the index of the first character from `at` on that is another one."""
     while at < len(text) and text[at] in characters:
         at += 1
     return at

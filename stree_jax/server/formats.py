@@ -126,7 +126,7 @@ def _glm(suffix: str, opening: str, closing: str, separator: str) -> Format:
     """Returns the format of GLM: the name, then keys and values in turn."""
     begin = f"<tool_call{suffix}>" if closing else ""
     end = f"</tool_call{suffix}>"
-    head = rf"{begin}{NAME}\s*{separator}(?=\s*<)"
+    head = rf"{begin}{NAME}\s*{separator}(?=\s*(?:<arg_key{suffix}>|{end}))"
     ends = (f"</arg_value{suffix}>", end, closing)
     return _tagged(opening, head, GLM_KEY.format(suffix), ends, f"<arg_key{suffix}>")
 

@@ -175,6 +175,7 @@ def test_spellings_of_json_calls(text, calls):
         ("<tool_call>", "<tool_call>[1, 2]</tool_call>"),
         ("<tool_call>", '<tool_call>{"name": "a b"}</tool_call>'),
         ("<tool_call>", "a <tool"),
+        ("<tool_call>", "<tool_call> is <b>"),
         ("<|tool_call_start|>", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
         ("<|tool_call_start|>", "<|tool_call_start|>[f(a=g())]<|tool_call_end|>"),
         ("<|tool_call_start|>", "<|tool_call_start|>[f()(a=1)]<|tool_call_end|>"),
