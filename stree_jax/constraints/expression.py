@@ -55,7 +55,7 @@ names = [first, *sorted((set(found) | last) - {{first}})]
 place = {{state: i for i, state in enumerate(names)}}
 answer(states=len(names), end=[i for i, state in enumerate(names) if state in last])
 for state in names:
-    row = array.array("i", [{none}]) * 256
+    row = array.array("i", [{NONE}]) * 256
     for byte, after in found.get(state, {{}}).items():
         if byte < 256 and after in place:
             row[byte] = place[after]

@@ -2,21 +2,21 @@
 
 import codecs
 import json
-import secrets
-import string
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from stree_jax.common.version import __version__
+from stree_jax.server.chat_answers import added, message_of, new_id
 from stree_jax.server.protocol import Request
 from stree_jax.server.split import Parts, Splitter
 from stree_jax.server.texts import Choice, Piece, Token
 
-LETTERS = string.ascii_letters + string.digits  # of ids of tool calls
+SPLITS = 64  # see `_deltas`
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"stree-jax-{__version__}"
 
@@ -50,6 +50,7 @@ class Answer:
       splitter: splits texts into reasoning, content and tool calls. If None, they are
         all content.
       sent: the parts of each text that were streamed.
+      next_split: length of each text at which a stream splits it again.
       call_ids: the ids of each text's tool calls.
     """
 
@@ -62,6 +63,7 @@ class Answer:
     timings: Timings | None = None
     splitter: Splitter | None = None
     sent: list[Parts] = field(default_factory=list)
+    next_split: list[int] = field(default_factory=list)
     call_ids: list[list[str]] = field(default_factory=list)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -106,15 +108,11 @@ class Answer:
 
     def _new_id(self, name: str, call: int) -> str:
         """Returns a new id for a tool call, in the form that the template takes."""
-        kind = "openai"
-        if self.splitter is not None and self.splitter.form.calls is not None:
-            kind = self.splitter.form.calls.ids
-        if kind == "short":
-            return "".join(secrets.choice(LETTERS) for _ in range(9))
-        if kind == "indexed":
-            earlier = [m.get("tool_calls", ()) for m in self.request.messages]
-            return f"functions.{name}:{sum(map(len, earlier)) + call}"
-        return "call_" + "".join(secrets.choice(LETTERS) for _ in range(24))
+        format_ = None if self.splitter is None else self.splitter.form.calls
+        earlier = sum(len(m.get("tool_calls", ())) for m in self.request.messages)
+        return new_id(
+            "openai" if format_ is None else format_.ids, name, earlier + call
+        )
 
 
 def empty_answer(
@@ -140,6 +138,7 @@ def empty_answer(
         [[] for _ in range(texts)],
         splitter=splitter,
         sent=[Parts()] * texts,
+        next_split=[0] * texts,
         call_ids=[[] for _ in range(texts)],
     )
 
@@ -150,10 +149,11 @@ def whole(answer: Answer) -> dict[str, Any]:
     choices = []
     for i, text in enumerate(answer.texts):
         parts = answer.parts(i)
+        message = message_of(parts, partial(answer.call_id, i)) if chat else {}
         choices.append(
             {
                 "index": i,
-                **({"message": _message(answer, i, parts)} if chat else {"text": text}),
+                **({"message": message} if chat else {"text": text}),
                 "logprobs": _logprobs(answer, answer.logprobs[i]),
                 "finish_reason": _finish_reason(answer, i, parts),
             }
@@ -161,24 +161,6 @@ def whole(answer: Answer) -> dict[str, Any]:
     kind = "chat.completion" if chat else "text_completion"
     body = {"choices": choices, "usage": answer.usage} | _timings(answer)
     return _envelope(answer, kind) | body
-
-
-def _message(answer: Answer, index: int, parts: Parts) -> dict[str, Any]:
-    """Returns the message of a chat. Its content is null if there are only calls."""
-    content = None if parts.calls and not parts.content else parts.content
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if parts.reasoning:
-        message["reasoning_content"] = parts.reasoning
-    if parts.calls:
-        message["tool_calls"] = [
-            {
-                "id": answer.call_id(index, i, call.name),
-                "type": "function",
-                "function": call._asdict(),
-            }
-            for i, call in enumerate(parts.calls)
-        ]
-    return message
 
 
 def _finish_reason(answer: Answer, index: int, parts: Parts) -> str | None:
@@ -227,11 +209,8 @@ def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
     chat, events = answer.request.kind == "chat", []
     before = len(answer.logprobs[index]) - len(piece.logprobs)
     lists = _logprobs(answer, piece.logprobs, answer.logprobs[index][:before])
-    parts = Parts(content=piece.text)
     if chat and answer.splitter is not None:
-        parts = answer.parts(index)
-        deltas = list(_deltas(answer, index, parts))
-        answer.sent[index] = parts
+        deltas = list(_deltas(answer, index))
     else:
         deltas = [{"content": piece.text}] if piece.text else []
     if piece.logprobs and not deltas:
@@ -244,28 +223,24 @@ def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
         last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
         # In the last event of the answer, as in llama.cpp.
         times = {} if answer.request.usage or not answer.finished else _timings(answer)
-        reason = _finish_reason(answer, index, parts)
+        reason = _finish_reason(answer, index, answer.sent[index])
         events.append(_chunk(answer, index, last, None, reason, times))
     return events
 
 
-def _deltas(answer: Answer, index: int, parts: Parts) -> Iterator[dict[str, Any]]:
-    """Yields what a text's parts add to those that were streamed."""
-    before = answer.sent[index]
-    if reasoning := parts.reasoning[len(before.reasoning) :]:
-        yield {"reasoning_content": reasoning}
-    if content := parts.content[len(before.content) :]:
-        yield {"content": content}
-    for i, call in enumerate(parts.calls):
-        sent = ""
-        if i < len(before.calls):
-            sent = before.calls[i].arguments
-        else:
-            own = {"id": answer.call_id(index, i, call.name), "type": "function"}
-            function = {"name": call.name, "arguments": ""}
-            yield {"tool_calls": [{"index": i, **own, "function": function}]}
-        if arguments := call.arguments[len(sent) :]:
-            yield {"tool_calls": [{"index": i, "function": {"arguments": arguments}}]}
+def _deltas(answer: Answer, index: int) -> Iterator[dict[str, Any]]:
+    """Yields what a text's parts add to those that were streamed, and updates them.
+
+    Splitting a text again costs time in proportion to its length. So once a text has
+    calls, it is split only when it has grown by 1/SPLITS, or is complete.
+    """
+    before, size = answer.sent[index], len(answer.texts[index])
+    running = answer.finish_reasons[index] is None
+    if running and before.calls and size < answer.next_split[index]:
+        return
+    answer.next_split[index] = size + size // SPLITS
+    parts = answer.sent[index] = answer.parts(index)
+    yield from added(before, parts, partial(answer.call_id, index))
 
 
 def closing(answer: Answer) -> list[bytes]:

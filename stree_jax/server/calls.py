@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 # arguments is not a call.
 MAX_HEAD = 512
 TOOL_NAME = r"[A-Za-z0-9_.\-]+"
-
+# The first key of an object that may be a call.
 CALL_KEYS = {"name", "tool_name", "id", "tool_call_id", "type", "parameters"}
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by function: the schemas of its parameters
@@ -40,17 +40,22 @@ class Section(NamedTuple):
     Attributes:
       calls: the calls so far.
       end: index behind the section. None if the text ends within it.
+      rest: index of text behind the calls that is not clear yet. It is content if the
+        text ends here. None if there is no such text.
     """
 
     calls: tuple[Call, ...]
     end: int | None
+    rest: int | None = None
 
 
 # A reader returns None if the text cannot be a call.
 Read = Callable[[str, int, Schemas], Section | None]
 
 SPACE = " \t\r\n"
-_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*\\?(?:"|\Z)|[{}\[\]]', re.S)
+# Strings, of which the last may be unfinished, and brackets.
+_TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*\\?(?:"|\Z)|[{}\[\]]', re.S)
+_DEPTH = {"{": 1, "[": 1, "}": -1, "]": -1}
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]*)"')
 _JSON_HEAD = re.compile(
@@ -127,9 +132,12 @@ def _json_call(
         return None, at
     name = fields.get("name", fields.get("tool_name"))
     given = fields.get("arguments", fields.get("parameters")) or {}
-    if not isinstance(name, str) or (known is not None and name not in known):
+    if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name):
         return None, at
-    own = given if isinstance(given, str) else dumped(given)
+    if known is not None and name not in known:
+        return None, at
+    own = given.encode("utf-8", "replace").decode() if isinstance(given, str) else ""
+    own = own or dumped(given)
     return Call(name, own), end
 
 
@@ -138,9 +146,11 @@ def _balanced(text: str, at: int) -> int | None:
     ends within it."""
     depth = 0
     for token in _TOKENS.finditer(text, at):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
-        if depth == 0:
-            return token.end()
+        change = _DEPTH.get(token[0])
+        if change is not None:
+            depth += change
+            if depth == 0:
+                return token.end()
     return None
 
 
@@ -155,10 +165,18 @@ def strict(raw: str) -> str:
 
 
 def dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """Returns a value as JSON, which UTF-8 can encode: lone surrogates, which a model
+    may write as escapes, stay escapes."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
 
 
 def skip(text: str, at: int, characters: str) -> int:
+    """Returns the index of the first character from `at` on that is another one."""
     while at < len(text) and text[at] in characters:
         at += 1
     return at
@@ -189,7 +207,8 @@ def one_by_one(
             if calls and text.startswith(closing, at):
                 return Section(tuple(calls), at + len(closing))
             if len(text) - at < MAX_HEAD:
-                return Section(tuple(calls), None)
+                rest = None if closing.startswith(text[at:]) else at
+                return Section(tuple(calls), None, rest)
             return Section(tuple(calls), at) if calls else None
         name = found["name"].strip()
         own, end = arguments(found.end(), name)

@@ -1,18 +1,15 @@
-"""Finds out what a chat template supports: tools, the format of calls, reasoning."""
+"""What a chat template supports: tools, the format of calls, reasoning."""
 
-import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from stree_jax.server.calls import Call
-from stree_jax.server.formats import FORMATS, REASONING, Format
-from stree_jax.server.split import split
+from stree_jax.server.formats import Format
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
-Render = Callable[[Messages, Messages], str]  # of messages and tools
 
 CHANNELS = ("<|channel|>", "<|message|>", "<|start|>")  # texts of gpt-oss' format
 CHANNEL_TOKENS = (*CHANNELS, "<|constrain|>", "<|call|>", "<|end|>", "<|return|>")
@@ -94,113 +91,3 @@ def _text(arguments: Any) -> str:
     if isinstance(arguments, str):
         return arguments
     return json.dumps(arguments, ensure_ascii=False)
-
-
-USER, NAME, OTHER = "stree-jax asks", "get_weather", "find_city"
-ARGUMENTS = {"city": "Paris", "days": 3}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city"],
-}
-TOOL = {
-    "type": "function",
-    "function": {"name": NAME, "description": "Weather.", "parameters": SCHEMA},
-}
-IDS = ("abcdefghi", f"functions.{NAME}:0")  # as Mistral and Kimi want them
-
-
-def chat_format(template: str, render: Render) -> ChatFormat:
-    """Returns what a chat template supports.
-
-    Args:
-      template: the template.
-      render: renders with it.
-    """
-    form = ChatFormat(
-        tools=_uses_tools(render),
-        reasoning=next((p for p in REASONING if p[1] in template), None),
-        channels=all(mark in template for mark in CHANNELS),
-    )
-    if not form.tools:
-        return form
-    if not form.channels:
-        form = _with_calls(template, render, form)
-    one = _rendered_calls(form, render, (NAME,))
-    two = _rendered_calls(form, render, (OTHER, NAME))
-    only_one = one is not None and not (two and NAME in two and OTHER in two)
-    return replace(form, several=not only_one)
-
-
-def _uses_tools(render: Render) -> bool:
-    """True if tools change the prompt."""
-    asked = [{"role": "user", "content": USER}]
-    texts: list[str | None] = []
-    for tools in ([], [TOOL]):
-        try:
-            texts.append(render(asked, tools))
-        except ValueError:
-            texts.append(None)
-    return texts[1] is not None and texts[0] != texts[1]
-
-
-def _with_calls(template: str, render: Render, form: ChatFormat) -> ChatFormat:
-    """Returns the form with the format of calls, found by rendering a call and reading
-    it back, or by texts in the template."""
-    hinted = [f for f in FORMATS if any(hint in template for hint in f.hints)]
-    tried = [f for f in FORMATS if f in hinted or not f.at_start]
-    rendered = written = False
-    for null, as_text, call_id in itertools.product((False, True), (False, True), IDS):
-        own = replace(form, text_arguments=as_text, null_content=null)
-        text = _rendered_calls(own, render, (NAME,), call_id)
-        rendered, written = (
-            rendered or text is not None,
-            written or NAME in (text or ""),
-        )
-        for one in tried if text else ():
-            if _is_read_back(found := replace(own, calls=one), text or ""):
-                return found
-    if written or not hinted:  # in an unknown format
-        return form
-    return replace(form, calls=hinted[0], drops_calls=rendered)
-
-
-def _rendered_calls(
-    form: ChatFormat, render: Render, names: Sequence[str], first_id: str = IDS[0]
-) -> str | None:
-    """Returns the text of calls of named functions and their results, or None if the
-    template fails."""
-    ids = [first_id, "abcdefghj"][: len(names)]
-    calls = [
-        {
-            "id": one,
-            "type": "function",
-            "function": {"name": name, "arguments": ARGUMENTS},
-        }
-        for one, name in zip(ids, names, strict=True)
-    ]
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": USER},
-        {"role": "assistant", "content": "", "tool_calls": calls},
-    ]
-    for one, name in zip(ids, names, strict=True):
-        own = {"tool_call_id": one, "name": name}
-        messages.append({"role": "tool", "content": "sunny", **own})
-    try:
-        return render(form.prepared(messages), [TOOL]).rpartition(USER)[2]
-    except ValueError:
-        return None
-
-
-def _is_read_back(form: ChatFormat, text: str) -> bool:
-    """True if the call in a rendered text is found in this format."""
-    if form.calls is not None and form.calls.at_start:
-        begin = text.find(form.calls.opening)
-        text = text[begin:] if begin >= 0 else ""
-    calls = split(text, form, {NAME: SCHEMA["properties"]}, final=True).calls
-    if len(calls) != 1 or calls[0].name != NAME:
-        return False
-    try:
-        return json.loads(calls[0].arguments) == ARGUMENTS
-    except ValueError:
-        return False

@@ -75,9 +75,19 @@ def _named(
     return Format(opening, read, (opening,), tuple(ends), **more)
 
 
+def _object(arguments: str) -> dict[str, Any]:
+    """Returns the arguments of a call. A text that is not a JSON object, which a model
+    may have written, becomes the value of one argument."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"arguments": arguments}
+
+
 def _written_json(calls: Sequence[Call]) -> str:
     """Writes calls as a JSON list."""
-    fields = [{"name": c.name, "arguments": json.loads(c.arguments)} for c in calls]
+    fields = [{"name": c.name, "arguments": _object(c.arguments)} for c in calls]
     return json.dumps(fields, ensure_ascii=False)
 
 
@@ -85,7 +95,7 @@ def _written_python(calls: Sequence[Call]) -> str:
     """Writes calls as a Python list of calls."""
     texts = []
     for name, arguments in calls:
-        values = json.loads(arguments).items()
+        values = _object(arguments).items()
         texts.append(f"{name}({', '.join(f'{k}={v!r}' for k, v in values)})")
     return f"[{', '.join(texts)}]"
 
@@ -116,7 +126,7 @@ def _glm(suffix: str, opening: str, closing: str, separator: str) -> Format:
     """Returns the format of GLM: the name, then keys and values in turn."""
     begin = f"<tool_call{suffix}>" if closing else ""
     end = f"</tool_call{suffix}>"
-    head = rf"{begin}{NAME}\s*{separator}(?=\s*<)"
+    head = rf"{begin}{NAME}\s*{separator}(?=\s*(?:<arg_key{suffix}>|{end}))"
     ends = (f"</arg_value{suffix}>", end, closing)
     return _tagged(opening, head, GLM_KEY.format(suffix), ends, f"<arg_key{suffix}>")
 

@@ -48,7 +48,10 @@ def _python_call(node: ast.AST | None) -> Call:
     values = {k.arg: ast.literal_eval(_with_names(k.value)) for k in node.keywords}
     if None in values:
         raise ValueError("unpacked arguments")
-    return Call(ast.unparse(node.func), dumped(values))
+    name = ast.unparse(node.func)
+    if not re.fullmatch(TOOL_NAME, name):
+        raise ValueError(f"{name} is not a name")
+    return Call(name, dumped(values))
 
 
 class _Names(ast.NodeTransformer):

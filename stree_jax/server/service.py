@@ -19,13 +19,13 @@ from stree_jax.sampling.stop_strings import searched_bytes, token_bytes
 from stree_jax.server.answers import Timings, empty_answer
 from stree_jax.server.batch import TextRequest
 from stree_jax.server.chat_format import ChatFormat
-from stree_jax.server.constraints import constraint_of, format_of
+from stree_jax.server.chat_requests import check_tools, in_reasoning, splitter_of
+from stree_jax.server.constraints import constraint_of
 from stree_jax.server.engine import Closed, Engine, Failed, Job, QueueFull
 from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.metrics import Metrics
 from stree_jax.server.prefixes import common_length
 from stree_jax.server.protocol import Request, Turn
-from stree_jax.server.split import Splitter
 from stree_jax.server.texts import Piece, Reader, Writer, showing
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 Spell = Callable[[Sequence[dict[str, Any]], Turn], list[int]]
 NO_TOKENIZER = "this model has no tokenizer.json, so it cannot read text"
-TAIL = 16  # tokens at the end of a prompt that may begin the reasoning
 RETRY_S = 1  # value of Retry-After, in seconds, if the queue is full
 
 
@@ -141,7 +140,7 @@ def encoded_prompts(service: Service, request: Request) -> list[Prompt]:
             "the server with --chat-template",
             "messages",
         )
-    _check_tools(service.form, request)
+    check_tools(service.form, request)
     try:
         if chat and service.spell is not None:
             prompts = [_conversation(service, service.spell, request)]
@@ -159,7 +158,7 @@ def _tables(service: Service, request: Request, prompt: Prompt) -> TokenTables |
     tokenizer = service.reader.tokenizer
     added = tokenizer.get_added_tokens_decoder().values()
     special = frozenset(token.content for token in added if token.special)
-    opened = _opened(service, request, prompt)
+    opened = in_reasoning(service.form, tokenizer, request, prompt.ids)
     constraint = constraint_of(request, service.form, opened, special)
     if constraint is None:
         return None
@@ -168,19 +167,6 @@ def _tables(service: Service, request: Request, prompt: Prompt) -> TokenTables |
         return vocabulary.tables(constraint)
     except ValueError as error:
         raise invalid(str(error), constraint.name) from error
-
-
-def _check_tools(form: ChatFormat, request: Request) -> None:
-    """Raises ApiError if a request has tools that the model cannot call."""
-    if not request.tool_use.tools:
-        return
-    problem = None
-    if not form.tools:
-        problem = "the chat template of this model does not use tools"
-    elif not form.reads_calls and request.tool_use.choice != "none":
-        problem = "this server cannot read the tool calls of this model's chat template"
-    if problem is not None:
-        raise invalid(f"tools: {problem}", "tools", "unsupported_value")
 
 
 def _conversation(service: Service, spell: Spell, request: Request) -> Prompt:
@@ -287,38 +273,6 @@ def _max_new_tokens(service: Service, request: Request, prompt: int) -> int:
     return left if request.max_tokens is None else min(request.max_tokens, left)
 
 
-def splitter_of(
-    service: Service, request: Request, prompts: Sequence[Prompt]
-) -> Splitter | None:
-    """Returns the splitter of a request's texts, or None if they are all content."""
-    form, use = format_of(request, service.form), request.tool_use
-    if request.kind != "chat":
-        return None
-    if not request.split_reasoning:
-        form = replace(form, reasoning=None)
-    calls = bool(use.tools) and use.choice != "none" and request.parse_calls
-    splits = request.split_reasoning and (form.channels or form.reasoning is not None)
-    if not calls and not splits:
-        return None
-    opened = request.split_reasoning and _opened(service, request, prompts[0])
-    several = use.parallel and form.several
-    return Splitter(form, use.schemas if calls else None, opened, several)
-
-
-def _opened(service: Service, request: Request, prompt: Prompt) -> bool:
-    """True if a prompt ends within reasoning."""
-    if request.kind != "chat" or service.form.reasoning is None:
-        return False
-    begin, end = service.form.reasoning
-    if request.turn.continues:
-        begun = request.messages[-1]["content"].rpartition(begin)
-        return bool(begun[1]) and end not in begun[2]
-    tail = service.reader.tokenizer.decode(
-        prompt.ids[-TAIL:], skip_special_tokens=False
-    )
-    return tail.rstrip().endswith(begin.rstrip())
-
-
 class Exchange:
     """The texts of one request while they are generated."""
 
@@ -340,7 +294,10 @@ class Exchange:
         self.service = service
         count = len(prompts) * request.n
         tokens = sum(len(prompt.ids) for prompt in prompts)
-        splitter = splitter_of(service, request, prompts)
+        splitter = None
+        if request.kind == "chat":
+            ids = prompts[0].ids
+            splitter = splitter_of(service.form, service.reader.tokenizer, request, ids)
         self.answer = empty_answer(request, tokens, count, splitter)
         self._queue: asyncio.Queue[tuple[int, Piece | Failed]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()

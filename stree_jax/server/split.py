@@ -6,12 +6,10 @@ a stream sends the difference between two results.
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from stree_jax.server.calls import MAX_HEAD, Call, Schemas, strict, without_beginning
-
-if TYPE_CHECKING:
-    from stree_jax.server.chat_format import ChatFormat
+from stree_jax.server.chat_format import ChatFormat
 
 
 class Parts(NamedTuple):
@@ -40,7 +38,7 @@ class Splitter:
       parallel: False if only the first call counts.
     """
 
-    form: "ChatFormat"
+    form: ChatFormat
     schemas: Schemas | None
     opened: bool = False
     parallel: bool = True
@@ -54,7 +52,7 @@ class Splitter:
 
 def split(
     text: str,
-    form: "ChatFormat",
+    form: ChatFormat,
     schemas: Schemas | None,
     *,
     final: bool,
@@ -95,7 +93,7 @@ def split(
 
 
 def _with_calls(
-    text: str, at: int, form: "ChatFormat", schemas: Schemas | None, final: bool
+    text: str, at: int, form: ChatFormat, schemas: Schemas | None, final: bool
 ) -> tuple[str, tuple[Call, ...]]:
     """Returns the content and the calls of a text from index `at` on. White space
     around calls is left out."""
@@ -125,7 +123,8 @@ def _with_calls(
         contents.append(text[at:begin].strip() if calls else text[at:begin].rstrip())
         calls += section.calls
         if section.end is None:
-            rest = ""
+            known = final and section.rest is not None
+            rest = text[section.rest :] if known else ""
             break
         at = search = section.end
     contents.append(rest.strip() if calls else rest)

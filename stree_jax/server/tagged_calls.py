@@ -81,18 +81,28 @@ class TaggedCalls:
             at = end + len(self.value_end)
 
 
-def _kinds(schema: Any) -> set[str]:
-    """Returns the JSON types that a schema allows; empty if they are unknown."""
+def _kinds(schema: Any, depth: int = 4) -> set[str]:
+    """Returns the JSON types that a schema allows; empty if they are unknown.
+
+    Args:
+      schema: the schema, which may be malformed.
+      depth: levels of anyOf and oneOf that are read.
+    """
     if not isinstance(schema, dict):
         return set()
-    kind = schema.get("type")
-    found = set(kind if isinstance(kind, list) else [kind] if kind else [])
+    kinds = schema.get("type")
+    found = {k for k in _listed(kinds) if isinstance(k, str)}
     for name in ("anyOf", "oneOf"):
-        for one in schema.get(name) or ():
-            found |= _kinds(one)
+        several = schema.get(name)
+        for one in several if isinstance(several, list) and depth else ():
+            found |= _kinds(one, depth - 1)
     if not found and isinstance(schema.get("enum"), list):
         found = {_kind_of(value) for value in schema["enum"]}
     return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _kind_of(value: Any) -> str:

@@ -64,6 +64,8 @@ def tools_of(fields: Mapping[str, Any]) -> ToolUse:
     value = fields.get("tools", [])
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise invalid(f"tools: want a list of up to {MAX_TOOLS} tools", "tools")
+    if not _is_encodable(value):
+        raise invalid("tools: want texts of whole characters", "tools")
     tools = tuple(_tool(f"tools.[{i}]", tool) for i, tool in enumerate(value))
     names = [tool["name"] for tool in tools]
     for i, name in enumerate(names):
@@ -155,6 +157,8 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     """Returns a tool call of a message."""
     if not isinstance(call, dict):
         raise invalid(f"{where}: want an object", where)
+    if not _is_encodable(call):
+        raise invalid(f"{where}: want texts of whole characters", where)
     if call.get("type", "function") not in ("function", None):
         raise invalid(f'{where}.type: want "function"', f"{where}.type")
     _check_fields(where, call, {"id", "type", "function", *IGNORED_OF_CALLS})
@@ -186,4 +190,15 @@ def _arguments(value: str | dict[str, Any] | None) -> Any:
         found = json.loads(value) if value and value.strip() else {}
     except (ValueError, RecursionError):
         return value
-    return {} if found is None else found if isinstance(found, dict) else value
+    if found is None:
+        return {}
+    return found if isinstance(found, dict) and _is_encodable(found) else value
+
+
+def _is_encodable(value: Any) -> bool:
+    """True if UTF-8 can encode all texts in a value, which then have no lone
+    surrogates."""
+    try:
+        return bool(json.dumps(value, ensure_ascii=False).encode())
+    except (UnicodeEncodeError, RecursionError):
+        return False

@@ -6,8 +6,9 @@ import pytest
 
 from stree_jax.cli.chat import render
 from stree_jax.cli.template_use import render_checked
-from stree_jax.server.chat_format import ChatFormat, chat_format
+from stree_jax.server.chat_format import ChatFormat
 from stree_jax.server.protocol import parse
+from stree_jax.server.template_format import chat_format
 from tests.support.answer_server import HERMES
 from tests.support.table_server import CHATML
 
@@ -32,6 +33,7 @@ LLAMA = (
     "{{ f.arguments | tojson }}}"
 )
 ONE = "{% if loop.first %}CALL{% endif %}"
+REASONS = dict(reasoning=("<think>", "</think>"))
 NINE = "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
 
 
@@ -49,7 +51,7 @@ def form_of(template):
 @pytest.mark.parametrize(
     ("template", "opening", "more"),
     [
-        (HERMES, "<tool_call>", dict(reasoning=("<think>", "</think>"))),
+        (HERMES, "<tool_call>", REASONS),
         (template_of(QWEN), "<tool_call>", {}),
         (template_of(f"<tool_call>{JSON}</tool_call>"), "<tool_call>", {}),
         (
@@ -69,6 +71,7 @@ def form_of(template):
         ),
         (template_of(f"{NINE}[TOOL_CALLS][{JSON}]"), "[TOOL_CALLS]", {}),
         (template_of(LLAMA), "{", {}),
+        (HERMES.replace("tools", "xml_tools"), "<tool_call>", REASONS),
         (GRANITE, "<|tool_call|>", dict(drops_calls=True)),
         (LFM2, "<|tool_call_start|>", dict(drops_calls=True)),
     ],
@@ -142,6 +145,14 @@ def test_arguments_are_objects_or_texts():
 )
 def test_calls_that_a_template_leaves_out_are_written(template, text):
     assert f"<|im_start|>assistant\n{text}<|im_end|>" in rendered(template)
+
+
+@pytest.mark.parametrize("template", [GRANITE, LFM2])
+def test_malformed_arguments_are_written(template):
+    for arguments in ("{oops", "[1]"):
+        function = {"name": "f", "arguments": arguments}
+        asked = ASKED | dict(tool_calls=[CALLS[0] | {"function": function}])
+        assert arguments in rendered(template, [USER, asked, RESULTS[0]])
 
 
 def test_dropped_calls_and_results_are_refused():

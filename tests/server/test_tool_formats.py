@@ -35,6 +35,7 @@ def grown(text, form, schemas, **options):
                 assert call.name == earlier.name
                 assert call.arguments.startswith(earlier.arguments)
         before = found
+    assert all(call.arguments.encode() for call in whole.calls)
     return whole
 
 
@@ -85,6 +86,7 @@ def test_every_format_has_a_text():
         ("<parameter=other>\nTrue\n</parameter>", {"other": True}),
         ("<parameter=other>\n[1]\n</parameter>", {"other": [1]}),
         ("<parameter=at>{'lat': None}</parameter>", {"at": {"lat": None}}),
+        ('<parameter=other>\n"\\ud800"\n</parameter>', {"other": "\ud800"}),
         ("<parameter=other>\nNaN\n</parameter>", {"other": "NaN"}),
         ("", {}),
     ],
@@ -121,6 +123,16 @@ def test_values_of_other_formats(opening, text, arguments):
     assert calls_in(grown(opening + text, form, SCHEMAS)) == [("now", arguments)]
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [7, {"type": [{}, "integer"]}, {"type": {}}, {"anyOf": 7}, {"enum": [{}]}, {}],
+)
+def test_malformed_schemas(schema):
+    text = "<tool_call><function=f><parameter=a>3</parameter></function></tool_call>"
+    parts = grown(text, forms_of("<tool_call>")[0], {"f": {"a": schema}})
+    assert calls_in(parts) == [("f", {"a": 3})]
+
+
 def test_arguments_grow_while_they_are_written():
     hermes = forms_of("<tool_call>")[2]
     text = '<tool_call>\n{"name": "now", "arguments": {"a": "long'
@@ -142,6 +154,7 @@ def test_arguments_grow_while_they_are_written():
         ('{"name": "now", "arguments": null}', [("now", {})]),
         ('{"name": "now", "arguments": "{\\"a\\": 1}"}', [("now", {"a": 1})]),
         ('{"name": "now", "arguments": {"a": "x\ny\t}"}}', [("now", {"a": "x\ny\t}"})]),
+        ('{"arguments": {"a": "\\ud800"}, "name": "now"}', [("now", {"a": "\ud800"})]),
         ('{"name": "unknown", "arguments": {}}', [("unknown", {})]),
     ],
 )
@@ -160,9 +173,12 @@ def test_spellings_of_json_calls(text, calls):
         ("<tool_call>", '<tool_call>{"name": "now", '),
         ("<tool_call>", '<tool_call>{"nom": "now"}</tool_call>'),
         ("<tool_call>", "<tool_call>[1, 2]</tool_call>"),
+        ("<tool_call>", '<tool_call>{"name": "a b"}</tool_call>'),
         ("<tool_call>", "a <tool"),
+        ("<tool_call>", "<tool_call> is <b>"),
         ("<|tool_call_start|>", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
         ("<|tool_call_start|>", "<|tool_call_start|>[f(a=g())]<|tool_call_end|>"),
+        ("<|tool_call_start|>", "<|tool_call_start|>[f()(a=1)]<|tool_call_end|>"),
         ("<|tool_call_start|>", "<|tool_call_start|>f(a=<|tool_call_end|>"),
         ("<|tool_call_start|>", f"<|tool_call_start|>{'(' * 999}<|tool_call_end|>"),
         ("<|tool_call>", '<|tool_call>call:f{a:<|"|>}<tool_call|>'),
@@ -208,6 +224,14 @@ def test_channels():
     other = ' to=functions.now<|channel|>commentary json<|message|>{"a": 1}<|call|>'
     assert calls_in(grown(other, GPT_OSS, SCHEMAS)) == [("now", {"a": 1})]
     assert grown("plain", GPT_OSS, None) == Parts(content="plain")
+
+
+@pytest.mark.parametrize("more", ["", "\nThat is all.", "\n</tool"])
+def test_text_behind_a_call_that_is_not_closed(more):
+    text = QWEN.removesuffix("\n</tool_call>") + more
+    parts = grown(text, forms_of("<tool_call>")[0], SCHEMAS)
+    assert calls_in(parts) == [WEATHER]
+    assert parts.content == ("That is all." if "all" in more else "")
 
 
 def test_a_call_before_other_text():

@@ -9,7 +9,14 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 
+from stree_jax.server.answers import empty_answer
 from stree_jax.server.app import make_app
+from stree_jax.server.chat_format import CHANNEL_TOKENS
+from stree_jax.server.protocol import parse
+from stree_jax.server.split import Splitter
+from stree_jax.server.texts import showing
+from tests.server.tool_texts import forms_of
+from tests.support import table_models
 from tests.support.answer_server import answer_service, write_answer
 from tests.support.table_server import CHATML, ask, started, write_table
 
@@ -168,8 +175,6 @@ def test_a_second_round(service):
 
 
 def parsed(body):
-    from stree_jax.server.protocol import parse
-
     return parse("chat", body)
 
 
@@ -253,6 +258,38 @@ def test_reasoning_stays_in_the_content_on_request(thinking):
     assert message["content"] == "".join(THOUGHTS)
 
 
+def test_channels(tmp_path):
+    """As of gpt-oss, whose marks are special tokens."""
+    template = (
+        "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}<|message|>"
+        "{{ m.content }}{{ m.tool_calls }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}<|channel|>"
+    ).replace("<|channel|>", "{# <|channel|> #}")
+    pieces = [" to=functions.", "now", "<|channel|>", "commentary ", "<|constrain|>"]
+    pieces += ["json", "<|message|>", '{"a": ', "1}", "<|call|>"]
+    path = write_answer(tmp_path / "model", pieces, template, CHANNEL_TOKENS)
+    with started(answer_service(path)) as service:
+        message = ask(service, PATH, BODY)[2]["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": "now", "arguments": '{"a": 1}'}
+        assert message["content"] is None
+        plain = ask(service, PATH, BODY | dict(tools=[]))[2]["choices"][0]["message"]
+        assert plain["content"] == '{"a": 1}'
+
+
+def test_special_tokens_are_shown_on_request():
+    """Those within the marks only, also by a tokenizer of SentencePiece."""
+    for tokenizer in (table_models.byte_level(), table_models.spm()):
+        special = ["<tool_call>", "<|other|>"]
+        tokenizer.add_special_tokens(special)
+        assert showing(tokenizer, frozenset({"<think>"})) is tokenizer
+        shown = showing(tokenizer, frozenset({"<tool_call>\n"}))
+        text = f"Hello{special[0]}a b{special[1]}c"
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert shown.decode(ids).replace(" ", "") == "Hello<tool_call>abc"
+        assert tokenizer.decode(ids).replace(" ", "") == "Helloabc"
+
+
 # --- errors ---------------------------------------------------------------------------
 
 
@@ -267,6 +304,7 @@ NAMED = {"type": "function", "function": {"name": "now"}}
     ("change", "param", "word"),
     [
         (dict(tools={}), "tools", "want a list"),
+        (dict(tools=[tool(description="\ud800")]), "tools", "whole characters"),
         (dict(tools=[7]), "tools.[0].type", "function"),
         (dict(tools=[{"type": "custom"}]), "tools.[0].type", "function"),
         (dict(tools=[{"type": "function"}]), "tools.[0].function", "an object"),
@@ -302,6 +340,7 @@ def test_wrong_fields_are_named(service, change, param, word):
     ("call", "param"),
     [
         (7, ""),
+        ({"id": "\ud800", "function": {"name": "f"}}, ""),
         ({"type": "custom"}, ".type"),
         ({"id": 7, "function": {"name": "f"}}, ".id"),
         ({"id": "a"}, ".function"),
@@ -322,11 +361,30 @@ def test_only_answers_have_calls(service):
     message = USER | {"tool_calls": [call]}
     answer = ask(service, PATH, BODY | dict(messages=[message]))[2]
     assert answer["error"]["param"] == "messages.[0].tool_calls"
-    for arguments in ("", "null", "{not json", '{"a": 1}'):
+    for arguments in ("", "null", "{not json", '{"a": 1}', '{"a": "\\ud800"}'):
         own = call | {"function": {"name": "f", "arguments": arguments}}
         message = {"role": "assistant", "content": None, "tool_calls": [own]}
         body = BODY | dict(messages=[USER, message, USER])
         assert ask(service, PATH, body)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("opening", "pattern"),
+    [
+        ("<tool_call>", r"call_\w{24}"),
+        ("[TOOL_CALLS]", r"[a-zA-Z0-9]{9}"),
+        ("<|tool_calls_section_begin|>", r"functions\.f:[12]"),
+    ],
+)
+def test_ids_of_calls(opening, pattern):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    request = parsed(BODY | dict(messages=[USER, asked, USER]))
+    for form in forms_of(opening):
+        answer = empty_answer(request, 1, 1, Splitter(form, {}))
+        ids = [answer.call_id(0, i, "f") for i in (0, 1, 0)]
+        assert all(re.fullmatch(pattern, one) for one in ids)
+        assert ids[0] == ids[2] != ids[1]
 
 
 def test_named_choices_hide_the_other_tools():

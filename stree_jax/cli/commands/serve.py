@@ -435,7 +435,8 @@ def template_format(name: str, template: str | None = None) -> "ChatFormat":
 def _format_of(template: str | None, special: dict[str, str]) -> "ChatFormat":
     """Returns what a chat template supports."""
     from stree_jax.cli.chat import render
-    from stree_jax.server.chat_format import ChatFormat, Messages, chat_format
+    from stree_jax.server.chat_format import ChatFormat, Messages
+    from stree_jax.server.template_format import chat_format
 
     if template is None:
         return ChatFormat()
