@@ -61,39 +61,41 @@ def token_tables(
       ValueError: the tokens cannot spell any text that the automaton accepts, or there
         are too many classes.
     """
-    walk = _Walk(pieces[:num_tokens], num_tokens)
-    states = len(automaton.steps)
-    hashes = np.zeros(num_tokens, np.uint64)
+    steps, kinds = _by_kind(automaton.steps)
+    alike: dict[bytes, int] = {}  # tokens of the same kinds of bytes
+    which = np.zeros(num_tokens, np.int64)  # 0 for tokens without bytes
+    for token, piece in enumerate(pieces[:num_tokens]):
+        if piece:
+            which[token] = alike.setdefault(piece.translate(kinds), len(alike) + 1)
+    walk, states = _Walk(list(alike)), len(steps)
+    hashes, counts = np.zeros(len(alike) + 1, np.uint64), np.zeros(states, np.int64)
     with np.errstate(over="ignore"):
         for state in range(states):
-            tokens, after = walk.tokens(automaton.steps, state)
-            # Tokens with equal hashes lead to the same state from each state.
+            found, after = walk.pieces(steps, state)
+            # Pieces with equal hashes lead to the same state from each state.
             mark = np.uint64(2 * state + 1) * _MULTIPLIER
-            hashes[tokens] += _mixed((after.astype(np.uint64) + mark) * _MULTIPLIER)
+            hashes[1 + found] += _mixed((after.astype(np.uint64) + mark) * _MULTIPLIER)
+            counts[state] = len(found)
     _, first, classes = np.unique(hashes, return_index=True, return_inverse=True)
-    classes = classes.reshape(-1)
+    classes = classes.reshape(-1)  # 0 for pieces that are never allowed: `unique` sorts
     if len(first) > MOST_CLASSES:
         raise ValueError(
             f"{name}: {len(first)} classes of tokens; want at most {MOST_CLASSES}, "
             "such as by smaller bounds on repetition"
         )
-    # `np.unique` sorts, and only tokens that are never allowed have the hash 0.
-    if hashes[first[0]] != 0:
-        classes, first = classes + 1, np.concatenate([[NONE], first])
     following = np.full((states, len(first)), NONE, np.int32)
-    sizes = np.bincount(classes, minlength=len(first))
+    walk, sizes = _Walk([list(alike)[i - 1] for i in first[1:]]), np.bincount(classes)
     for state in range(states):
-        tokens, after = walk.tokens(automaton.steps, state)
-        row, column = following[state], classes[tokens]
-        row[column] = after
-        if (row[column] != after).any() or sizes[row >= 0].sum() != len(tokens):
+        found, after = walk.pieces(steps, state)
+        following[state, 1 + found] = after
+        if sizes[1 + found].sum() != counts[state]:
             raise ValueError(f"{name}: two classes of tokens have equal hashes")
     good = useful(following, automaton.may_end)
     if not good[0]:
         raise ValueError(f"{name}: the model's tokens cannot spell any text of it")
     following = np.where((following >= 0) & good[following], following, NONE)
     return TokenTables(
-        classes=classes.astype(np.int32),
+        classes=classes[which].astype(np.int32),
         following=following,
         may_end=automaton.may_end,
         forced=_forced(automaton, encode),
@@ -107,30 +109,31 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def _by_kind(steps: np.ndarray) -> tuple[np.ndarray, bytes]:
+    """Returns the automaton [S, K] of kinds of bytes, which lead from each state to the
+    same state, and the kind of each byte."""
+    columns, kinds = np.unique(steps, axis=1, return_inverse=True)
+    return np.ascontiguousarray(columns), kinds.reshape(-1).astype(np.uint8).tobytes()
+
+
 class _Walk:
-    """Walks the bytes of all tokens at once."""
+    """Walks the symbols of all pieces at once."""
 
-    def __init__(self, pieces: Sequence[bytes], num_tokens: int) -> None:
-        sizes = np.array([len(piece) for piece in pieces], np.int64)
-        longest = int(sizes.max(initial=0))
-        # Byte j of the tokens that have it, and where byte j + 1 is, token by token.
-        order = np.lexsort((np.arange(len(pieces)), sizes))
-        self.order = order[sizes[order] > 0]
-        ordered = [pieces[i] for i in self.order]
-        self.sizes = sizes[self.order]
-        starts = np.cumsum(self.sizes) - self.sizes
-        self.data = np.frombuffer(b"".join(ordered), np.uint8)
-        self.starts, self.longest = starts, longest
-        self.by_byte = np.argsort(self.data[starts], kind="stable")
-        firsts = self.data[starts][self.by_byte]
-        self.ends = np.searchsorted(firsts, np.arange(257))
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.sizes = np.array([len(piece) for piece in pieces], np.int64)
+        self.longest = int(self.sizes.max(initial=0))
+        self.data = np.frombuffer(b"".join(pieces), np.uint8)
+        self.starts = np.cumsum(self.sizes) - self.sizes
+        firsts = self.data[self.starts]
+        self.by_first = np.argsort(firsts, kind="stable")
+        self.ends = np.searchsorted(firsts[self.by_first], np.arange(257))
 
-    def tokens(self, steps: np.ndarray, state: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens that may follow a state, and the states after them."""
-        row = steps[state]
+    def pieces(self, steps: np.ndarray, state: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the pieces that may follow a state, and the states after them."""
+        row, kinds = steps[state], steps.shape[1]
         alive = [
-            self.by_byte[self.ends[byte] : self.ends[byte + 1]]
-            for byte in np.flatnonzero(row >= 0)
+            self.by_first[self.ends[kind] : self.ends[kind + 1]]
+            for kind in np.flatnonzero(row >= 0)
         ]
         left = np.concatenate(alive) if alive else np.zeros(0, np.int64)
         at = row[self.data[self.starts[left]]]
@@ -142,12 +145,11 @@ class _Walk:
             left, at = left[~ended], at[~ended]
             if not left.size:
                 break
-            at = flat[at.astype(np.int64) * 256 + self.data[self.starts[left] + place]]
-            going = at >= 0
-            left, at = left[going], at[going]
+            symbols = self.data[self.starts[left] + place]
+            at = flat[at.astype(np.int64) * kinds + symbols]
+            left, at = left[at >= 0], at[at >= 0]
         found = np.concatenate(done) if done else np.zeros(0, np.int64)
-        states = np.concatenate(after) if after else np.zeros(0, np.int32)
-        return self.order[found], states
+        return found, np.concatenate(after) if after else np.zeros(0, np.int32)
 
 
 def _forced(automaton: ByteAutomaton, encode: Encode) -> np.ndarray:
