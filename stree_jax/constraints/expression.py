@@ -89,8 +89,7 @@ def byte_automaton(regex: str, name: str = "regex") -> ByteAutomaton:
         one, or its automaton is too large.
     """
     if find_spec("outlines_core") is None:
-        need = "want the package outlines-core: pip install 'stree-jax[constraints]'"
-        raise ValueError(f"{name}: {need}")
+        raise ValueError(f"{name}: needs outlines-core; pip install outlines-core")
     if len(regex) > MOST_CHARACTERS:
         raise ValueError(
             f"{name}: want at most {MOST_CHARACTERS} characters, got {len(regex)}"

@@ -14,7 +14,6 @@ from stree_jax.server.constrained import ConstrainedRows
 from stree_jax.server.constraints import constraint_of
 from stree_jax.server.formats import REASONING
 from stree_jax.server.protocol import parse
-from tests.server.test_tools import BODY, PATH, USER, WEATHER
 from tests.support.answer_server import HERMES, answer_service, write_answer
 from tests.support.table_server import CHATML, ask, started, write_table
 
@@ -28,9 +27,10 @@ PERSON = {
     "required": ["kind", "age", "name"],
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+PATH, USER = "/v1/chat/completions", {"role": "user", "content": "Rain?"}
 CHAT = dict(messages=[USER], max_tokens=90)
 LIMITED = {
-    **WEATHER["function"],
+    "name": "get_weather",
     "parameters": {
         "type": "object",
         "properties": {
@@ -226,7 +226,7 @@ def test_a_template_without_tools_still_structures(plain):
 
 def test_structure_or_a_call(service):
     """With tools and "auto", the answer is the structure or begins a call."""
-    request = parse("chat", BODY | dict(response_format=FORMAT))
+    request = parse("chat", TOOL_CHAT | dict(response_format=FORMAT))
     constraint = constraint_of(request, service.form, False, frozenset())
     automaton = byte_automaton(constraint.regex)
 
