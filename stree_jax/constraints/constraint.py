@@ -37,7 +37,7 @@ class Constraint:
       ...     {"type": "object", "properties": {"age": {"type": "integer"}}}
       ... )
       >>> person.regex
-      '\\\\{(?:"age":(?:-?[1-9][0-9]*|0))?\\\\}'
+      '\\\\{(?:"age":(?:0|-?[1-9][0-9]*))?\\\\}'
     """
 
     regex: str

@@ -45,7 +45,7 @@ and Ctrl-C let running requests finish, at most --grace seconds.""",
     "stree-jax serve --model model-Q4_K_M.gguf --memory 8GB --rows 8 --port 8080",
 )
 
-PACKAGES = "starlette uvicorn h11 prometheus-client"  # of the extra "serve outlines-core"
+PACKAGES = "starlette uvicorn h11 prometheus-client outlines-core"  # extra "serve"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
