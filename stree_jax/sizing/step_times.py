@@ -27,6 +27,7 @@ from stree_jax.common.version import __version__
 from stree_jax.common.whole_file import write_whole
 from stree_jax.convert.base.files import read_text
 from stree_jax.models.stack.memory import size_of
+from stree_jax.sampling.constraints import NONE
 from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter
 from stree_jax.speculation.adaptive.policy import (
     AdaptivePolicy,
@@ -401,6 +402,9 @@ def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
         min_new_tokens=None if asked.min_new_tokens is None else jnp.asarray(endless),
         stop_tokens=jnp.asarray(np.full(asked.stop_tokens.shape, -1, np.int32)),
     )
+    if copy.constraint_state is not None:  # a constraint could end the text
+        free = jnp.full_like(copy.constraint_state, NONE)
+        copy = replace(copy, constraint_state=free)
     if way == PLAINLY:  # like the policy, take many plain steps without choosing again
         policy = replace(copy.policy, rest=jnp.full_like(copy.policy.rest, ENDLESS))
         choice = jnp.zeros_like(copy.choice)
