@@ -193,6 +193,8 @@ def _state_after(tables: TokenTables, constraint: Constraint) -> int:
         state = int(tables.following[state, tables.classes[token]]) if known else NONE
     if state < 0:
         raise ValueError(f"{constraint.name}: the text so far does not match it")
+    if tables.may_end[state] and not (tables.following[state] >= 0).any():
+        raise ValueError(f"{constraint.name}: the text so far is complete")
     return state
 
 

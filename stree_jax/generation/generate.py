@@ -290,8 +290,8 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       stop_strings: strings that end a text and are left out of `texts`, for all prompts
         or by row. They may contain special tokens, such as "<|im_end|>".
       constraint: what each text must match: `Constraint(regex)`, `Constraint.json(...)`
-        or `Constraint.choice(...)`; by row, None for prompts without one. The text of a
-        stop string must still be the beginning of a match.
+        or `Constraint.choice(...)`; by row, None for prompts without one. A stop string
+        may end a text before it matches.
       logprobs: number of top log-probabilities to return for each token, in addition to
         its own. If 0, only its own is returned; if None, no log-probabilities.
       n: samples per prompt, which share its prefill. Rows come prompt by prompt.

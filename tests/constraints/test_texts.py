@@ -2,6 +2,7 @@
 drafter, tree and batch."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import stree_jax
 from stree_jax import Constraint, Sampling
 from stree_jax.constraints.rows import constraint_rows
 from stree_jax.speculation.draft import FORCED
+from tests.support.pieces import piece_tokenizer
+from tests.support.tiny import tiny
 
 STRING = r'"(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt]){0,12}"'
 PERSON = Constraint(
@@ -164,6 +167,27 @@ def test_a_later_call_goes_on_with_the_same_text(model, plain):
     wrong = Constraint(LIST.regex, written=tuple(first.tokens[0]))
     with pytest.raises(ValueError, match="^regex: the text so far does not match it"):
         stree_jax.generate(model, PROMPTS[0], constraint=wrong)
+
+
+def test_a_complete_text_is_not_continued(model, plain):
+    whole = Constraint(PERSON.regex, written=tuple(plain[False].tokens[0]))
+    with pytest.raises(ValueError, match="^regex: the text so far is complete"):
+        stree_jax.generate(model, PROMPTS[0], constraint=whole)
+
+
+def test_tokens_that_split_characters_spell_the_constraint():
+    target = replace(tiny(1), tokenizer=piece_tokenizer())
+    target = replace(target, config=replace(target.config, stop_tokens=(0,)))
+    constraint = Constraint("(?:ab|ba c|é|€b){2,3}")
+    found = stree_jax.generate(
+        *(target, ["ab c", "b"]),
+        max_new_tokens=40,
+        constraint=constraint,
+        sampling=Sampling(1.0),
+        n=4,
+    )
+    for text, why in zip(found.texts, found.finish_reasons, strict=True):
+        assert why == "stop" and re.fullmatch(constraint.regex, text), text
 
 
 def test_constraints_are_data_of_a_program(model, drafters, plain):
