@@ -53,6 +53,11 @@ PRINTS = {
         r"acceptance lengths: \[[\d. ]+\]",
         r"identical to plain sampling: True",
     ],
+    "json_schema.py": [
+        r'\{\n  "title": ".*",\n  "year": \d+,\n  "genre": "\w+",\n  "in_print"',
+        r"\d\d passes, \d\d of plain decoding\n",
+        r"identical output: True",
+    ],
     "inside_jit.py": [
         r"sample 0: mean log-probability -[\d.]+",
         r"sample \d: mean log-probability -[\d.]+  <- best",
