@@ -7,11 +7,10 @@ import json
 import random
 import re
 
-import jsonschema
 import pytest
 
 from stree_jax.constraints.json_schema import json_mode_regex, schema_regex
-from tests.support.random_schemas import VALUES, closed_schema, random_schema
+from tests.support.random_schemas import VALUES, closed_schema, random_schema, validator
 from tests.support.regex_samples import matches, sample
 
 SCHEMAS = 200  # random schemas; 2,000 take a minute
@@ -20,12 +19,6 @@ TEXTS = 8  # texts of each
 STRING = {"type": "string"}
 INTEGER = {"type": "integer"}
 NULL = {"type": "null"}
-
-
-def validator(schema):
-    # The plain `FormatChecker()` takes "time" in the sense of draft 3.
-    draft = jsonschema.Draft202012Validator
-    return draft(schema, format_checker=draft.FORMAT_CHECKER)
 
 
 def text_of(value, spaces=False):

@@ -2,6 +2,8 @@
 
 import json
 
+import jsonschema
+
 NAMES = ["a", "b", "name", "é", 'q"', "a b", "$x", ""]
 VALUES = [None, True, False, 0, 1, 1.0, -2.5, "a", "b", 'q"\n', [], [1], {}, {"a": 1}]
 FORMATS = "date time date-time duration uuid ipv4 ipv6 email hostname uri".split()
@@ -9,6 +11,13 @@ PATTERNS = [
     *("^[a-z]+$", "^a", "b$", "a.c", "^(foo|bar)-\\d{2,3}$", '^["\\\\/]{1,3}$'),
     *("^[^a-z]{2}$", "^\\w+@\\w+$", "x|^y$", "^\\u00e9?$", "^[A-F0-9]{4}(:[0-9]+)?$"),
 ]
+
+
+def validator(schema):
+    """Returns an independent validator."""
+    # The plain `FormatChecker()` takes "time" in the sense of draft 3.
+    draft = jsonschema.Draft202012Validator
+    return draft(schema, format_checker=draft.FORMAT_CHECKER)
 
 
 def random_schema(rng, depth=3):
