@@ -23,7 +23,7 @@ from stree_jax.sampling.stop_strings import token_bytes
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MOST_KEPT = 128  # automata of a vocabulary in memory
+MOST_BYTES = 2**28  # of the automata of a vocabulary that are kept in memory
 LEAST_STATES = LEAST_CLASSES = 64  # sizes are powers of two, so that programs fit more
 _vocabularies: "OrderedDict[tuple[int, int], Vocabulary]" = OrderedDict()
 
@@ -63,7 +63,7 @@ class Vocabulary:
                 found = self._made(constraint)
             self._kept[key] = found
             self._kept.move_to_end(key)
-            if len(self._kept) > MOST_KEPT:
+            while sum(map(_size, self._kept.values())) > MOST_BYTES:
                 self._kept.popitem(last=False)
             return found
 
@@ -118,6 +118,10 @@ class Vocabulary:
             else:
                 break
         return ids
+
+
+def _size(tables: TokenTables) -> int:
+    return tables.following.nbytes + tables.classes.nbytes + tables.forced.nbytes
 
 
 def vocabulary_of(model: Model, name: str = "constraint") -> Vocabulary:
