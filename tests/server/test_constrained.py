@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -163,6 +164,13 @@ def test_demanded_calls_are_valid(service, choice, temperature):
         assert arguments == {}
 
 
+def test_a_demanded_call_goes_before_a_response_format(service):
+    """Agents with an output type force a tool so. The format is for the content."""
+    body = TOOL_CHAT | dict(tool_choice="required", response_format=FORMAT)
+    (choice,) = ask(service, PATH, body)[2]["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1 and not choice["message"]["content"]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param", "problem"),
     [
@@ -186,8 +194,8 @@ def test_demanded_calls_are_valid(service, choice, temperature):
         (PATH, dict(regex="a", guided_regex="a"), "regex", "only one of"),
         (
             PATH,
-            dict(TOOL_CHAT, tool_choice="required", response_format=FORMAT),
-            "response_format.json_schema.schema",
+            dict(TOOL_CHAT, tool_choice="required", guided_json=PERSON),
+            "guided_json",
             "cannot be combined",
         ),
         (
@@ -225,10 +233,10 @@ def test_a_template_without_tools_still_structures(plain):
 
 
 def test_structure_or_a_call(service):
-    """With tools and "auto", the answer is the structure or begins a call."""
+    """With tools and "auto", the answer is the structure or calls of the tools."""
     request = parse("chat", BODY | dict(response_format=FORMAT))
-    constraint = constraint_of(request, service.form, False, frozenset())
-    automaton = byte_automaton(constraint.regex)
+    none = frozenset()
+    automaton = byte_automaton(constraint_of(request, service.form, False, none).regex)
 
     def ends(text):
         state = 0
@@ -239,8 +247,14 @@ def test_structure_or_a_call(service):
         return bool(automaton.may_end[state])
 
     assert ends('{"kind":"red","age":7,"name":"x"}')
-    assert ends('<tool_call>\n{"name": "now"}')
-    assert not ends("hello")
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    rain = '{"name": "get_weather", "arguments": {"city": "x", "days": 3}}'
+    assert ends(now) and ends(f"{now}\n<tool_call>{rain}</tool_call>")
+    assert not ends("hello") and not ends("<tool_call>hello</tool_call>")
+    assert not ends(now.replace("now", "later")) and not ends(now.replace("{}", "7"))
+    one = replace(request, tool_use=replace(request.tool_use, parallel=False))
+    automaton = byte_automaton(constraint_of(one, service.form, False, none).regex)
+    assert ends(now) and not ends(now + now)
     special = constraint_of(request, service.form, False, frozenset(["<tool_call>"]))
     assert special.special == ("<tool_call>",) and "\U0010fff0" in special.regex
 
