@@ -142,6 +142,6 @@ def _call(request: Request, format_: Format) -> str:
 def _arguments(where: str, schema: Any) -> str:
     """Returns the expression of arguments that are valid for a schema."""
     try:
-        return schema_regex({"type": "object"} | schema, name=where, spaces=True)
+        return schema_regex(schema | {"type": "object"}, name=where, spaces=True)
     except ValueError as error:
         raise invalid(str(error), where) from None
