@@ -168,7 +168,8 @@ def test_a_demanded_call_goes_before_a_response_format(service):
     """Agents with an output type force a tool so. The format is for the content."""
     body = TOOL_CHAT | dict(tool_choice="required", response_format=FORMAT)
     (choice,) = ask(service, PATH, body)[2]["choices"]
-    assert len(choice["message"]["tool_calls"]) == 1 and not choice["message"]["content"]
+    message = choice["message"]
+    assert len(message["tool_calls"]) == 1 and not message["content"]
 
 
 @pytest.mark.parametrize(
