@@ -5,7 +5,8 @@ import hmac
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from stree_jax.server.answers import Answer, ChatWriter, event
 from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.metrics import Watch
-from stree_jax.server.protocol import Kind, Request, parse
+from stree_jax.server.protocol import Request, parse
 from stree_jax.server.response_fields import parse_response, renamed
 from stree_jax.server.responses import ResponseWriter
 from stree_jax.server.service import (
@@ -32,8 +33,8 @@ from stree_jax.server.service import (
 
 JSON = "application/json"
 MAX_DIGITS = 400  # maximum digits of an integer; the largest float64 has 309
-Writer = ChatWriter | ResponseWriter
 CLIENT_CLOSED = 499  # status for clients that have disconnected, which do not read it
+Writer = ChatWriter | ResponseWriter
 
 
 def make_app(service: Service) -> Starlette:
@@ -41,16 +42,13 @@ def make_app(service: Service) -> Starlette:
     models, health and metrics."""
 
     async def completions(http: HTTPRequest) -> Response:
-        return await _answered(service, http, *_formats("completion"))
+        return await _answered(service, http, COMPLETIONS)
 
     async def chat(http: HTTPRequest) -> Response:
-        return await _answered(service, http, *_formats("chat"))
+        return await _answered(service, http, CHATS)
 
     async def responses(http: HTTPRequest) -> Response:
-        try:
-            return await _answered(service, http, parse_response, ResponseWriter)
-        except ApiError as error:
-            raise renamed(error) from None
+        return await _answered(service, http, RESPONSES)
 
     async def embeddings(http: HTTPRequest) -> Response:
         _check_key(service, http)
@@ -200,39 +198,38 @@ def _not_a_number(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _formats(
-    kind: Kind,
-) -> tuple[Callable[[Any], Request], Callable[[Answer, Any], Writer]]:
-    """Returns the functions of an endpoint of chats or completions; see `_answered`."""
-    return lambda body: parse(kind, body), lambda answer, body: ChatWriter(answer)
+@dataclass(frozen=True)
+class Format:
+    """The format of an endpoint for text.
 
-
-async def _answered(
-    service: Service,
-    http: HTTPRequest,
-    read: Callable[[Any], Request],
-    written: Callable[[Answer, Any], Writer],
-) -> Response:
-    """Returns the response to a request for text, which may be a stream. Counts the
-    request in the metrics.
-
-    Args:
-      service: the service.
-      http: the HTTP request.
+    Attributes:
       read: returns the request for a JSON body.
-      written: returns the writer of the answer, also from the body.
+      written: returns the writer of an answer, also from the body of its request.
+      renamed: returns an error that has the format's names of fields.
     """
+
+    read: Callable[[Any], Request]
+    written: Callable[[Answer, Any], Writer] = lambda answer, body: ChatWriter(answer)
+    renamed: Callable[[ApiError], ApiError] = lambda error: error
+
+
+COMPLETIONS = Format(partial(parse, "completion"))
+CHATS = Format(partial(parse, "chat"))
+RESPONSES = Format(parse_response, ResponseWriter, renamed)
+
+
+async def _answered(service: Service, http: HTTPRequest, format_: Format) -> Response:
+    """Returns the response to a request for text, which may be a stream. Counts the
+    request in the metrics."""
     watch = Watch(service.metrics)
     try:
         _check_key(service, http)
         body = await _body(service, http)
-        request = read(body)
-        check_name(service, request.model or service.name)
-        request = replace(request, model=service.name)
-        prompts = await asyncio.to_thread(encoded_prompts, service, request)
-        texts = text_requests(service, request, prompts)
-        exchange = Exchange(service, request, prompts, texts)
-        exchange.submit()
+        request = format_.read(body)
+        try:
+            exchange = await _submitted(service, request)
+        except ApiError as error:
+            raise format_.renamed(error) from None
     except ApiError as error:
         watch.end(_outcome(error))
         raise
@@ -240,10 +237,21 @@ async def _answered(
         watch.end("cancelled")
         return Response(status_code=CLIENT_CLOSED)
     service.metrics.prompt_tokens.inc(exchange.answer.prompt_tokens)
-    writer = written(exchange.answer, body)
+    writer = format_.written(exchange.answer, body)
     if request.stream:
         return EventStream(exchange, watch, writer)
     return await _whole(exchange, watch, writer, http.receive)
+
+
+async def _submitted(service: Service, request: Request) -> Exchange:
+    """Queues a request; raises ApiError if that is not possible."""
+    check_name(service, request.model or service.name)
+    request = replace(request, model=service.name)
+    prompts = await asyncio.to_thread(encoded_prompts, service, request)
+    texts = text_requests(service, request, prompts)
+    exchange = Exchange(service, request, prompts, texts)
+    exchange.submit()
+    return exchange
 
 
 def _outcome(error: ApiError) -> str:
