@@ -30,6 +30,7 @@ from stree_jax.server.service import (
     encoded_prompts,
     text_requests,
 )
+from stree_jax.server.tokenizing import detokenized, tokenized
 
 JSON = "application/json"
 MAX_DIGITS = 400  # maximum digits of an integer; the largest float64 has 309
@@ -39,7 +40,7 @@ Writer = ChatWriter | ResponseWriter
 
 def make_app(service: Service) -> Starlette:
     """Returns the application with the endpoints for completions, chat, responses,
-    models, health and metrics."""
+    tokens, models, health and metrics."""
 
     async def completions(http: HTTPRequest) -> Response:
         return await _answered(service, http, COMPLETIONS)
@@ -49,6 +50,16 @@ def make_app(service: Service) -> Starlette:
 
     async def responses(http: HTTPRequest) -> Response:
         return await _answered(service, http, RESPONSES)
+
+    async def tokenize(http: HTTPRequest) -> Response:
+        _check_key(service, http)
+        body = await _body(service, http)
+        return JSONResponse(await asyncio.to_thread(tokenized, service, body))
+
+    async def detokenize(http: HTTPRequest) -> Response:
+        _check_key(service, http)
+        body = await _body(service, http)
+        return JSONResponse(await asyncio.to_thread(detokenized, service, body))
 
     async def embeddings(http: HTTPRequest) -> Response:
         _check_key(service, http)
@@ -77,6 +88,8 @@ def make_app(service: Service) -> Starlette:
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/responses", responses, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),

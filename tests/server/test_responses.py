@@ -331,3 +331,46 @@ def test_other_endpoints_are_named(service):
     status, _, found = ask(service, "/v1/embeddings", dict(input="x"))
     assert status == 404 and "does not support embeddings" in found["error"]["message"]
     assert ask(service, f"{PATH}/resp_1")[0] == 404
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        dict(prompt="hello"),
+        dict(messages=[USER], add_special_tokens=False),
+        dict(messages=[USER], tools=[WEATHER], add_generation_prompt=False),
+    ],
+    ids=str,
+)
+def test_tokens_of_a_prompt(service, body):
+    status, _, found = ask(service, "/tokenize", body | dict(return_token_strs=True))
+    assert status == 200 and found["count"] == len(found["tokens"])
+    assert len(found["token_strs"]) == found["count"] < found["max_model_len"]
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answer = ask(service, path, body | dict(max_tokens=1))[2]
+    assert answer["usage"]["prompt_tokens"] == found["count"]
+    text = ask(service, "/detokenize", dict(tokens=found["tokens"]))[2]["prompt"]
+    assert text == body.get("prompt", text) and (text == "hello") != ("<|im_" in text)
+    plain = ask(service, "/tokenize", body | dict(model=service.name))[2]
+    assert plain == found | {"token_strs": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", dict(prompt=["a", "b"]), "prompt"),
+        ("/tokenize", dict(prompt="a", add_special_tokens=False), "add_special_tokens"),
+        ("/tokenize", dict(prompt="a", return_token_strs=7), "return_token_strs"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", dict(tokens=["a"]), "tokens"),
+        ("/detokenize", dict(tokens=[10**9]), "tokens"),
+        ("/detokenize", dict(tokens=[-1]), "tokens"),
+        ("/detokenize", dict(tokens=[], x=1), "x"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_of_tokens_are_named(service, path, body, param):
+    status, _, found = ask(service, path, body)
+    assert (status, found["error"]["param"]) == (400, param)
+    assert ask(service, path, "[]")[0] == 400
