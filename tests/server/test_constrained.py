@@ -15,7 +15,7 @@ from stree_jax.server.constrained import ConstrainedRows
 from stree_jax.server.constraints import constraint_of
 from stree_jax.server.formats import REASONING
 from stree_jax.server.protocol import parse
-from tests.server.test_tools import BODY, PATH, USER, WEATHER
+from tests.server.tool_requests import BODY, PATH, USER, WEATHER
 from tests.support.answer_server import HERMES, answer_service, write_answer
 from tests.support.table_server import CHATML, ask, started, write_table
 

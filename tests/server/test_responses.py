@@ -6,21 +6,25 @@ import json
 import pytest
 
 from stree_jax.server.split import split
-from tests.server.test_sdk_requests import (
+from tests.server.tool_requests import (
     AGENTS_TOOL,
+    ARGUMENTS,
     HALF,
+    NOW,
+    PIECES,
+    THOUGHTS,
     TITLED,
+    USER,
+    WEATHER,
     answered,
     check_weather,
+    with_client,
 )
-from tests.server.test_tools import ARGUMENTS, NOW, PIECES, THOUGHTS, WEATHER
-from tests.server.test_tools import with_client as with_client_of
 from tests.support.answer_server import answer_service, write_answer
 from tests.support.table_server import ask, started
 
 PATH = "/v1/responses"
 FORMAT = {"type": "json_schema", "name": "weather", "schema": TITLED, "strict": True}
-USER = {"role": "user", "content": "Weather in Rome?"}
 HELLO = dict(input="Rain?", temperature=0)
 
 
@@ -180,7 +184,7 @@ def test_a_typed_answer_with_the_openai_package(service, streams):
                 pass
             return await stream.get_final_response()
 
-    found = with_client_of(service, use)
+    found = with_client(service, use)
     check_weather(json.loads(found.output_text))
     assert found.status == "completed" and found.text.format.name == "weather"
 

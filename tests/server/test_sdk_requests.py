@@ -9,28 +9,21 @@ import json
 
 import pytest
 
-from tests.server.test_tools import PATH, chunks_of
+from tests.server.tool_requests import (
+    AGENTS_TOOL,
+    CITIES,
+    DAYS,
+    HALF,
+    PATH,
+    TITLED,
+    USER,
+    answered,
+    check_weather,
+    tool,
+)
 from tests.support.answer_server import answer_service, write_answer
 from tests.support.table_server import ask, started
 
-USER = {"role": "user", "content": "Weather in Rome?"}
-TITLED = {
-    "description": "A forecast.",
-    "properties": {
-        "city": {"maxLength": 12, "title": "City", "type": "string"},
-        "sky": {"enum": ["sunny", "rainy"], "title": "Sky", "type": "string"},
-        "degrees": {
-            "maximum": 40,
-            "minimum": -20,
-            "title": "Degrees",
-            "type": "integer",
-        },
-    },
-    "required": ["city", "sky", "degrees"],
-    "title": "Weather",
-    "type": "object",
-    "additionalProperties": False,
-}
 PLAIN = {
     "properties": {
         "city": {"maxLength": 12, "type": "string"},
@@ -46,11 +39,6 @@ PLAIN = {
 def json_schema(name, schema):
     own = {"schema": schema, "name": name, "strict": True}
     return {"type": "json_schema", "json_schema": own}
-
-
-def tool(name, parameters, **more):
-    function = {"name": name, "parameters": parameters} | more
-    return {"type": "function", "function": function}
 
 
 OPENAI = dict(messages=[USER], model="smollm2", max_tokens=100)
@@ -98,8 +86,6 @@ TYPED = {
         dict(stream=True),
     ),
 }
-CITIES = {"enum": ["Rome", "Oslo"], "type": "string"}
-DAYS = {"default": 1, "type": "integer", "maximum": 9, "minimum": 0}
 PARAMETERS = {
     "properties": {"city": CITIES, "days": DAYS},
     "required": ["city", "days"],
@@ -108,21 +94,6 @@ PARAMETERS = {
 }
 ONE = {"type": "function", "function": {"name": "weather"}}
 OPENAI_TOOL = tool("weather", PARAMETERS, strict=True, description="Forecast.")
-AGENTS_TOOL = tool(
-    "weather",
-    {
-        "properties": {
-            "city": CITIES | {"description": "The city.", "title": "City"},
-            "days": DAYS | {"title": "Days"},
-        },
-        "required": ["city", "days"],
-        "title": "weather_args",
-        "type": "object",
-        "additionalProperties": False,
-    },
-    description="Forecast.",
-    strict=True,
-)
 PYDANTIC_TOOLS = [
     tool("weather", PARAMETERS | {"required": ["city"]}, description="Forecast."),
     tool("final_result", PLAIN, description="A forecast.", strict=True),
@@ -194,38 +165,6 @@ def service(tmp_path_factory):
         yield service
 
 
-def answered(service, body):
-    """Returns the message and the reason for its end, of a stream, too."""
-    body = body | dict(model=service.name)
-    status, _, found = ask(service, PATH, body)
-    assert status == 200, found
-    if not body.get("stream"):
-        (choice,) = found["choices"]
-        return choice["message"], choice["finish_reason"]
-    chunks = chunks_of(found)
-    if body.get("stream_options"):
-        assert chunks.pop()["usage"]["completion_tokens"] > 0
-    choices = [chunk["choices"][0] for chunk in chunks]
-    deltas = [choice["delta"] for choice in choices]
-    message = {"role": "assistant", "content": None}
-    message["content"] = "".join(d.get("content") or "" for d in deltas) or None
-    calls = {}
-    for part in (part for d in deltas for part in d.get("tool_calls", ())):
-        call = calls.setdefault(part["index"], part | {"function": {"arguments": ""}})
-        text = call["function"]["arguments"] + part["function"]["arguments"]
-        call["function"] |= part["function"] | {"arguments": text}
-    message |= {"tool_calls": list(calls.values())} if calls else {}
-    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (
-        len(choices) - 1
-    )
-    return message, choices[-1]["finish_reason"]
-
-
-def check_weather(found):
-    assert list(found) == ["city", "sky", "degrees"] and len(found["city"]) <= 12
-    assert found["sky"] in ("sunny", "rainy") and -20 <= found["degrees"] <= 40
-
-
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("client", TYPED)
 def test_typed_answers(service, client, streams):
@@ -292,7 +231,6 @@ def nested(depth):
 
 
 SCHEMA, FUNCTION = "response_format.json_schema", "tools.[0].function"
-HALF = "\ud800"  # half of a surrogate pair, which UTF-8 does not have
 
 
 @pytest.mark.parametrize(
