@@ -143,6 +143,29 @@ def empty_answer(
     )
 
 
+class ChatWriter:
+    """Writes an answer in the format of chats or completions."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+
+    def whole(self) -> dict[str, Any]:
+        """Returns the response to a request without `stream`."""
+        return whole(self.answer)
+
+    def opening(self) -> list[bytes]:
+        """Returns the first events of a stream."""
+        return opening(self.answer)
+
+    def chunks(self, index: int, piece: Piece) -> list[bytes]:
+        """Returns the events of a stream for a piece that was added to text `index`."""
+        return chunks(self.answer, index, piece)
+
+    def closing(self) -> list[bytes]:
+        """Returns the last events of a stream."""
+        return closing(self.answer)
+
+
 def whole(answer: Answer) -> dict[str, Any]:
     """Returns the response to a request without `stream`."""
     chat = answer.request.kind == "chat"

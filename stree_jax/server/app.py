@@ -4,8 +4,9 @@ import asyncio
 import hmac
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,10 +17,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from stree_jax.server.answers import chunks, closing, event, opening, whole
+from stree_jax.server.answers import Answer, ChatWriter, event
 from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.metrics import Watch
-from stree_jax.server.protocol import Kind, parse
+from stree_jax.server.protocol import Request, parse
+from stree_jax.server.response_fields import parse_response, renamed
+from stree_jax.server.responses import ResponseWriter
 from stree_jax.server.service import (
     Exchange,
     Service,
@@ -27,21 +30,41 @@ from stree_jax.server.service import (
     encoded_prompts,
     text_requests,
 )
+from stree_jax.server.tokenizing import detokenized, tokenized
 
 JSON = "application/json"
 MAX_DIGITS = 400  # maximum digits of an integer; the largest float64 has 309
 CLIENT_CLOSED = 499  # status for clients that have disconnected, which do not read it
+Writer = ChatWriter | ResponseWriter
 
 
 def make_app(service: Service) -> Starlette:
-    """Returns the application with the endpoints for completions, chat, models, health
-    and metrics."""
+    """Returns the application with the endpoints for completions, chat, responses,
+    tokens, models, health and metrics."""
 
     async def completions(http: HTTPRequest) -> Response:
-        return await _answered(service, http, "completion")
+        return await _answered(service, http, COMPLETIONS)
 
     async def chat(http: HTTPRequest) -> Response:
-        return await _answered(service, http, "chat")
+        return await _answered(service, http, CHATS)
+
+    async def responses(http: HTTPRequest) -> Response:
+        return await _answered(service, http, RESPONSES)
+
+    async def tokenize(http: HTTPRequest) -> Response:
+        _check_key(service, http)
+        body = await _body(service, http)
+        return JSONResponse(await asyncio.to_thread(tokenized, service, body))
+
+    async def detokenize(http: HTTPRequest) -> Response:
+        _check_key(service, http)
+        body = await _body(service, http)
+        return JSONResponse(await asyncio.to_thread(detokenized, service, body))
+
+    async def embeddings(http: HTTPRequest) -> Response:
+        _check_key(service, http)
+        problem = "this server generates text; it does not support embeddings"
+        raise ApiError(404, f"{http.url.path}: {problem}.", code="unsupported_endpoint")
 
     async def models(http: HTTPRequest) -> Response:
         _check_key(service, http)
@@ -64,6 +87,10 @@ def make_app(service: Service) -> Starlette:
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
             Route("/health", health),
@@ -184,19 +211,38 @@ def _not_a_number(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-async def _answered(service: Service, http: HTTPRequest, kind: Kind) -> Response:
+@dataclass(frozen=True)
+class Format:
+    """The format of an endpoint for text.
+
+    Attributes:
+      read: returns the request for a JSON body.
+      written: returns the writer of an answer, also from the body of its request.
+      renamed: returns an error that has the format's names of fields.
+    """
+
+    read: Callable[[Any], Request]
+    written: Callable[[Answer, Any], Writer] = lambda answer, body: ChatWriter(answer)
+    renamed: Callable[[ApiError], ApiError] = lambda error: error
+
+
+COMPLETIONS = Format(partial(parse, "completion"))
+CHATS = Format(partial(parse, "chat"))
+RESPONSES = Format(parse_response, ResponseWriter, renamed)
+
+
+async def _answered(service: Service, http: HTTPRequest, format_: Format) -> Response:
     """Returns the response to a request for text, which may be a stream. Counts the
     request in the metrics."""
     watch = Watch(service.metrics)
     try:
         _check_key(service, http)
-        request = parse(kind, await _body(service, http))
-        check_name(service, request.model or service.name)
-        request = replace(request, model=service.name)
-        prompts = await asyncio.to_thread(encoded_prompts, service, request)
-        texts = text_requests(service, request, prompts)
-        exchange = Exchange(service, request, prompts, texts)
-        exchange.submit()
+        body = await _body(service, http)
+        request = format_.read(body)
+        try:
+            exchange = await _submitted(service, request)
+        except ApiError as error:
+            raise format_.renamed(error) from None
     except ApiError as error:
         watch.end(_outcome(error))
         raise
@@ -204,9 +250,21 @@ async def _answered(service: Service, http: HTTPRequest, kind: Kind) -> Response
         watch.end("cancelled")
         return Response(status_code=CLIENT_CLOSED)
     service.metrics.prompt_tokens.inc(exchange.answer.prompt_tokens)
+    writer = format_.written(exchange.answer, body)
     if request.stream:
-        return EventStream(exchange, watch)
-    return await _whole(exchange, watch, http.receive)
+        return EventStream(exchange, watch, writer)
+    return await _whole(exchange, watch, writer, http.receive)
+
+
+async def _submitted(service: Service, request: Request) -> Exchange:
+    """Queues a request; raises ApiError if that is not possible."""
+    check_name(service, request.model or service.name)
+    request = replace(request, model=service.name)
+    prompts = await asyncio.to_thread(encoded_prompts, service, request)
+    texts = text_requests(service, request, prompts)
+    exchange = Exchange(service, request, prompts, texts)
+    exchange.submit()
+    return exchange
 
 
 def _outcome(error: ApiError) -> str:
@@ -216,7 +274,9 @@ def _outcome(error: ApiError) -> str:
     return "refused" if error.status < 500 else "error"
 
 
-async def _whole(exchange: Exchange, watch: Watch, receive: Receive) -> Response:
+async def _whole(
+    exchange: Exchange, watch: Watch, writer: Writer, receive: Receive
+) -> Response:
     """Waits for the complete answer and returns it.
 
     Raises:
@@ -233,7 +293,7 @@ async def _whole(exchange: Exchange, watch: Watch, receive: Receive) -> Response
             outcome = "cancelled"
             return Response(status_code=CLIENT_CLOSED)
         outcome = "ok"
-        return JSONResponse(whole(exchange.answer))
+        return JSONResponse(writer.whole())
     except TimeoutError:
         outcome = "timeout"
         raise _too_late(exchange.service) from None
@@ -249,10 +309,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, watch: Watch) -> None:
+    def __init__(self, exchange: Exchange, watch: Watch, writer: Writer) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self.exchange, self.watch = exchange, watch
+        self.exchange, self.watch, self.writer = exchange, watch, writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def sent() -> None:
@@ -280,14 +340,13 @@ class EventStream(Response):
             self.watch.end(outcome)
 
     async def _parts(self) -> AsyncIterator[bytes]:
-        answer = self.exchange.answer
-        for part in opening(answer):
+        for part in self.writer.opening():
             yield part
         async for index, piece in self.exchange.pieces():
             self.watch.piece(piece.tokens)
-            for part in chunks(answer, index, piece):
+            for part in self.writer.chunks(index, piece):
                 yield part
-        for part in closing(answer):
+        for part in self.writer.closing():
             yield part
 
     async def _fail(self, send: Send, error: ApiError) -> None:

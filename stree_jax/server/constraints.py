@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.constraints.constraint import Constraint, escaped
-from stree_jax.constraints.json_schema import schema_regex
+from stree_jax.constraints.json_schema import json_mode_regex, schema_regex
 from stree_jax.constraints.strings import SPECIAL
 from stree_jax.server.calls import JsonCalls
 from stree_jax.server.chat_format import ChatFormat
-from stree_jax.server.errors import invalid
+from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.formats import Format
 from stree_jax.server.protocol import Request
 
@@ -33,9 +33,9 @@ def constraint_of(
     """Returns the constraint on the text of an answer, or None if it has none.
 
     With `tool_choice` "required" or a named function, the answer is a call whose
-    arguments are valid for the function's schema. With a structure and "auto", it is
-    the structure, or begins a call. Reasoning that the prompt opened is not
-    constrained.
+    arguments are valid for the function's schema; a `response_format` is then for the
+    content, which is empty. With a structure and "auto", the answer is the structure,
+    or calls. Reasoning that the prompt opened is not constrained.
 
     Args:
       request: the request.
@@ -51,23 +51,23 @@ def constraint_of(
     demanded = use.choice in ("required", "function")
     if not demanded and structure is None:
         return None
-    if demanded and structure is not None:
+    if demanded and structure and not structure.name.startswith("response_format"):
         problem = 'cannot be combined with tool_choice "required" or a function'
         raise invalid(f"{structure.name}: {problem}", structure.name)
     form = format_of(request, form)
     marks = _Marks(special)
     if demanded:
         assert form.calls is not None  # set by `format_of`
-        text, name = _call(request, form.calls, marks), "tools"
+        text, name = _calls(request, form.calls, marks, several=False), "tools"
     else:
         assert structure is not None
         text, name = structure.regex, structure.name
         if use.tools and use.choice == "auto" and form.reads_calls:
-            opening = "" if form.calls is None else form.calls.opening
-            if opening in ("", "{"):
+            if form.calls is None or form.calls.opening in ("", "{"):
                 problem = "cannot be combined with tools, for this chat template"
                 raise invalid(f"{name}: {problem}", name)
-            text = f"(?:{text}|{marks.of(opening)}{ANYTHING})"
+            several = use.parallel and form.several
+            text = f"(?:{text}|{_calls(request, form.calls, marks, several=several)})"
     if opened and form.reasoning is not None:
         end = marks.of(form.reasoning[1])
         others = "".join(SPECIAL)
@@ -95,8 +95,31 @@ class _Marks:
         return SPECIAL[self.special.index(text)]
 
 
-def _call(request: Request, format_: Format, marks: _Marks) -> str:
-    """Returns the expression of one call of the tools that a request allows."""
+def _calls(request: Request, format_: Format, marks: _Marks, *, several: bool) -> str:
+    """Returns the expression of calls of the tools that a request allows. Where the
+    template's format is not JSON, calls only begin as calls do.
+
+    Args:
+      request: the request.
+      format_: the format of the calls.
+      marks: writes texts of the template.
+      several: True if there may be several calls.
+    """
+    read, opening = format_.read, marks.of(format_.opening)
+    if not isinstance(read, JsonCalls):
+        return rf"{opening}{ANYTHING}"
+    call = _call(request, format_)
+    if format_.at_start:
+        return call
+    if not read.closing:
+        more = rf"(?:, {call})*" if several else ""
+        return rf"{opening}\[{call}{more}\]"
+    text = rf"{opening}\n?{call}\n?{marks.of(read.closing)}"
+    return rf"{text}(?:\n?{text})*" if several else text
+
+
+def _call(request: Request, format_: Format) -> str:
+    """Returns the expression of one call in JSON of the tools that a request allows."""
     use, options = request.tool_use, []
     key = (
         "parameters" if format_ is not PLAIN_CALL and format_.at_start else "arguments"
@@ -105,23 +128,20 @@ def _call(request: Request, format_: Format, marks: _Marks) -> str:
         if use.choice == "function" and tool["name"] != use.name:
             continue
         where = f"tools.[{i}].function.parameters"
-        arguments = _arguments(where, tool["parameters"])
+        try:
+            arguments = _arguments(where, tool["parameters"])
+        except ApiError:
+            if use.choice != "auto":
+                raise
+            arguments = json_mode_regex(spaces=True)
         head = escaped(f'{{"name": "{tool["name"]}", "{key}": ')
         options.append(rf"{head}{arguments}\}}")
-    text = f"(?:{'|'.join(options)})"
-    if format_.at_start:
-        return text
-    read = format_.read
-    assert isinstance(read, JsonCalls)  # see `format_of`
-    opening = marks.of(format_.opening)
-    if not read.closing:
-        return rf"{opening}\[{text}\]"
-    return rf"{opening}\n?{text}\n?{marks.of(read.closing)}"
+    return f"(?:{'|'.join(options)})"
 
 
 def _arguments(where: str, schema: Any) -> str:
     """Returns the expression of arguments that are valid for a schema."""
     try:
-        return schema_regex({"type": "object"} | schema, name=where, spaces=True)
+        return schema_regex(schema | {"type": "object"}, name=where, spaces=True)
     except ValueError as error:
         raise invalid(str(error), where) from None

@@ -109,7 +109,7 @@ def _with_calls(
             begin = -1
         if begin < 0:
             rest = text[at:]
-            if not final:
+            if not final or calls:  # a mark that is cut begins another call, too
                 rest = without_beginning(rest, opening).rstrip()
             break
         inside = begin if format_.at_start else begin + len(opening)
@@ -118,7 +118,8 @@ def _with_calls(
             search = begin + len(opening)
             continue
         if section.end is None and not section.calls:
-            rest = text[at:] if final else text[at:begin].rstrip()
+            shown = final and not calls  # after calls, it is another call, which is cut
+            rest = text[at:] if shown else text[at:begin].rstrip()
             break
         contents.append(text[at:begin].strip() if calls else text[at:begin].rstrip())
         calls += section.calls

@@ -11,7 +11,8 @@ from stree_jax.constraints.constraint import Constraint
 from stree_jax.server.errors import invalid, shown
 
 FORMATS = ("text", "json_object", "json_schema")
-IGNORED_OF_SCHEMAS = {"name", "description", "strict"}
+# Fields of `json_schema` that have no effect, and their types.
+IGNORED_OF_SCHEMAS = {"name": str, "description": str, "strict": bool}
 # Other servers' fields, and what their values are.
 OTHERS = {
     "guided_json": "schema",  # vLLM
@@ -78,13 +79,20 @@ def _of_format(value: Any) -> Constraint | None:
     }:
         name = f"{where}.{min(extra)}"
         raise invalid(f"{name}: this server does not support it", name)
+    for field, kind in IGNORED_OF_SCHEMAS.items():
+        own = described.get(field)
+        if own is not None and not isinstance(own, kind):
+            wanted = "a text" if kind is str else "true or false"
+            name = f"{where}.{field}"
+            raise invalid(f"{name}: want {wanted}, got {shown(own)}", name)
     return _constraint(f"{where}.schema", "schema", described["schema"])
 
 
 def _of_parts(value: Any) -> Constraint:
     """Returns the constraint of vLLM's `structured_outputs`."""
     where = "structured_outputs"
-    given = [k for k, v in value.items() if v] if isinstance(value, dict) else []
+    fields = value.items() if isinstance(value, dict) else ()
+    given = [name for name, v in fields if v is not None and v is not False]
     if len(given) != 1 or given[0] not in PARTS:
         wanted = f"want an object with one of {', '.join(PARTS)}"
         raise invalid(f"{where}: {wanted}, got {shown(value)}", where)

@@ -101,7 +101,31 @@ def _tool(where: str, tool: Any) -> dict[str, Any]:
         if name in found and not isinstance(found[name], kind):
             problem = f"{where}.{name}: want {wanted}, got {shown(found[name])}"
             raise invalid(problem, f"{where}.{name}")
-    return found | {"parameters": found.get("parameters") or NO_PARAMETERS}
+    parameters = found.get("parameters") or NO_PARAMETERS
+    _check_parameters(f"{where}.parameters", parameters)
+    check_whole(where, found)
+    return found | {"parameters": parameters}
+
+
+def _check_parameters(where: str, schema: Mapping[str, Any]) -> None:
+    """Raises ApiError if a schema cannot be the one of a function's arguments."""
+    kind, properties = schema.get("type", "object"), schema.get("properties", {})
+    if kind != "object":
+        problem = f'{where}.type: want "object", got {shown(kind)}'
+        raise invalid(problem, f"{where}.type")
+    if not isinstance(properties, dict):
+        problem = f"want an object of schemas, got {shown(properties)}"
+        raise invalid(f"{where}.properties: {problem}", f"{where}.properties")
+
+
+def check_whole(where: str, value: Any) -> None:
+    """Raises ApiError if a value cannot be written as JSON in UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise invalid(f"{where}: want texts of whole characters", where) from None
+    except RecursionError:
+        raise invalid(f"{where}: it is nested too deeply", where) from None
 
 
 def _check_fields(where: str, value: Mapping[str, Any], known: set[str]) -> None:
@@ -177,6 +201,7 @@ def _call(where: str, call: Any) -> dict[str, Any]:
         problem = f"{where}.arguments: want a text with a JSON object"
         raise invalid(problem, f"{where}.arguments")
     found = {"name": name, "arguments": _arguments(arguments)}
+    check_whole(where, found)
     own = {} if call_id is None else {"id": call_id}
     return own | {"type": "function", "function": found}
 

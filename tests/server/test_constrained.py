@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from stree_jax.server.constrained import ConstrainedRows
 from stree_jax.server.constraints import constraint_of
 from stree_jax.server.formats import REASONING
 from stree_jax.server.protocol import parse
+from tests.server.tool_requests import BODY, PATH, USER
 from tests.support.answer_server import HERMES, answer_service, write_answer
 from tests.support.table_server import CHATML, ask, started, write_table
 
@@ -27,7 +29,6 @@ PERSON = {
     "required": ["kind", "age", "name"],
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
-PATH, USER = "/v1/chat/completions", {"role": "user", "content": "Rain?"}
 CHAT = dict(messages=[USER], max_tokens=90)
 LIMITED = {
     "name": "get_weather",
@@ -163,6 +164,14 @@ def test_demanded_calls_are_valid(service, choice, temperature):
         assert arguments == {}
 
 
+def test_a_demanded_call_goes_before_a_response_format(service):
+    """Agents with an output type force a tool so. The format is for the content."""
+    body = TOOL_CHAT | dict(tool_choice="required", response_format=FORMAT)
+    (choice,) = ask(service, PATH, body)[2]["choices"]
+    message = choice["message"]
+    assert len(message["tool_calls"]) == 1 and not message["content"]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param", "problem"),
     [
@@ -186,8 +195,8 @@ def test_demanded_calls_are_valid(service, choice, temperature):
         (PATH, dict(regex="a", guided_regex="a"), "regex", "only one of"),
         (
             PATH,
-            dict(TOOL_CHAT, tool_choice="required", response_format=FORMAT),
-            "response_format.json_schema.schema",
+            dict(TOOL_CHAT, tool_choice="required", guided_json=PERSON),
+            "guided_json",
             "cannot be combined",
         ),
         (
@@ -225,10 +234,10 @@ def test_a_template_without_tools_still_structures(plain):
 
 
 def test_structure_or_a_call(service):
-    """With tools and "auto", the answer is the structure or begins a call."""
-    request = parse("chat", TOOL_CHAT | dict(response_format=FORMAT))
-    constraint = constraint_of(request, service.form, False, frozenset())
-    automaton = byte_automaton(constraint.regex)
+    """With tools and "auto", the answer is the structure or calls of the tools."""
+    request = parse("chat", BODY | dict(response_format=FORMAT))
+    none = frozenset()
+    automaton = byte_automaton(constraint_of(request, service.form, False, none).regex)
 
     def ends(text):
         state = 0
@@ -239,8 +248,14 @@ def test_structure_or_a_call(service):
         return bool(automaton.may_end[state])
 
     assert ends('{"kind":"red","age":7,"name":"x"}')
-    assert ends('<tool_call>\n{"name": "now"}')
-    assert not ends("hello")
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    rain = '{"name": "get_weather", "arguments": {"city": "x", "days": 3}}'
+    assert ends(now) and ends(f"{now}\n<tool_call>{rain}</tool_call>")
+    assert not ends("hello") and not ends("<tool_call>hello</tool_call>")
+    assert not ends(now.replace("now", "later")) and not ends(now.replace("{}", "7"))
+    one = replace(request, tool_use=replace(request.tool_use, parallel=False))
+    automaton = byte_automaton(constraint_of(one, service.form, False, none).regex)
+    assert ends(now) and not ends(now + now)
     special = constraint_of(request, service.form, False, frozenset(["<tool_call>"]))
     assert special.special == ("<tool_call>",) and "\U0010fff0" in special.regex
 

@@ -1,58 +1,32 @@
 """Test tools, tool calls and reasoning in chats, through the application and with the
 official client."""
 
-import asyncio
 import json
 import re
 
-import httpx2
 import pytest
-from openai import AsyncOpenAI
 
 from stree_jax.server.answers import empty_answer
-from stree_jax.server.app import make_app
 from stree_jax.server.chat_format import CHANNEL_TOKENS
 from stree_jax.server.protocol import parse
 from stree_jax.server.split import Splitter
 from stree_jax.server.texts import showing
+from tests.server.tool_requests import (
+    ARGUMENTS,
+    BODY,
+    NOW,
+    PATH,
+    PIECES,
+    THOUGHTS,
+    USER,
+    WEATHER,
+    chunks_of,
+    with_client,
+)
 from tests.server.tool_texts import forms_of
 from tests.support import table_models
 from tests.support.answer_server import answer_service, write_answer
 from tests.support.table_server import CHATML, ask, started, write_table
-
-PARAMETERS = {
-    "type": "object",
-    "title": "Weather",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "",
-        "parameters": PARAMETERS,
-        "strict": True,
-    },
-}
-NOW = {"type": "function", "function": {"name": "now"}}
-ARGUMENTS = '{"city": "Zürich", "days": 3}'
-PIECES = [
-    "I look.\n",
-    "<tool_call>",
-    '\n{"name": "get_weather", ',
-    '"arguments": {"city": "Zü',
-    'rich", "da',
-    'ys": 3}}\n',
-    "</tool_call>",
-    '\n<tool_call>{"name": "now"}</tool_',
-    "call>",
-]
-THOUGHTS = ["Let me ", "think.\n", "</think>", "\n\nIt ", "rains."]
-USER = {"role": "user", "content": "Rain?"}
-BODY = dict(messages=[USER], temperature=0, tools=[WEATHER, NOW])
-PATH = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -67,24 +41,6 @@ def thinking(tmp_path_factory):
     path = write_answer(tmp_path_factory.mktemp("thoughts") / "model", THOUGHTS)
     with started(answer_service(path)) as service:
         yield service
-
-
-def with_client(service, use):
-    """Returns the result of `use(client)` for the official client."""
-
-    async def used():
-        transport = httpx2.ASGITransport(make_app(service), raise_app_exceptions=False)
-        async with httpx2.AsyncClient(transport=transport) as http:
-            options = dict(api_key="none", http_client=http, max_retries=0)
-            return await use(AsyncOpenAI(base_url="http://test/v1", **options))
-
-    return asyncio.run(used())
-
-
-def chunks_of(text):
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 def test_calls_of_a_whole_answer(service):
