@@ -64,8 +64,6 @@ def tools_of(fields: Mapping[str, Any]) -> ToolUse:
     value = fields.get("tools", [])
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise invalid(f"tools: want a list of up to {MAX_TOOLS} tools", "tools")
-    if not _is_encodable(value):
-        raise invalid("tools: want texts of whole characters", "tools")
     tools = tuple(_tool(f"tools.[{i}]", tool) for i, tool in enumerate(value))
     names = [tool["name"] for tool in tools]
     for i, name in enumerate(names):
@@ -181,14 +179,13 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     """Returns a tool call of a message."""
     if not isinstance(call, dict):
         raise invalid(f"{where}: want an object", where)
-    if not _is_encodable(call):
-        raise invalid(f"{where}: want texts of whole characters", where)
     if call.get("type", "function") not in ("function", None):
         raise invalid(f'{where}.type: want "function"', f"{where}.type")
     _check_fields(where, call, {"id", "type", "function", *IGNORED_OF_CALLS})
     call_id, function = call.get("id"), call.get("function")
     if call_id is not None and not isinstance(call_id, str):
         raise invalid(f"{where}.id: want a text", f"{where}.id")
+    check_whole(f"{where}.id", call_id)
     where = f"{where}.function"
     if not isinstance(function, dict):
         raise invalid(f"{where}: want an object", where)

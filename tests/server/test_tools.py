@@ -260,7 +260,11 @@ NAMED = {"type": "function", "function": {"name": "now"}}
     ("change", "param", "word"),
     [
         (dict(tools={}), "tools", "want a list"),
-        (dict(tools=[tool(description="\ud800")]), "tools", "whole characters"),
+        (
+            dict(tools=[tool(description="\ud800")]),
+            "tools.[0].function",
+            "whole characters",
+        ),
         (dict(tools=[7]), "tools.[0].type", "function"),
         (dict(tools=[{"type": "custom"}]), "tools.[0].type", "function"),
         (dict(tools=[{"type": "function"}]), "tools.[0].function", "an object"),
@@ -296,7 +300,7 @@ def test_wrong_fields_are_named(service, change, param, word):
     ("call", "param"),
     [
         (7, ""),
-        ({"id": "\ud800", "function": {"name": "f"}}, ""),
+        ({"id": "\ud800", "function": {"name": "f"}}, ".id"),
         ({"type": "custom"}, ".type"),
         ({"id": 7, "function": {"name": "f"}}, ".id"),
         ({"id": "a"}, ".function"),
