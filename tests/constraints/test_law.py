@@ -99,7 +99,9 @@ def p_of(experiment, rule, tree):
     return p_value(counts, expected)
 
 
-@pytest.mark.parametrize(("rule", "tree"), RULES, ids=str)
+@pytest.mark.parametrize(
+    ("rule", "tree"), RULES, ids=[f"{r.acceptance}-{r.drafting}" for r, _ in RULES]
+)
 def test_the_law_is_that_of_masked_plain_decoding(rule, tree, experiment):
     assert p_of(experiment, rule, tree) > 0.01
 
