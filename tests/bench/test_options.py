@@ -28,6 +28,7 @@ NEEDED = {
             "devices",
             "kl",
             "records",
+            "schemas",
         ),
         [],
     ),

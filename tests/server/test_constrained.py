@@ -92,7 +92,7 @@ def is_person(text):
         dict(json_schema=PERSON),
         dict(structured_outputs={"json": PERSON}),
     ],
-    ids=str,
+    ids=lambda fields: " ".join(fields),
 )
 def test_answers_are_valid_for_the_schema(service, fields, temperature):
     assert is_person(content_of(service, temperature=temperature, seed=3, **fields))

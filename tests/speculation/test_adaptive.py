@@ -24,6 +24,7 @@ from stree_jax.speculation.adaptive.policy import (
     Force,
     forced,
 )
+from stree_jax.speculation.adaptive.pool import KINDS, NO_KIND
 from stree_jax.speculation.decoding import OPEN, RUNNING
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.layout import tree_layout
@@ -402,7 +403,7 @@ def test_children_of_accepted_nodes_are_counted():
     draft = Draft(
         layout=tree_layout(tree, parents),
         tokens=jnp.asarray([[9, 1, 2, 3, 4], [9, 1, 2, 3, 4]], jnp.int32),
-        kind=jnp.asarray([[32, 0, 1, 2, 3], [32, 16, 17, 17, 31]], jnp.int32),
+        kind=jnp.asarray([[NO_KIND, 0, 1, 2, 3], [NO_KIND, 16, 17, 17, 31]], jnp.int32),
     )
     accepted = Accepted(
         path=jnp.asarray([[0, 2, 0, 0, 0], [0, 1, 2, 0, 0]], jnp.int32),
@@ -411,7 +412,7 @@ def test_children_of_accepted_nodes_are_counted():
         margin=jnp.zeros((2, 5)),
     )
     counts = count(no_counts(), draft, accepted)
-    tried, right = np.zeros(32), np.zeros(32)
+    tried, right = np.zeros(KINDS), np.zeros(KINDS)
     tried[[0, 1, 3]] = 1  # row 0: children of the root and of node 2
     right[1] = 1
     tried[[16, 31]], tried[17] = (

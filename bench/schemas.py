@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import method, tables
 from bench.method import Run, take_turns
-from bench.structured_tasks import Task, tasks
+from bench.schema_tasks import Task, tasks
 from bench.widen import sizes_of
 from stree_jax import Constraint, Sampling, generate
 from stree_jax.checkpoints.pair import load_pair
@@ -22,7 +22,7 @@ from stree_jax.cli.options import add, add_model_options
 from stree_jax.constraints.rows import constraint_rows, vocabulary_of
 from stree_jax.speculation.draft import FORCED
 
-NAME, REPEATS = "structured", 1
+NAME, REPEATS = "schemas", 1
 FREE, PLAIN, LOOKUP, AUTO = "plain, free", "plain", "lookup", "auto"
 
 
