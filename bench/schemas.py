@@ -14,6 +14,7 @@ from typing import Any
 
 from bench import method, tables
 from bench.method import Run, take_turns
+from bench.options import add_temperatures
 from bench.schema_tasks import Task, tasks
 from bench.widen import sizes_of
 from stree_jax import Constraint, Sampling, generate
@@ -29,7 +30,7 @@ FREE, PLAIN, LOOKUP, AUTO = "plain, free", "plain", "lookup", "auto"
 def add_options(b: argparse.ArgumentParser) -> None:
     add_model_options(b)
     add(b, "--count", int, 40, "tasks, of 200")
-    add(b, "--temperatures", float, (0.0, 1.0), "temperatures", "+")
+    add_temperatures(b, (0, 1))
     add(b, "--max-new-tokens", int, 96, "most tokens of an answer")
 
 
