@@ -225,3 +225,24 @@ def test_the_bytes_of_tokens_are_those_of_texts():
     pieces = token_bytes(tokenizer)
     ids = tokenizer.encode('def f(x):\n    return {"é": x}').ids
     assert b"".join(pieces[i] for i in ids).decode() == tokenizer.decode(ids)
+
+
+def test_states_of_which_each_leads_to_the_next_only_take_no_time():
+    steps = np.full((20_000, 2), NONE, np.int32)
+    steps[:-1, 1] = np.arange(1, len(steps))
+    may_end = np.arange(len(steps)) == 15_000
+    assert (
+        expression.useful(steps, may_end).tolist() == [True] * 15_001 + [False] * 4999
+    )
+
+
+@pytest.mark.parametrize(
+    "regex", [".{1,30}", '"[^"]{5,40}"', "(?s).{1,40}", r"[a-z\n]{1,40}", "a[^b]{9}"]
+)
+def test_long_classes_compile_in_time(regex):
+    automaton = byte_automaton(regex)
+    assert len(automaton.steps) < 400
+    for text in ("aaaaaaaaaa", "aaaaa", '"aaaaaa"', "a\naaaaaaaa", "b\n", ""):
+        ends = walked(automaton, text.encode())
+        wanted = re.fullmatch(regex, text)
+        assert (ends != NONE and bool(automaton.may_end[ends])) == bool(wanted)

@@ -24,7 +24,7 @@ PROMPTS = ["def person():\n    return ", "x = [1, 2, 3]\ny = "]
 MOST = 64
 WAYS = {
     "lookup": dict(drafter="lookup"),
-    "lookup, a chain": dict(drafter="lookup", tree="lookup:8"),
+    "lookup, a chain": dict(drafter="lookup", tree="chain:8"),
     "auto": dict(drafter="model", tree="auto"),
     "A": dict(drafter="model", tree="A"),
     "a chain": dict(drafter="model", tree=[-1, 0, 1, 2, 3, 4]),
