@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stree_jax.common.checks import shown
+from stree_jax.constraints.expressions import UnsupportedError
+from stree_jax.constraints.starts import whole_text
 
 MOST_CHARACTERS = 500_000  # of an expression
 MOST_STATES = 20_000
@@ -36,7 +38,7 @@ import json, sys
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_AS, ({MOST_BYTES}, {MOST_BYTES}))
-except ImportError:  # not on Unix
+except (ImportError, ValueError):  # not on Unix, or another limit is lower
     pass
 import array
 from outlines_core import Index, Vocabulary
@@ -118,9 +120,11 @@ def _compiled(regex: str, name: str) -> ByteAutomaton:
     `byte_automaton` does."""
     large = f"{name}: its automaton is too large; try smaller bounds on repetition"
     try:
-        text = regex.encode()
+        text = whole_text(regex).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name}: not UTF-8 text ({error.reason})") from None
+    except UnsupportedError as error:
+        raise ValueError(f"{name}: {shown(regex)}: {error}") from None
     first, last = (LINE_END, ZERO) if "." in regex else (ZERO, LINE_END)
     for lead, seconds in zip((first, NO_LEAD, last), SECONDS, strict=True):
         try:
@@ -140,6 +144,8 @@ def _compiled(regex: str, name: str) -> ByteAutomaton:
         raise ValueError(large + why) from None
     head, _, data = made.partition(b"\n")
     about = json.loads(head)
+    if "Found no transitions" in about.get("error", ""):
+        raise ValueError(f"{name}: {shown(regex)} matches no text")
     if "error" in about:
         reason = " ".join(about["error"].split())[:200]
         raise ValueError(f"{name}: {shown(regex)} does not compile: {reason}")

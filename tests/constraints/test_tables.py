@@ -246,3 +246,54 @@ def test_long_classes_compile_in_time(regex):
         ends = walked(automaton, text.encode())
         wanted = re.fullmatch(regex, text)
         assert (ends != NONE and bool(automaton.may_end[ends])) == bool(wanted)
+
+
+@pytest.mark.parametrize(
+    ("regex", "texts", "others"),
+    [
+        ("^[0-9]{3}$", ["123"], ["12", "^123"]),
+        ("^yes$|^no$", ["yes", "no"], ["yesno", ""]),
+        ("(^a|(?:^b|c))d", ["ad", "bd", "cd"], ["d"]),
+        (r"\Aab\z", ["ab"], ["a"]),
+        (r"[]^][^^]\^", ["]a^", "^a^"], ["]^^"]),
+        ("[a[^]b]]x", ["ax", "cx"], ["bx", "]x"]),
+        ("(?x)a b # an end", ["ab"], ["a b"]),
+        ("(?x) # ( ^\n ^a (?-x: b) [^a] # )", ["a bc"], ["abc"]),
+        ("(?m)^(?P<name>a)$", ["a"], [""]),
+    ],
+)
+def test_anchors_and_comments_are_those_of_the_whole_text(regex, texts, others):
+    automaton = byte_automaton(regex)
+    for text in texts + others:
+        ends = walked(automaton, text.encode())
+        assert (ends != NONE and bool(automaton.may_end[ends])) == (text in texts), text
+
+
+@pytest.mark.parametrize(
+    ("regex", "fault"),
+    [
+        ("a^b|c", "\\^ is supported at the start only"),
+        ("(?:a|b)^c", "\\^ is supported at the start only"),
+        ("yes)|(no", "a parenthesis is not opened"),
+        ("a$b", "matches no text"),
+    ],
+)
+def test_refused_expressions(regex, fault):
+    with pytest.raises(ValueError, match=f"^regex: '{re.escape(regex)}':? {fault}$"):
+        byte_automaton(regex)
+
+
+def test_wrong_arguments_are_named():
+    for fields, name in (
+        (dict(special="ab"), "special"),
+        (dict(special=["a"] * 17), "special"),
+        (dict(written=[1.5]), "written"),
+        (dict(written="12"), "written"),
+        (dict(written=[True]), "written"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: want .*, got "):
+            Constraint("a", **fields)
+    for make in (lambda **z: Constraint.json({}, **z), Constraint.any_json):
+        with pytest.raises(ValueError, match="^spaces: want True or False, got 3"):
+            make(spaces=3)
+    assert {Constraint("a", special=["b"], written=[1])}
