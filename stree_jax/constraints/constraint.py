@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stree_jax.common.checks import class_with_hints, shown
+from stree_jax.common.checks import as_integer, class_with_hints, flag, shown
 from stree_jax.constraints.expression import byte_automaton
 from stree_jax.constraints.json_schema import json_mode_regex, schema_regex
+from stree_jax.constraints.strings import SPECIAL as SPECIAL_CHARACTERS
 
 SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~")  # characters with a meaning in expressions
 MOST_CHOICES = 10_000
@@ -24,7 +25,7 @@ class Constraint:
 
     Attributes:
       regex: a regular expression, in the syntax of Rust's regex crate (no look-around
-        and no backreferences).
+        and no backreferences). `^` and `$` are not needed.
       name: name of the option from which it comes, for messages.
       special: texts of up to 16 special tokens. The characters U+10FFF0 and following
         stand for them in the expression. All others are never allowed.
@@ -48,6 +49,16 @@ class Constraint:
     def __post_init__(self) -> None:
         if not isinstance(self.regex, str):
             raise ValueError(f"{self.name}: want a text, got {shown(self.regex)}")
+        special, written = _listed(self.special), _listed(self.written)
+        most, ids = len(SPECIAL_CHARACTERS), list(map(as_integer, written or ()))
+        texts = all(isinstance(text, str) for text in special or ())
+        if special is None or not texts or len(special) > most:
+            got = shown(self.special)
+            raise ValueError(f"special: want up to {most} texts, got {got}")
+        if written is None or None in ids:
+            raise ValueError(f"written: want token ids, got {shown(self.written)}")
+        object.__setattr__(self, "special", tuple(special))
+        object.__setattr__(self, "written", tuple(ids))
 
     @classmethod
     def json(
@@ -67,12 +78,13 @@ class Constraint:
         Raises:
           ValueError: it is no schema, or cannot be enforced.
         """
+        spaces = flag("spaces", spaces)
         return cls(schema_regex(schema, name=name, spaces=spaces), name)
 
     @classmethod
     def any_json(cls, *, spaces: bool = False) -> "Constraint":
         """Returns the constraint of any JSON object, nested to a bounded depth."""
-        return cls(json_mode_regex(spaces=spaces), "json")
+        return cls(json_mode_regex(spaces=flag("spaces", spaces)), "json")
 
     @classmethod
     def choice(cls, texts: Sequence[str], *, name: str = "choice") -> "Constraint":
@@ -92,6 +104,11 @@ class Constraint:
     def check(self) -> None:
         """Raises ValueError if the expression does not compile, or matches nothing."""
         byte_automaton(self.regex, self.name)
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """Returns the items of a list or tuple; None for any other value."""
+    return list(value) if isinstance(value, list | tuple) else None
 
 
 def escaped(text: str) -> str:

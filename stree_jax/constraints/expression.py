@@ -17,11 +17,20 @@ from typing import NamedTuple
 import numpy as np
 
 from stree_jax.common.checks import shown
+from stree_jax.constraints.expressions import UnsupportedError
+from stree_jax.constraints.starts import whole_text
 
 MOST_CHARACTERS = 500_000  # of an expression
-MOST_STATES = 20_000
-MOST_SECONDS, MOST_BYTES = 10, 2**31  # for one expression
+MOST_STATES = 30_000
+MOST_BYTES = 2**31  # for one expression
 NONE = -1  # the state after a byte that is not allowed
+
+# The package also tracks matches that start later, which can take exponentially many
+# states. With a byte in front that does not occur in the text, none does. No byte suits
+# all expressions: `.` matches U+0000, and a class may match a line end. Without a byte,
+# matches that start at every character take few states, as those of `(?s).`.
+ZERO, LINE_END, NO_LEAD = "x00", "x0a", ""
+SECONDS = (5.0, 2.5, 2.5)  # of the attempts
 
 # Reads an expression; writes a line of JSON, then the steps.
 COMPILE = f"""
@@ -29,10 +38,12 @@ import json, sys
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_AS, ({MOST_BYTES}, {MOST_BYTES}))
-except ImportError:  # not on Unix
+except (ImportError, ValueError):  # not on Unix, or another limit is lower
     pass
 import array
 from outlines_core import Index, Vocabulary
+
+lead = sys.argv[1]
 
 def answer(**about):
     sys.stdout.buffer.write(json.dumps(about).encode() + b"\\n")
@@ -41,13 +52,15 @@ regex = sys.stdin.buffer.read().decode()
 letters = Vocabulary(256, {{bytes([b]): [b] for b in range(256)}})
 try:
     # Without `$` a match would end at the first alternative: "a|ab" is not "ab".
-    # Without a byte in front, the index would also track matches that start later.
-    index = Index(r"\\x00(?:" + regex + ")$", letters)
+    before = "\\\\" + lead if lead else ""
+    index = Index(before + "(?:" + regex + ")$", letters)
 except Exception as error:
     answer(error=str(error))
     sys.exit()
 found, last = index.get_transitions(), set(index.get_final_states())
-first = found[index.get_initial_state()].get(0)
+first = index.get_initial_state()
+if lead:
+    first = found[first].get(int(lead[1:], 16))
 if first is None or len(found) > {MOST_STATES}:
     answer(states=0 if first is None else len(found), end=[])
     sys.exit()
@@ -105,30 +118,40 @@ def byte_automaton(regex: str, name: str = "regex") -> ByteAutomaton:
 def _compiled(regex: str, name: str) -> ByteAutomaton:
     """Returns the automaton as the package makes it; raises ValueError as
     `byte_automaton` does."""
-    large = "its automaton is too large; try smaller bounds on repetition"
+    large = f"{name}: its automaton is too large; try smaller bounds on repetition"
     try:
-        made = subprocess.run(
-            [sys.executable, "-P", "-c", COMPILE],
-            input=regex.encode(),
-            capture_output=True,
-            timeout=MOST_SECONDS,
-            check=True,
-        ).stdout
+        text = whole_text(regex).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name}: not UTF-8 text ({error.reason})") from None
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"{name}: {large}") from None
-    except subprocess.CalledProcessError as error:  # out of memory
-        reason = error.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        raise ValueError(f"{name}: {large} ({''.join(reason)[:100]})") from None
-    line, _, data = made.partition(b"\n")
-    about = json.loads(line)
+    except UnsupportedError as error:
+        raise ValueError(f"{name}: {shown(regex)}: {error}") from None
+    first, last = (LINE_END, ZERO) if "." in regex else (ZERO, LINE_END)
+    for lead, seconds in zip((first, NO_LEAD, last), SECONDS, strict=True):
+        try:
+            made = subprocess.run(
+                [sys.executable, "-P", "-c", COMPILE, lead],
+                input=text,
+                capture_output=True,
+                timeout=seconds,
+                check=True,
+            ).stdout
+            break
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            fault = error  # out of time or memory
+    else:
+        reason = (fault.stderr or b"").decode("utf-8", "replace").strip().splitlines()
+        why = f" ({reason[-1][:100]})" if reason else ""
+        raise ValueError(large + why) from None
+    head, _, data = made.partition(b"\n")
+    about = json.loads(head)
+    if "Found no transitions" in about.get("error", ""):
+        raise ValueError(f"{name}: {shown(regex)} matches no text")
     if "error" in about:
         reason = " ".join(about["error"].split())[:200]
         raise ValueError(f"{name}: {shown(regex)} does not compile: {reason}")
     count = about["states"]
     if count > MOST_STATES:
-        raise ValueError(f"{name}: {count} states, more than {MOST_STATES}: {large}")
+        raise ValueError(f"{large} ({count} states, more than {MOST_STATES})")
     if not count:
         raise ValueError(f"{name}: {shown(regex)} matches no text")
     may_end = np.zeros(count, bool)
@@ -157,9 +180,17 @@ def useful(steps: np.ndarray, may_end: np.ndarray) -> np.ndarray:
     Returns:
       [S] bool.
     """
-    good = may_end.copy()
-    while True:
-        reach = good | ((steps >= 0) & good[steps]).any(axis=1)
-        if (reach == good).all():
-            return good
-        good = reach
+    states = len(steps)
+    after = [np.unique(row[row >= 0]) for row in steps]
+    order = np.concatenate(after)
+    sources = np.repeat(np.arange(states), list(map(len, after)))
+    before = sources[np.argsort(order, kind="stable")]  # sorted by the state after
+    bounds = np.searchsorted(np.sort(order), np.arange(states + 1))
+    good, todo = may_end.copy(), np.flatnonzero(may_end).tolist()
+    while todo:
+        state = todo.pop()
+        found = before[bounds[state] : bounds[state + 1]]
+        found = found[~good[found]]
+        good[found] = True
+        todo += found.tolist()
+    return good

@@ -19,7 +19,7 @@ from stree_jax.common.whole_file import write_whole
 from stree_jax.constraints.token_tables import MOST_FORCED, TokenTables
 
 FOLDER = "constraints"
-FORMAT = 1  # raise it if the tables change
+FORMAT = 2  # raise it if the tables change
 MOST_FILES = 256  # those not used for longest are removed first
 MOST_BYTES = 2**26  # of a file
 NAMES = ("classes", "following", "may_end", "forced")

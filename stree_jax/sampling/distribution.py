@@ -214,7 +214,8 @@ class Distribution:
         self, logits: jax.Array, depth: jax.Array, path: jax.Array | None
     ) -> jax.Array:
         """Returns logits [B, Q, V], -inf for stop tokens before `min_new_tokens`, for
-        tokens that break a constraint, and for those that the drafter does not have."""
+        tokens that break a constraint, and for those that the drafter does not have.
+        Stop tokens stay if a constraint allows no others."""
         logits, r = logits[..., : self.num_tokens], self.requests
         if (missing := self.num_tokens - logits.shape[-1]) > 0:
             width = ((0, 0),) * (logits.ndim - 1) + ((0, missing),)
@@ -231,7 +232,12 @@ class Distribution:
             return logits
         place = self.output_place[:, None] + depth
         early = place < r.min_new_tokens[:, None]
-        return jnp.where(stop[:, None] & early[..., None], -jnp.inf, logits)
+        later = jnp.where(stop[:, None] & early[..., None], -jnp.inf, logits)
+        if r.constraints is None:
+            return later
+        # A constraint may allow nothing but stop tokens that have text.
+        some = (later > -jnp.inf).any(axis=-1, keepdims=True)
+        return jnp.where(some, later, logits)
 
     def _constrained(
         self, logits: jax.Array, states: jax.Array, stop: jax.Array

@@ -225,3 +225,75 @@ def test_the_bytes_of_tokens_are_those_of_texts():
     pieces = token_bytes(tokenizer)
     ids = tokenizer.encode('def f(x):\n    return {"é": x}').ids
     assert b"".join(pieces[i] for i in ids).decode() == tokenizer.decode(ids)
+
+
+def test_states_of_which_each_leads_to_the_next_only_take_no_time():
+    steps = np.full((20_000, 2), NONE, np.int32)
+    steps[:-1, 1] = np.arange(1, len(steps))
+    may_end = np.arange(len(steps)) == 15_000
+    assert (
+        expression.useful(steps, may_end).tolist() == [True] * 15_001 + [False] * 4999
+    )
+
+
+@pytest.mark.parametrize(
+    "regex", [".{1,30}", '"[^"]{5,40}"', "(?s).{1,40}", r"[a-z\n]{1,40}", "a[^b]{9}"]
+)
+def test_long_classes_compile_in_time(regex):
+    automaton = byte_automaton(regex)
+    assert len(automaton.steps) < 400
+    for text in ("aaaaaaaaaa", "aaaaa", '"aaaaaa"', "a\naaaaaaaa", "b\n", ""):
+        ends = walked(automaton, text.encode())
+        wanted = re.fullmatch(regex, text)
+        assert (ends != NONE and bool(automaton.may_end[ends])) == bool(wanted)
+
+
+@pytest.mark.parametrize(
+    ("regex", "texts", "others"),
+    [
+        ("^[0-9]{3}$", ["123"], ["12", "^123"]),
+        ("^yes$|^no$", ["yes", "no"], ["yesno", ""]),
+        ("(^a|(?:^b|c))d", ["ad", "bd", "cd"], ["d"]),
+        (r"\Aab\z", ["ab"], ["a"]),
+        (r"[]^][^^]\^", ["]a^", "^a^"], ["]^^"]),
+        ("[a[^]b]]x", ["ax", "cx"], ["bx", "]x"]),
+        ("(?x)a b # an end", ["ab"], ["a b"]),
+        ("(?x) # ( ^\n ^a (?-x: b) [^a] # )", ["a bc"], ["abc"]),
+        ("(?m)^(?P<name>a)$", ["a"], [""]),
+    ],
+)
+def test_anchors_and_comments_are_those_of_the_whole_text(regex, texts, others):
+    automaton = byte_automaton(regex)
+    for text in texts + others:
+        ends = walked(automaton, text.encode())
+        assert (ends != NONE and bool(automaton.may_end[ends])) == (text in texts), text
+
+
+@pytest.mark.parametrize(
+    ("regex", "fault"),
+    [
+        ("a^b|c", "\\^ is supported at the start only"),
+        ("(?:a|b)^c", "\\^ is supported at the start only"),
+        ("yes)|(no", "a parenthesis is not opened"),
+        ("a$b", "matches no text"),
+    ],
+)
+def test_refused_expressions(regex, fault):
+    with pytest.raises(ValueError, match=f"^regex: '{re.escape(regex)}':? {fault}$"):
+        byte_automaton(regex)
+
+
+def test_wrong_arguments_are_named():
+    for fields, name in (
+        (dict(special="ab"), "special"),
+        (dict(special=["a"] * 17), "special"),
+        (dict(written=[1.5]), "written"),
+        (dict(written="12"), "written"),
+        (dict(written=[True]), "written"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: want .*, got "):
+            Constraint("a", **fields)
+    for make in (lambda **z: Constraint.json({}, **z), Constraint.any_json):
+        with pytest.raises(ValueError, match="^spaces: want True or False, got 3"):
+            make(spaces=3)
+    assert {Constraint("a", special=["b"], written=[1])}

@@ -10,7 +10,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Constraint, Sampling
-from stree_jax.constraints.rows import constraint_rows
+from stree_jax.constraints.rows import constraint_rows, vocabulary_of
 from stree_jax.speculation.draft import FORCED
 from tests.support.pieces import piece_tokenizer
 from tests.support.tiny import tiny
@@ -149,6 +149,22 @@ def test_a_text_that_may_end_ends_with_a_stop_token(model):
     )
     for text, tokens in zip(least.texts, least.tokens, strict=True):
         assert re.fullmatch("[0-9]{1,8}", text) and (len(tokens) > 3 or len(text) == 8)
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(1.0)])
+def test_a_text_breaks_its_constraint_for_no_minimum(model, sampling):
+    pieces = vocabulary_of(model).pieces
+    stops = [i for i, piece in enumerate(pieces) if piece.startswith(b"q")]
+    found = stree_jax.generate(
+        *(model, PROMPTS[0]),
+        constraint=Constraint("abq[0-9]{9}"),
+        max_new_tokens=20,
+        min_new_tokens=6,
+        stop_tokens=stops,
+        sampling=sampling,
+    )
+    assert found.finish_reasons == ["stop"]
+    assert b"".join(pieces[token] for token in found.tokens[0]) == b"abq"
 
 
 def test_a_later_call_goes_on_with_the_same_text(model, plain):
