@@ -1,4 +1,4 @@
-"""The class `Constraint`: what a generated text must match."""
+"""The class `Constraint`, an expression that a generated text must match."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ MOST_CHOICES = 10_000
 @class_with_hints
 @dataclass(frozen=True)
 class Constraint:
-    """What a generated text must match, as a whole.
+    """A regular expression that a generated text must match as a whole.
 
     The output is that of plain decoding in which tokens that break the constraint have
     probability 0. A text ends as soon as nothing can follow, or with a stop token where

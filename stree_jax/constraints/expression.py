@@ -174,7 +174,8 @@ def useful(steps: np.ndarray, may_end: np.ndarray) -> np.ndarray:
     """Returns the states from which a state that may end can be reached.
 
     Args:
-      steps: [S, N] int32. States after each of N symbols; negative if there is none.
+      steps: [S, N] int32. States after each of N symbols; `NONE` if a symbol
+        is not allowed.
       may_end: [S] bool.
 
     Returns:

@@ -90,7 +90,7 @@ def json_mode_regex(depth: int = JSON_DEPTH, *, spaces: bool = False) -> str:
 
 
 def _check_size(regex: str, path: str) -> str:
-    """Returns an expression of which an automaton can be built.
+    """Returns an expression that is small enough for an automaton.
 
     Raises:
       SchemaError: the expression is too long, or would have too many states.
@@ -245,7 +245,7 @@ class _Writer:
         return rf"\{{{text}\}}"
 
     def members(self, members: list[tuple[str, bool]], other: str | None) -> str:
-        """Returns the expression of members in order, of which some are optional."""
+        """Returns the expression of members in order. Some are optional."""
         others = f"(?:{self.comma}{other})*" if other else ""
         first = next((i for i, (_, needed) in enumerate(members) if needed), None)
         if first is not None:

@@ -52,7 +52,7 @@ class Reader:
         return (Subschema(self.document, "$", (), 0),)
 
     def alternatives(self, schemas: All) -> list[Rules]:
-        """Returns rules of which a value has to obey one, for all of the schemas.
+        """Returns alternative rules for all of the schemas. A value has to obey one.
 
         Raises:
           SchemaError: a schema is malformed or unsupported, or there is no such value.

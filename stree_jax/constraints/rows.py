@@ -247,7 +247,7 @@ def constraints_by_row(value: Any, rows: int) -> list[Constraint | None]:
       rows: number of prompts.
 
     Raises:
-      ValueError: it is none of these.
+      ValueError: `value` has another form.
     """
     if value is None or isinstance(value, Constraint):
         return [value] * rows

@@ -53,7 +53,7 @@ class Section(NamedTuple):
 Read = Callable[[str, int, Schemas], Section | None]
 
 SPACE = " \t\r\n"
-# Strings, of which the last may be unfinished, and brackets.
+# Strings and brackets. The last string may be unfinished.
 _TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*\\?(?:"|\Z)|[{}\[\]]', re.S)
 _DEPTH = {"{": 1, "[": 1, "}": -1, "]": -1}
 _CONTROL = re.compile(r"[\x00-\x1f]")

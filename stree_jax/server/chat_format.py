@@ -1,4 +1,4 @@
-"""What a chat template supports: tools, the format of calls, reasoning."""
+"""The features of a chat template: tools, the format of calls, reasoning."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ CHANNEL_TOKENS = (*CHANNELS, "<|constrain|>", "<|call|>", "<|end|>", "<|return|>
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What a chat template supports.
+    """The features of a chat template.
 
     Attributes:
       tools: True if the template writes tools into the prompt.

@@ -22,7 +22,7 @@ class Format:
     Attributes:
       opening: text that opens calls.
       read: reads the calls behind it.
-      hints: texts of which one is in templates of this format.
+      hints: templates of this format contain one of these texts.
       tokens: further texts of the format that may be special tokens.
       at_start: True if calls are only at the beginning of an answer.
       write: writes calls as text, for templates that leave them out, or None.
