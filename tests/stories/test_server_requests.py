@@ -147,7 +147,7 @@ def test_chat_values_that_other_servers_accept(service, fields):
         dict(echo=True),
         dict(suffix="x"),
         dict(min_tokens=2),
-        dict(response_format={"type": "json_object"}),
+        dict(response_format=7),
         dict(stream="yes"),
         dict(stop=[7]),
         dict(nonsense=1),
