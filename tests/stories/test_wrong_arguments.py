@@ -80,6 +80,7 @@ TAKEN = {
     **dict.fromkeys(FLAGS, {"True", "np.True_", "jnp bool"}),
     **dict.fromkeys(("temperature", "repetition_penalty"), NUMBERS),
     **dict.fromkeys(("path_or_hub_id", "path", "dst"), NAMES),
+    "constraint": {"[None]"},  # no constraint of a single prompt
     "min_p": {"1e-40"},
     "prompts": {"ragged"},
     **dict.fromkeys(("stop_strings", "stop_tokens"), {"np empty"}),
