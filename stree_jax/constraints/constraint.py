@@ -33,12 +33,11 @@ class Constraint:
         `past` goes on with the same text.
 
     Example:
-      >>> yes_or_no = stree_jax.Constraint("yes|no")
       >>> person = stree_jax.Constraint.json(
       ...     {"type": "object", "properties": {"age": {"type": "integer"}}}
       ... )
-      >>> person.regex
-      '\\\\{(?:"age":(?:0|-?[1-9][0-9]*))?\\\\}'
+      >>> stree_jax.Constraint.choice(["yes", "no"]).regex
+      'yes|no'
     """
 
     regex: str
