@@ -125,7 +125,7 @@ def _combined(rng, depth):
 
 
 def closed_schema(rng, depth=3):
-    """Returns a schema of which the expression accepts all valid values.
+    """Returns a schema whose expression accepts all valid values.
 
     Values are compared in the fixed form, with properties in the schema's order.
     """
