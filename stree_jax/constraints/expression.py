@@ -19,11 +19,11 @@ import numpy as np
 from stree_jax.common.checks import shown
 from stree_jax.constraints.expressions import UnsupportedError
 from stree_jax.constraints.starts import whole_text
+from stree_jax.sampling.constraints import NONE
 
 MOST_CHARACTERS = 500_000  # of an expression
 MOST_STATES = 30_000
 MOST_BYTES = 2**31  # for one expression
-NONE = -1  # the state after a byte that is not allowed
 
 # The package also tracks matches that start later, which can take exponentially many
 # states. With a byte in front that does not occur in the text, none does. No byte suits

@@ -12,12 +12,12 @@ import numpy as np
 
 from stree_jax.common.checks import shown
 from stree_jax.constraints.constraint import Constraint
-from stree_jax.constraints.expression import NONE, byte_automaton
+from stree_jax.constraints.expression import byte_automaton
 from stree_jax.constraints.kept import keep_tables, kept_tables
 from stree_jax.constraints.strings import SPECIAL
 from stree_jax.constraints.token_tables import MOST_FORCED, TokenTables, token_tables
 from stree_jax.models import Model
-from stree_jax.sampling.constraints import Constraints
+from stree_jax.sampling.constraints import NONE, Constraints
 from stree_jax.sampling.stop_strings import token_bytes
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stree_jax.constraints.expression import NONE, ByteAutomaton, useful
+from stree_jax.constraints.expression import ByteAutomaton, useful
+from stree_jax.sampling.constraints import NONE
 
 MOST_CLASSES = 20_000
 MOST_FORCED = 16  # L

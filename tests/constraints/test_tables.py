@@ -11,7 +11,8 @@ from stree_jax.constraints import expression, kept, rows
 from stree_jax.constraints.constraint import Constraint, escaped
 from stree_jax.constraints.expression import byte_automaton
 from stree_jax.constraints.rows import Vocabulary, constraint_rows, vocabulary_of
-from stree_jax.constraints.token_tables import NONE, token_tables
+from stree_jax.constraints.token_tables import token_tables
+from stree_jax.sampling.constraints import NONE
 from stree_jax.sampling.stop_strings import token_bytes
 
 STRING = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])*"'

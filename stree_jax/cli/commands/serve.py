@@ -405,8 +405,7 @@ def speller(name: str, model: "Model", template: str | None = None) -> "Spell | 
 
 
 def template_of(name: str, template: str | None) -> tuple[str | None, dict[str, str]]:
-    """Returns the chat template, or None if there is none, and the texts of special
-    tokens.
+    """Returns the chat template (None without one) and the texts of special tokens.
 
     Args:
       name: the model's name, as in --model.
