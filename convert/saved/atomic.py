@@ -107,14 +107,17 @@ def _temporary(dst: Path, warn: Warn) -> tuple[Path, int | None]:
 
 def _lock(directory: Path) -> int | None:
     """Locks a directory and returns the file descriptor that holds the lock. Returns
-    None if another process holds it.
+    None if another process holds it or has removed the directory.
 
     Raises:
       OSError: the file system does not support locks.
     """
     import fcntl
 
-    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.stat(directory), os.fstat(lock)):

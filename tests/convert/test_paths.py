@@ -151,6 +151,23 @@ def test_only_leftovers_of_the_same_destination_are_removed(source, tmp_path, ca
     assert lines[0].startswith(f"stree-jax: warning: {tmp_path}/.dst.tmp-abcd_f1h: ")
 
 
+def test_a_directory_removed_before_its_lock_is_made_again(tmp_path, monkeypatch):
+    """Another process that writes to the same path takes it for a leftover."""
+    lock, removed = atomic._lock, []
+
+    def late(directory):
+        if not removed:
+            removed.append(directory)
+            directory.rmdir()
+        return lock(directory)
+
+    monkeypatch.setattr(atomic, "_lock", late)
+    with atomic.atomic_directory(tmp_path / "dst") as temporary:
+        assert temporary not in removed
+        (temporary / "part").write_text("x")
+    assert (tmp_path / "dst" / "part").read_text() == "x" and removed
+
+
 def test_without_locks_nothing_is_removed(model, tmp_path, monkeypatch):
     """As on some network drives; existing directories may be in use."""
 
