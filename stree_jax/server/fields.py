@@ -52,8 +52,6 @@ WITHOUT_EFFECT |= {
 }
 # Unsupported fields, with values that have no effect. Other values are errors.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -96,11 +94,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),  # vLLM and SGLang, like all of these
     "include_reasoning": (True,),
     "thinking_token_budget": (),
-    "min_tokens": (0,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
-    "stop_token_ids": ([],),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
@@ -124,7 +120,6 @@ NEUTRAL_OF: dict[Kind, dict[str, tuple[Any, ...]]] = {
         "tool_choice": ("none", "auto"),  # "auto" chooses none of an empty list
         "reasoning_format": ("none", "auto"),  # completions have no reasoning
         "separate_reasoning": (False,),
-        "echo": (False,),
         "suffix": ("",),
         "add_special_tokens": (True,),
     },
@@ -147,6 +142,10 @@ READ = {
     "min_p",
     "repetition_penalty",
     "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",  # vLLM, like the one below
+    "stop_token_ids",
     "n",
     "stream",
     "stream_options",
@@ -164,7 +163,7 @@ READ = {
     "json_schema",  # SGLang and llama.cpp
 }
 READ_OF: dict[Kind, set[str]] = {
-    "completion": {"prompt", "best_of"},
+    "completion": {"prompt", "best_of", "echo"},
     "chat": {
         "messages",
         "top_logprobs",
