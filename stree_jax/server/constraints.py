@@ -1,10 +1,12 @@
 """The constraint of an answer: its structure, and the tool calls that it must make."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from stree_jax.constraints.constraint import Constraint, escaped
 from stree_jax.constraints.json_schema import json_mode_regex, schema_regex
+from stree_jax.constraints.reasoning import Reasoning
 from stree_jax.constraints.strings import SPECIAL
 from stree_jax.server.calls import JsonCalls
 from stree_jax.server.chat_format import ChatFormat
@@ -14,13 +16,14 @@ from stree_jax.server.protocol import Request
 
 # Calls that are demanded have this form where the template's own is not JSON.
 PLAIN_CALL = Format("{", JsonCalls(known_only=True), at_start=True)
+DEMANDS = "required", "function"  # values of `ToolUse.choice` that demand a call
 ANYTHING = r"[\s\S]*"
 
 
 def format_of(request: Request, form: ChatFormat) -> ChatFormat:
     """Returns the format in which an answer is read. Where calls are demanded, but the
     template's format is not JSON, calls are JSON objects."""
-    if request.tool_use.choice not in ("required", "function"):
+    if request.tool_use.choice not in DEMANDS:
         return form
     if form.calls is not None and isinstance(form.calls.read, JsonCalls):
         return form
@@ -28,29 +31,37 @@ def format_of(request: Request, form: ChatFormat) -> ChatFormat:
 
 
 def constraint_of(
-    request: Request, form: ChatFormat, opened: bool, special: frozenset[str]
+    request: Request,
+    form: ChatFormat,
+    opened: bool,
+    special: frozenset[str],
+    is_token: Callable[[str], bool],
 ) -> Constraint | None:
     """Returns the constraint on the text of an answer, or None if it has none.
 
     With `tool_choice` "required" or a named function, the answer is a call whose
     arguments are valid for the function's schema; a `response_format` is then for the
     content, which is empty. With a structure and "auto", the answer is the structure,
-    or calls. Reasoning that the prompt opened is not constrained.
+    or calls. Reasoning that the prompt opened is free, up to `thinking_budget`.
 
     Args:
       request: the request.
       form: the format of the chat template.
       opened: True if the prompt ends within reasoning.
       special: texts of the special tokens of the tokenizer.
+      is_token: returns True for texts that are one token.
 
     Raises:
       ApiError: a schema of a tool cannot be enforced, or the demands do not fit each
         other. It names the field.
     """
     use, structure = request.tool_use, request.structure
-    demanded = use.choice in ("required", "function")
+    demanded = use.choice in DEMANDS
+    before = _reasoning(request, form, opened, is_token)
     if not demanded and structure is None:
-        return None
+        if before is None:
+            return None
+        return Constraint(None, "thinking_token_budget", reasoning=before)
     if demanded and structure and not structure.name.startswith("response_format"):
         problem = 'cannot be combined with tool_choice "required" or a function'
         raise invalid(f"{structure.name}: {problem}", structure.name)
@@ -61,19 +72,39 @@ def constraint_of(
         text, name = _calls(request, form.calls, marks, several=False), "tools"
     else:
         assert structure is not None
-        text, name = structure.regex, structure.name
+        text, name = structure.regex or "", structure.name
         if use.tools and use.choice == "auto" and form.reads_calls:
             if form.calls is None or form.calls.opening in ("", "{"):
                 problem = "cannot be combined with tools, for this chat template"
                 raise invalid(f"{name}: {problem}", name)
             several = use.parallel and form.several
             text = f"(?:{text}|{_calls(request, form.calls, marks, several=several)})"
-    if opened and form.reasoning is not None:
+    if opened and before is not None:
+        text = rf"\s{{0,2}}(?:{text})"
+    elif opened and form.reasoning is not None:  # its end takes several tokens
         end = marks.of(form.reasoning[1])
         others = "".join(SPECIAL)
         reasoning = rf"(?:[^<\[{others}]|[<\[][^/|{others}])*"
         text = rf"{reasoning}{end}\s{{0,2}}(?:{text})"
-    return Constraint(text, name, tuple(marks.special))
+    return Constraint(text, name, tuple(marks.special), reasoning=before)
+
+
+def _reasoning(
+    request: Request, form: ChatFormat, opened: bool, is_token: Callable[[str], bool]
+) -> Reasoning | None:
+    """Returns the reasoning before the text of an answer. None if there is none, if its
+    end is not one token, or if neither a structure nor a budget needs it."""
+    budget, where = request.thinking_budget, "thinking_token_budget"
+    constrained = request.structure or request.tool_use.choice in DEMANDS
+    if request.kind != "chat" or not (budget is not None or (opened and constrained)):
+        return None
+    begin, end = (text.strip() for text in form.reasoning or ("", ""))
+    if not end or not is_token(end) or not (opened or is_token(begin)):
+        if budget is None:
+            return None
+        problem = "this model does not mark its reasoning by tokens"
+        raise invalid(f"{where}: {problem}", where, "unsupported_value")
+    return Reasoning(budget, end, None if opened else begin)
 
 
 class _Marks:

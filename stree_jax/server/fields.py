@@ -11,6 +11,8 @@ Kind = Literal["completion", "chat"]
 # Names of the maximum number of tokens of an answer. The first one in a request
 # counts, as in llama.cpp (`n_predict` is its own) and vLLM.
 MAX_TOKENS = ("n_predict", "max_completion_tokens", "max_tokens")
+# Names of the maximum number of tokens of the reasoning, in vLLM and llama.cpp.
+BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens")
 # Fields that OpenAI, vLLM or llama.cpp accept and that do not change the text here.
 WITHOUT_EFFECT = {
     "user",
@@ -86,14 +88,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "lora": ([],),
     "image_data": ([],),
     "response_fields": ([],),
-    "reasoning_budget_tokens": (-1,),
     "reasoning_control": (False,),
     "timings_per_token": (False,),
     "return_progress": (False,),
     "return_tokens": (False,),
     "detokenize": (True,),  # vLLM and SGLang, like all of these
     "include_reasoning": (True,),
-    "thinking_token_budget": (),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
@@ -146,6 +146,7 @@ READ = {
     "frequency_penalty",
     "min_tokens",  # vLLM, like the one below
     "stop_token_ids",
+    *BUDGETS,
     "n",
     "stream",
     "stream_options",

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from stree_jax.constraints.constraint import Constraint
+from stree_jax.constraints.reasoning import MOST_TOKENS
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server.batch import MAX_STOP_IDS
 from stree_jax.server.errors import invalid, shown
 from stree_jax.server.fields import (
+    BUDGETS,
     MAX_TOKENS,
     NEUTRAL,
     NEUTRAL_OF,
@@ -68,6 +70,7 @@ class Request:
       structure: constraint on the text of an answer, or None.
       parse_calls: False if tool calls stay in the content.
       split_reasoning: False if reasoning stays in the content.
+      thinking_budget: maximum number of tokens of the reasoning, or None (chat).
       max_tokens: maximum number of tokens of an answer. If None, the context limits it.
       temperature, top_p, top_k, min_p: see `Sampling`; not used with temperature 0.
       logits: the penalties and the bias, as fields of `Sampling`.
@@ -93,6 +96,7 @@ class Request:
     structure: Constraint | None
     parse_calls: bool
     split_reasoning: bool
+    thinking_budget: int | None
     max_tokens: int | None
     temperature: float
     top_p: float
@@ -160,6 +164,7 @@ def parse(kind: Kind, body: Any) -> Request:
         structure=structure_of(fields),
         parse_calls=not chat or _boolean(fields, "parse_tool_calls", True),
         split_reasoning=not chat or _split_reasoning(fields),
+        thinking_budget=_thinking_budget(kind, fields),
         max_tokens=_max_tokens(kind, fields),
         temperature=temperature,
         top_p=top_p or 1.0,
@@ -318,6 +323,14 @@ def _max_tokens(kind: Kind, fields: Mapping[str, Any]) -> int | None:
     if not given:
         return DEFAULT_TOKENS if kind == "completion" else None
     return None if given[0] == -1 else min(given[0], 2**31 - 1)
+
+
+def _thinking_budget(kind: Kind, fields: Mapping[str, Any]) -> int | None:
+    """Returns the maximum number of tokens of the reasoning, or None for -1 and in
+    completions, which have no reasoning."""
+    values = {n: _integer(fields, n, None, -1, MOST_TOKENS) for n in BUDGETS}
+    given = [value for value in values.values() if value is not None]
+    return None if kind == "completion" or given[:1] in ([], [-1]) else given[0]
 
 
 def _logit_bias(fields: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:

@@ -159,7 +159,11 @@ def _tables(service: Service, request: Request, prompt: Prompt) -> TokenTables |
     added = tokenizer.get_added_tokens_decoder().values()
     special = frozenset(token.content for token in added if token.special)
     opened = in_reasoning(service.form, tokenizer, request, prompt.ids)
-    constraint = constraint_of(request, service.form, opened, special)
+
+    def is_token(text: str) -> bool:
+        return tokenizer.token_to_id(text) is not None
+
+    constraint = constraint_of(request, service.form, opened, special, is_token)
     if constraint is None:
         return None
     try:

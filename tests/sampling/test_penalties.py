@@ -101,7 +101,8 @@ def test_trees_give_the_same_texts(model, prompts, plain, options):
     found = stree_jax.generate(model, prompts, **asked, **options)
     rows = 2 if options.get("rule") else len(prompts)
     assert found.tokens[:rows] == plain.tokens[:rows]
-    assert found.target_calls.sum() < plain.target_calls.sum()
+    if "tree" in options and rows == len(prompts):
+        assert found.target_calls.sum() < plain.target_calls.sum()
 
 
 def test_a_penalty_of_the_root_alone_is_found():
