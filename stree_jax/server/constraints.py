@@ -99,12 +99,14 @@ def _reasoning(
     if request.kind != "chat" or not (budget is not None or (opened and constrained)):
         return None
     begin, end = (text.strip() for text in form.reasoning or ("", ""))
-    if not end or not is_token(end) or not (opened or is_token(begin)):
+    if not end or not is_token(end):
         if budget is None:
             return None
-        problem = "this model does not mark its reasoning by tokens"
+        problem = "this model does not mark the end of its reasoning by a token"
         raise invalid(f"{where}: {problem}", where, "unsupported_value")
-    return Reasoning(budget, end, None if opened else begin)
+    if opened:
+        return Reasoning(budget, end)
+    return Reasoning(budget, end, begin) if is_token(begin) else None
 
 
 class _Marks:

@@ -87,7 +87,7 @@ def test_they_change_the_texts(model, prompts, plain):
     "options",
     [
         dict(drafter="lookup", tree="B"),
-        dict(drafter="lookup", tree="B", rule="leviathan"),
+        dict(drafter="model", tree="A", rule="leviathan"),
         dict(drafter="lookup"),
         dict(drafter="model", tree="beam:3x4"),
     ],

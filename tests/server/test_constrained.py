@@ -65,6 +65,10 @@ def plain(tmp_path_factory):
         yield service
 
 
+def no_token(text):
+    return False
+
+
 def content_of(service, **changes):
     status, _, found = ask(service, PATH, CHAT | changes)
     assert status == 200, found
@@ -237,7 +241,9 @@ def test_structure_or_a_call(service):
     """With tools and "auto", the answer is the structure or calls of the tools."""
     request = parse("chat", BODY | dict(response_format=FORMAT))
     none = frozenset()
-    automaton = byte_automaton(constraint_of(request, service.form, False, none).regex)
+    automaton = byte_automaton(
+        constraint_of(request, service.form, False, none, no_token).regex
+    )
 
     def ends(text):
         state = 0
@@ -254,16 +260,22 @@ def test_structure_or_a_call(service):
     assert not ends("hello") and not ends("<tool_call>hello</tool_call>")
     assert not ends(now.replace("now", "later")) and not ends(now.replace("{}", "7"))
     one = replace(request, tool_use=replace(request.tool_use, parallel=False))
-    automaton = byte_automaton(constraint_of(one, service.form, False, none).regex)
+    automaton = byte_automaton(
+        constraint_of(one, service.form, False, none, no_token).regex
+    )
     assert ends(now) and not ends(now + now)
-    special = constraint_of(request, service.form, False, frozenset(["<tool_call>"]))
+    special = constraint_of(
+        request, service.form, False, frozenset(["<tool_call>"]), no_token
+    )
     assert special.special == ("<tool_call>",) and "\U0010fff0" in special.regex
 
 
 def test_reasoning_is_not_constrained():
     request = parse("chat", CHAT | dict(guided_choice=["yes"]))
     form = ChatFormat(reasoning=REASONING[0])
-    automaton = byte_automaton(constraint_of(request, form, True, frozenset()).regex)
+    automaton = byte_automaton(
+        constraint_of(request, form, True, frozenset(), no_token).regex
+    )
     for text, good in (
         ("I think.</think>\n\nyes", True),
         ("a < b <i> [x]</think>yes", True),
