@@ -87,11 +87,11 @@ def test_they_change_the_texts(model, prompts, plain):
     "options",
     [
         dict(drafter="lookup", tree="B"),
-        dict(drafter="model", tree="A", rule="leviathan"),
+        dict(drafter="model", tree="A", rule="mss"),
         dict(drafter="lookup"),
         dict(drafter="model", tree="beam:3x4"),
     ],
-    ids=["tree", "leviathan", "auto", "beam"],
+    ids=["tree", "mss", "auto", "beam"],
 )
 def test_trees_give_the_same_texts(model, prompts, plain, options):
     """With another rule, greedy rows only."""
