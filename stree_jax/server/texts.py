@@ -113,12 +113,14 @@ class Piece:
         other tokens than `text`: a token that may be part of a stop string comes with a
         later piece. Tokens of a stop string are left out.
       finish_reason: "stop" or "length" for the last piece, else None.
+      stop: the stop string that ended the text, or None.
     """
 
     text: str
     tokens: int
     logprobs: tuple[Choice, ...]
     finish_reason: str | None
+    stop: str | None = None
 
 
 @dataclass
@@ -176,7 +178,7 @@ class Writer:
         self.shown = max(self.shown, found.final)
         ended = None if finish == RUNNING else FINISH_REASONS[finish]
         self._receive(update, count)
-        return Piece(new, count, self._ready(found), ended)
+        return Piece(new, count, self._ready(found), ended, found.stop)
 
     def _kept(self, update: RowUpdate) -> tuple[int, int]:
         """Returns the number of new tokens up to the first stop string, and the
