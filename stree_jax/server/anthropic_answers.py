@@ -49,10 +49,15 @@ def counted(service: Service, body: Any) -> dict[str, Any]:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """Returns the JSON body of an error."""
+    """Returns the JSON body of an error, whose `details` name the field."""
     kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    own = {"type": ERRORS.get(error.status, kind)}
-    return {"type": "error", "error": own | {"message": error.text()}}
+    about = {"error_code": error.code, "param": error.param}
+    fields = {
+        "type": ERRORS.get(error.status, kind),
+        "message": error.text(),
+        "details": {name: v for name, v in about.items() if v is not None},
+    }
+    return {"type": "error", "error": fields}
 
 
 @dataclass

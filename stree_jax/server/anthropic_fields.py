@@ -8,6 +8,7 @@ from typing import Any
 
 from stree_jax.server import translated
 from stree_jax.server.errors import ApiError, invalid, shown
+from stree_jax.server.messages import is_text
 from stree_jax.server.protocol import Request, parse
 from stree_jax.server.tools import check_whole
 from stree_jax.server.translated import Translated
@@ -43,7 +44,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
     "context_management": ({},),
     "mcp_servers": ([],),
+    "thread": (),  # conversations that the server holds
 }
+# With this code the anthropic package sends whole conversations instead.
+CODES = {"thread": "thread_unsupported_request"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Values of `thinking.type`, and of the variable `enable_thinking` of chat templates.
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
@@ -100,7 +104,7 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
         if name in NEUTRAL:
             if value not in NEUTRAL[name]:
                 problem = f"{name}: this server does not support it"
-                raise invalid(problem, name, "unsupported_value")
+                raise invalid(problem, name, CODES.get(name, "unsupported_value"))
         elif name not in SAME | OWN | WITHOUT_EFFECT:
             problem = f"Unrecognized request argument supplied: {name}"
             raise invalid(problem, name, "unknown_parameter")
@@ -108,7 +112,7 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
     if not isinstance(limit, int | float) or limit < 0:  # a chat's -1 is no limit
         problem = "max_tokens: want the maximum number of tokens of the answer"
         raise invalid(f"{problem}, got {shown(limit)}", "max_tokens")
-    for name in ("system", "tools", "metadata"):
+    for name in ("tools", "metadata"):
         check_whole(name, fields.get(name))
 
 
@@ -116,7 +120,7 @@ def _messages_of(fields: Mapping[str, Any]) -> Translated:
     """Returns the messages of a request."""
     messages = _no_messages()
     if system := fields.get("system"):
-        parts = [block for _, block in _blocks("system", system)]
+        parts = [_text(place, block) for place, block in _blocks("system", system)]
         messages.add("system", {"role": "system", "content": parts})
     given = fields.get("messages")
     if not isinstance(given, list) or not given:
@@ -142,9 +146,10 @@ def _add_message(messages: Translated, where: str, role: str, content: Any) -> N
     for place, block in _blocks(f"{where}.content", content):
         match role, block.get("type"):
             case _, "text":
-                texts.append(block)
+                texts.append(_text(place, block))
             case "user", "tool_result":
-                _add_text(messages, where, role, texts)
+                if texts:
+                    _add_text(messages, where, role, texts)
                 texts, results = [], True
                 messages.add(place, _result(place, block))
             case "assistant", "thinking":
@@ -169,9 +174,9 @@ def _add_message(messages: Translated, where: str, role: str, content: Any) -> N
 def _add_text(messages: Translated, where: str, role: str, texts: list[Any]) -> None:
     """Adds texts to the last message if it has the same role, else as a new one."""
     last = messages.found[-1] if messages.found else {}
-    if role == "user" and last.get("role") == role and texts:
+    if role == "user" and last.get("role") == role:
         last["content"] += [{"type": "text", "text": "\n"}, *texts]
-    elif texts or last.get("role") != "tool":
+    else:
         messages.add(where, {"role": role, "content": texts})
 
 
@@ -187,6 +192,16 @@ def _blocks(where: str, content: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(block, dict):
             raise invalid(f"{place}: want an object", place)
         yield place, _given(block)
+
+
+def _text(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the part of a chat's message for a block of text."""
+    if block.get("type") != "text":
+        raise invalid(f'{where}.type: want "text"', f"{where}.type")
+    _check(where, block, {"text"})
+    if not is_text(block["text"]):
+        raise invalid(f"{where}.text: want a text of whole characters", f"{where}.text")
+    return {"type": "text", "text": block["text"]}
 
 
 def _result(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,7 +279,7 @@ def _tool(where: str, tool: Any) -> dict[str, Any]:
         problem = f"{where}.type: this server only supports custom tools"
         raise invalid(f"{problem}, got {shown(kind)}", f"{where}.type")
     _check(where, given, {"name", "input_schema"}, {"description", "strict"})
-    function = {name: given[name] for name in set(given) - MARKS - {"input_schema"}}
+    function = {k: given[k] for k in ("name", "description", "strict") if k in given}
     function |= {"parameters": given["input_schema"]}
     return {"type": "function", "function": function}
 
