@@ -13,6 +13,7 @@ import numpy as np
 from stree_jax.common.checks import shown
 from stree_jax.constraints.constraint import Constraint
 from stree_jax.constraints.expression import byte_automaton
+from stree_jax.constraints.free_text import with_free_text
 from stree_jax.constraints.kept import keep_tables, kept_tables
 from stree_jax.constraints.strings import SPECIAL
 from stree_jax.constraints.token_tables import MOST_FORCED, TokenTables, token_tables
@@ -57,7 +58,7 @@ class Vocabulary:
           ValueError: the constraint cannot be compiled, or this vocabulary cannot spell
             it.
         """
-        key = constraint.regex, constraint.special
+        key = constraint.regex, constraint.special, constraint.behind
         with self._lock:
             if (found := self._kept.get(key)) is None:
                 found = self._made(constraint)
@@ -69,16 +70,18 @@ class Vocabulary:
 
     def _made(self, constraint: Constraint) -> TokenTables:
         """Returns the automaton of a constraint from disk, or a new one."""
-        what = repr((constraint.regex, constraint.special))
+        what = repr((constraint.regex, constraint.special, constraint.behind))
         key = hashlib.sha256(self._digest + what.encode("utf-8", "replace"))
         found = kept_tables(key.hexdigest(), self.num_tokens)
         if found is None:
-            automaton = byte_automaton(constraint.regex, constraint.name)
+            automaton, free = byte_automaton(constraint.regex, constraint.name), None
+            if constraint.behind is not None:
+                automaton, free = with_free_text(automaton, constraint.behind)
             pieces = self.pieces
             if constraint.special:
                 pieces = self._with_special(constraint)
             tokens = pieces, self.num_tokens, self._encode
-            found = token_tables(automaton, *tokens, constraint.name)
+            found = token_tables(automaton, *tokens, constraint.name, free)
             keep_tables(key.hexdigest(), found)
         return found
 

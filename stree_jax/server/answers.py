@@ -237,12 +237,12 @@ def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
     before = len(answer.logprobs[index]) - len(piece.logprobs)
     lists = _logprobs(answer, piece.logprobs, answer.logprobs[index][:before])
     if chat and answer.splitter is not None:
-        deltas = list(deltas(answer, index))
+        new_parts = list(deltas(answer, index))
     else:
-        deltas = [{"content": piece.text}] if piece.text else []
-    if piece.logprobs and not deltas:
-        deltas = [{"content": ""}]
-    for delta in deltas:
+        new_parts = [{"content": piece.text}] if piece.text else []
+    if piece.logprobs and not new_parts:
+        new_parts = [{"content": ""}]
+    for delta in new_parts:
         new = {"delta": delta} if chat else {"text": delta["content"]}
         events.append(_chunk(answer, index, new, lists, None))
         lists = _logprobs(answer, ())

@@ -279,7 +279,8 @@ def _tool(where: str, tool: Any) -> dict[str, Any]:
         problem = f"{where}.type: this server only supports custom tools"
         raise invalid(f"{problem}, got {shown(kind)}", f"{where}.type")
     _check(where, given, {"name", "input_schema"}, {"description", "strict"})
-    function = {k: given[k] for k in ("name", "description", "strict") if k in given}
+    known = ("name", "description", "strict")
+    function: dict[str, Any] = {name: given[name] for name in known if name in given}
     function |= {"parameters": given["input_schema"]}
     return {"type": "function", "function": function}
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.constraints.constraint import Constraint, escaped
+from stree_jax.constraints.free_text import FreeText
 from stree_jax.constraints.json_schema import json_mode_regex, schema_regex
 from stree_jax.constraints.strings import SPECIAL
 from stree_jax.server.calls import JsonCalls
@@ -35,7 +36,8 @@ def constraint_of(
     With `tool_choice` "required" or a named function, the answer is a call whose
     arguments are valid for the function's schema; a `response_format` is then for the
     content, which is empty. With a structure and "auto", the answer is the structure,
-    or calls. Reasoning that the prompt opened is not constrained.
+    or calls. With "auto" and a strict tool, calls are valid for the schemas, and other
+    text is free. Reasoning that the prompt opened is not constrained.
 
     Args:
       request: the request.
@@ -50,7 +52,7 @@ def constraint_of(
     use, structure = request.tool_use, request.structure
     demanded = use.choice in ("required", "function")
     if not demanded and structure is None:
-        return None
+        return _strict_calls(request, form, opened, special)
     if demanded and structure and not structure.name.startswith("response_format"):
         problem = 'cannot be combined with tool_choice "required" or a function'
         raise invalid(f"{structure.name}: {problem}", structure.name)
@@ -76,6 +78,34 @@ def constraint_of(
     return Constraint(text, name, tuple(marks.special))
 
 
+def _strict_calls(
+    request: Request, form: ChatFormat, opened: bool, special: frozenset[str]
+) -> Constraint | None:
+    """Returns the constraint of calls behind free text, if a tool is strict and the
+    template's calls are JSON behind a text that opens them. Arguments as in
+    `constraint_of`."""
+    use, format_ = request.tool_use, form.calls
+    strict = use.choice == "auto" and any(tool.get("strict") for tool in use.tools)
+    if not strict or not request.parse_calls or format_ is None or format_.at_start:
+        return None
+    if not isinstance(format_.read, JsonCalls):
+        return None
+    marks = _Marks(special)
+    opening, closing = marks.spelled(format_.opening), format_.read.closing
+    reasoning = None
+    if request.split_reasoning and form.reasoning is not None:
+        reasoning = marks.spelled(form.reasoning[0]), marks.spelled(form.reasoning[1])
+    free = FreeText(opening, reasoning, opened and reasoning is not None)
+    call, several = _call(request, format_), use.parallel and form.several
+    listed = rf"\[{call}(?:, ?{call})*\]" if several else rf"\[{call}\]"
+    if closing and several:
+        call = rf"{call}(?:[ \n]{{0,2}}{call})*"
+    text = rf"[ \n]?(?:{listed}|{call})"
+    if closing:
+        text = rf"{text}[ \n]?{marks.of(closing)}"
+    return Constraint(text, "tools", tuple(marks.special), free)
+
+
 class _Marks:
     """Writes texts of a template as expressions, with its special tokens.
 
@@ -88,8 +118,12 @@ class _Marks:
 
     def of(self, text: str) -> str:
         """Returns the expression of a text."""
+        return escaped(self.spelled(text))
+
+    def spelled(self, text: str) -> str:
+        """Returns a text, or the character that stands for it as a special token."""
         if text not in self._known:
-            return escaped(text)
+            return text
         if text not in self.special:
             self.special.append(text)
         return SPECIAL[self.special.index(text)]
@@ -131,7 +165,7 @@ def _call(request: Request, format_: Format) -> str:
         try:
             arguments = _arguments(where, tool["parameters"])
         except ApiError:
-            if use.choice != "auto":
+            if use.choice != "auto" or (not request.structure and tool.get("strict")):
                 raise
             arguments = json_mode_regex(spaces=True)
         head = escaped(f'{{"name": "{tool["name"]}", "{key}": ')
