@@ -69,14 +69,12 @@ class MessageWriter:
       body: the fields of the request.
       open: type of the block that a stream is in, or "".
       index: index of that block, or of the next one.
-      call: index of that block's tool call among all calls.
     """
 
     answer: Answer
     body: Any = None
     open: str = ""
     index: int = 0
-    call: int = -1
 
     def whole(self) -> dict[str, Any]:
         """Returns the response to a request without `stream`."""
@@ -93,8 +91,7 @@ class MessageWriter:
 
     def chunks(self, index: int, piece: Piece) -> list[bytes]:
         """Returns the events of a stream for a piece that was added to the answer."""
-        found = list(deltas(self.answer, 0))
-        found.sort(key=lambda delta: not self._continues(delta))
+        found = deltas(self.answer, 0)
         return [event for delta in found for event in self._events(delta)]
 
     def closing(self) -> list[bytes]:
@@ -142,18 +139,11 @@ class MessageWriter:
                 reason = "end_turn" if stop is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def _continues(self, delta: dict[str, Any]) -> bool:
-        """True for arguments of the tool call that the stream is in, which go before
-        text behind it."""
-        call = delta.get("tool_calls", [{"index": None}])[0]
-        return self.open == "tool_use" and call["index"] == self.call
-
     def _events(self, delta: dict[str, Any]) -> Iterator[bytes]:
         """Yields the events for what a chat's stream would send."""
         if "tool_calls" in delta:
             (call,) = delta["tool_calls"]
             if "id" in call:
-                self.call = call["index"]
                 about = {"id": call["id"], "name": call["function"]["name"]}
                 yield from self._begin("tool_use", about | {"input": {}})
             text = call["function"]["arguments"]

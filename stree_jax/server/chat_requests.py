@@ -58,9 +58,19 @@ def in_reasoning(
     """Returns whether a prompt ends within reasoning. Arguments as in `splitter_of`."""
     if form.reasoning is None or request.kind != "chat":
         return False
-    begin, end = form.reasoning
     if request.turn.continues:
+        begin, end = form.reasoning
         _, begun, inside = request.messages[-1]["content"].rpartition(begin)
         return bool(begun) and end not in inside
+    return ends_in_reasoning(form, tokenizer, ids)
+
+
+def ends_in_reasoning(
+    form: ChatFormat, tokenizer: "Tokenizer", ids: Sequence[int]
+) -> bool:
+    """True if a prompt ends with the text before reasoning. Arguments as in
+    `splitter_of`."""
+    if form.reasoning is None:
+        return False
     tail = tokenizer.decode(list(ids[-TAIL:]), skip_special_tokens=False)
-    return tail.rstrip().endswith(begin.rstrip())
+    return tail.rstrip().endswith(form.reasoning[0].rstrip())
