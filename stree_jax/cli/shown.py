@@ -14,9 +14,8 @@ from stree_jax.sampling.stop_strings import (
 )
 from stree_jax.server.chat_answers import added
 from stree_jax.server.chat_format import ChatFormat
-from stree_jax.server.chat_requests import ends_in_reasoning
+from stree_jax.server.marks import ends_in_reasoning, showing
 from stree_jax.server.split import Parts, Splitter
-from stree_jax.server.texts import showing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,9 +1,7 @@
 """Converts generated tokens to text on the host, piece by piece, and finds its end."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,24 +22,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
-
-
-@lru_cache(maxsize=8)
-def showing(tokenizer: "Tokenizer", marks: frozenset[str]) -> "Tokenizer":
-    """Returns a tokenizer that decodes the special tokens in some texts, which decoding
-    otherwise leaves out. It is the same tokenizer if there are none. A copy of a large
-    vocabulary takes a second; it is cached."""
-    added = tokenizer.get_added_tokens_decoder().values()
-    special = {token.content for token in added if token.special}
-    shown = {name for name in special if any(name in mark for mark in marks)}
-    if not shown:
-        return tokenizer
-    fields = json.loads(tokenizer.to_str())
-    for token in fields["added_tokens"]:
-        token["special"] = token["special"] and token["content"] not in shown
-    copy = type(tokenizer).from_str(json.dumps(fields))
-    copy.encode_special_tokens = tokenizer.encode_special_tokens  # not in the JSON
-    return copy
 
 
 class Token(NamedTuple):
