@@ -25,6 +25,11 @@ class FreeText:
       reasoning: texts before and behind reasoning at the beginning of the text, in
         which the opening has no meaning, or None.
       opened: True if the text begins within the reasoning.
+
+    Example:
+      >>> free = FreeText("Answer: ")
+      >>> stree_jax.Constraint("yes|no", behind=free).behind.opening
+      'Answer: '
     """
 
     opening: str
