@@ -486,3 +486,97 @@ def test_api_keys(service, headers, status):
         assert found[0] == status
         if status == 401 and path != CHAT:
             assert found[2]["error"]["type"] == "authentication_error"
+
+
+# --- requests as the package sends them -----------------------------------------------
+
+ASKED = {"role": "user", "content": "Weather in Rome?"}
+MODEL = dict(model="table", max_tokens=100, messages=[ASKED])
+RUN = own(
+    "weather",
+    {
+        "additionalProperties": False,
+        "properties": {
+            "city": {"description": "The city.", "title": "City", "type": "string"}
+        },
+        "required": ["city"],
+        "type": "object",
+    },
+    description="Forecast.",
+)
+PARSED = {
+    "type": "object",
+    "title": "Weather",
+    "properties": {
+        "city": {
+            "type": "string",
+            "title": "City",
+            "description": "{maxLength: 12}",
+            "enum": ["Rome"],
+        },
+        "degrees": {"type": "integer", "title": "Degrees"},
+    },
+    "additionalProperties": False,
+    "required": ["city", "degrees"],
+}
+SINGLE = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+
+
+def used(city):
+    """Returns the messages of a round after a call, as the package dumps them."""
+    call = {"id": "call_1", "input": {"city": city}, "name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": "sunny"}
+    return [
+        ASKED,
+        {"role": "assistant", "content": [call | {"type": "tool_use"}]},
+        {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+    ]
+
+
+RECORDED = {
+    "messages.create": (MODEL | dict(system="Be short."), "end_turn"),
+    "messages.stream": (
+        MODEL | dict(system=[{"type": "text", "text": "x", "cache_control": {}}]),
+        "end_turn",
+    ),
+    "messages.create with a tool": (
+        MODEL | dict(tools=[WEATHER], tool_choice=SINGLE),
+        "tool_use",
+    ),
+    "messages.create with a result": (
+        MODEL | dict(tools=[WEATHER], messages=used("Rome")),
+        "end_turn",
+    ),
+    "messages.parse": (
+        MODEL
+        | dict(output_config={"format": {"schema": PARSED, "type": "json_schema"}}),
+        "end_turn",
+    ),
+    "beta.messages.tool_runner": (
+        MODEL | dict(tools=[RUN], messages=used("Oslo"), thread=None),
+        "end_turn",
+    ),
+    "thinking": (
+        MODEL | dict(thinking={"type": "enabled", "budget_tokens": 1024}),
+        "end_turn",
+    ),
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", RECORDED)
+def test_requests_of_the_package(service, name, streams):
+    body, reason = RECORDED[name]
+    headers = {"anthropic-version": "2026-10-21", "x-api-key": "none"}
+    path = f"{PATH}?beta=true" if "beta" in name else PATH
+    status, _, found = ask(service, path, body, headers=headers)
+    assert status == 200 and found["stop_reason"] == reason, found
+    if streams:
+        again = streamed(service, body)
+        assert again["stop_reason"] == reason
+        assert [b["type"] for b in again["content"]] == [
+            b["type"] for b in found["content"]
+        ]
+    if name == "messages.parse":
+        weather = json.loads(found["content"][0]["text"])
+        assert weather["city"] == "Rome" and isinstance(weather["degrees"], int)
