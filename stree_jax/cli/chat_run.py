@@ -21,6 +21,7 @@ from stree_jax.cli.conversation import (
     with_system,
 )
 from stree_jax.cli.streams import on_ctrl_c
+from stree_jax.cli.template_use import format_of
 from stree_jax.cli.terminal import (
     check_text,
     load_models,
@@ -212,16 +213,18 @@ def chat_model_of(args: argparse.Namespace) -> ChatModel:
     drafter, tree = drafting["drafter"], drafting["tree"]
     depth = 0 if drafter is None else tree_for(drafter, tree, args.rule).depth
     files = CheckpointFiles(resolve(args.model))
+    template, special = read_chat_template(files), read_special_tokens(files)
     assert isinstance(sampling, Sampling)
     return ChatModel(
         model,
         tokenizer,
-        read_chat_template(files),
-        read_special_tokens(files),
+        template,
+        special,
         options | drafting | Options(capacity=request.room(depth).capacity),
         args.stop,
         sampling,
         most,
         step,
         args.queries * args.context,
+        format_of(template, special),
     )

@@ -13,6 +13,7 @@ import jax
 
 from stree_jax.cli.chat import Message, next_turn, plain_turn
 from stree_jax.cli.common import print_status
+from stree_jax.cli.shown import Shown, styled_parts
 from stree_jax.cli.speeds import Speed, speed_of
 from stree_jax.cli.streams import noticing_ctrl_c
 from stree_jax.cli.template_use import render_checked
@@ -22,13 +23,8 @@ from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.generation.generate import Options, stream
 from stree_jax.generation.result import Generation, Past
 from stree_jax.models import Model
-from stree_jax.sampling.continuation import Decoder, continuation
 from stree_jax.sampling.settings import Sampling
-from stree_jax.sampling.stop_strings import (
-    searched_bytes,
-    text_so_far,
-    token_bytes,
-)
+from stree_jax.server.chat_format import ChatFormat
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -88,6 +84,7 @@ class ChatModel:
       step: most tokens of one call of `stream`. Longer answers take several calls,
         which run the same compiled programs.
       context: most tokens of a conversation.
+      form: what the template supports.
     """
 
     model: Model
@@ -100,6 +97,7 @@ class ChatModel:
     max_new_tokens: int | None
     step: int
     context: int
+    form: ChatFormat = ChatFormat()
 
     @property
     def max_prompt(self) -> int:
@@ -187,11 +185,11 @@ def spoken_on(
     c, produced, speed = conversation, 0, Speed()
     ended: str | None = CONTINUES
     sofar, prompt = c.spoken or "", len(c.fed) - c.reply
-    decoder = continuation(chat.tokenizer, c.fed[:prompt])
-    pieces = None
-    if chat.stop_strings:
-        pieces = searched_bytes(chat.tokenizer, token_bytes(chat.tokenizer))
-    shown = Shown(sofar, len(sofar), chat.stop_strings, pieces, decoder)
+    before, reply = c.fed[:prompt], c.fed[prompt:]
+    styled = None
+    if sys.stdout is not None and coloured(sys.stdout):
+        styled = styled_parts(chat.form, chat.tokenizer, before)
+    shown = Shown(chat.tokenizer, before, sofar, chat.stop_strings, styled, list(reply))
     with noticing_ctrl_c() as pressed:
         while ended == CONTINUES:
             shown.next_call(list(c.fed[prompt:]))
@@ -209,7 +207,7 @@ def spoken_on(
             past = None if interrupted or not ends else ends[-1].past
             c, unread = replace(c, past=past, draws=c.draws + 1), []
             ended = how_it_ended(chat, c, produced, ends, interrupted)
-    shown.print_to(len(shown.text))
+    shown.finish(complete=ended not in (CUT, INTERRUPTED))
     print(flush=True)
     if not c.reply:
         return conversation
@@ -276,51 +274,6 @@ def options_of_call(
         take_past=True,
         keep_past=True,
     )
-
-
-@dataclass
-class Shown:
-    """The text of an answer as it grows, and how much of it is printed.
-
-    Attributes:
-      text: the whole text so far.
-      printed: number of its characters that are printed.
-      stops: stop strings; text that may begin one is printed later.
-      pieces: result of `searched_bytes`; None if there are no stop strings.
-      decoder: decodes the tokens of the answer.
-      reply: the tokens of earlier calls of `stream`.
-      earlier: the text of `reply`.
-    """
-
-    text: str
-    printed: int
-    stops: Sequence[str]
-    pieces: Sequence[bytes] | None
-    decoder: Decoder
-    reply: Sequence[int] = ()
-    earlier: str = ""
-
-    def next_call(self, reply: Sequence[int]) -> None:
-        """Prepares for the next call of `stream`, after the tokens of `reply`."""
-        self.reply, self.earlier = reply, self.text
-
-    def show(self, part: Generation) -> None:
-        """Prints the new text of a stream's item, complete characters only."""
-        if isinstance(part.stop_reasons[0], str):  # the text is cut at a stop string
-            self.text = self.earlier + (part.texts or [""])[0]
-            self.print_to(len(self.text))
-            return
-        tokens = [*self.reply, *part.tokens[0]]
-        found = text_so_far(
-            self.decoder, tokens, running=True, stops=self.stops, pieces=self.pieces
-        )
-        self.text = found.text
-        self.print_to(found.final)
-
-    def print_to(self, end: int) -> None:
-        """Prints the text up to a character."""
-        print(self.text[self.printed : end], end="", flush=True)
-        self.printed = max(self.printed, end)
 
 
 def with_reply(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from stree_jax.cli.chat import Message, render
+from stree_jax.server.chat_format import ChatFormat, Messages
+from stree_jax.server.template_format import chat_format
 
 MAX_CHECKS = 16  # contents and calls that are checked one by one
 Spell = Callable[[Sequence[Message]], str]
@@ -143,3 +145,20 @@ def _marked(message: Message, mark: str, call: int | None = None) -> Message:
         arguments = arguments | {mark: mark}
     calls[call] = calls[call] | {"function": function | {"arguments": arguments}}
     return cast(Message, fields | {"tool_calls": calls})
+
+
+def format_of(template: str | None, special_tokens: Mapping[str, str]) -> ChatFormat:
+    """Returns what a chat template supports: tools, calls and reasoning.
+
+    Args:
+      template: the template, or None.
+      special_tokens: texts of special tokens, such as `bos_token`.
+    """
+    if template is None:
+        return ChatFormat()
+
+    def rendered(messages: Messages, tools: Messages) -> str:
+        own = cast(Sequence[Message], messages)
+        return render(template, own, special_tokens, False, tools=tools)
+
+    return chat_format(template, rendered)

@@ -6,6 +6,7 @@ from typing import Any
 
 from stree_jax.common.checks import as_integer, class_with_hints, flag, shown
 from stree_jax.constraints.expression import byte_automaton
+from stree_jax.constraints.free_text import FreeText
 from stree_jax.constraints.json_schema import json_mode_regex, schema_regex
 from stree_jax.constraints.reasoning import Reasoning
 from stree_jax.constraints.strings import SPECIAL as SPECIAL_CHARACTERS
@@ -31,6 +32,8 @@ class Constraint:
       name: name of the option from which it comes, for messages.
       special: texts of up to 16 special tokens. The characters U+10FFF0 and following
         stand for them in the expression. All others are never allowed.
+      behind: the free text behind whose opening the expression must match. If None,
+        the text as a whole must match.
       written: tokens of the text that were generated before, when a later call with
         `past` goes on with the same text.
       reasoning: the reasoning before the text, which is free up to its limit, or None.
@@ -46,6 +49,7 @@ class Constraint:
     regex: str | None
     name: str = field(default="regex", compare=False)
     special: tuple[str, ...] = ()
+    behind: FreeText | None = None
     written: tuple[int, ...] = ()
     reasoning: Reasoning | None = None
 
@@ -64,6 +68,8 @@ class Constraint:
             raise ValueError(f"special: want up to {most} texts, got {got}")
         if written is None or None in ids:
             raise ValueError(f"written: want token ids, got {shown(self.written)}")
+        if not isinstance(self.behind, FreeText | None):
+            raise ValueError(f"behind: want a FreeText, got {shown(self.behind)}")
         object.__setattr__(self, "special", tuple(special))
         object.__setattr__(self, "written", tuple(ids))
 

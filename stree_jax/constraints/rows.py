@@ -13,6 +13,7 @@ import numpy as np
 from stree_jax.common.checks import shown
 from stree_jax.constraints.constraint import Constraint
 from stree_jax.constraints.expression import byte_automaton
+from stree_jax.constraints.free_text import with_free_text
 from stree_jax.constraints.kept import keep_tables, kept_tables
 from stree_jax.constraints.reasoning import after_reasoning, anything
 from stree_jax.constraints.strings import SPECIAL
@@ -62,7 +63,12 @@ class Vocabulary:
           ValueError: the constraint cannot be compiled, or this vocabulary cannot spell
             it.
         """
-        key = constraint.regex, constraint.special, constraint.reasoning
+        key = (
+            constraint.regex,
+            constraint.special,
+            constraint.behind,
+            constraint.reasoning,
+        )
         with self._lock:
             if (found := self._kept.get(key)) is None:
                 found = self._made(constraint)
@@ -85,7 +91,8 @@ class Vocabulary:
         if reasoning.begin is not None:
             begin = self._token(reasoning.begin)
         # A text without a structure may end within its reasoning, as any text may.
-        stops = () if regex is None else self.stops
+        free = regex is None or constraint.behind is not None
+        stops = () if free else self.stops
         stops = tuple(token for token in stops if token not in (end, begin))
         return after_reasoning(
             text, reasoning.budget, end, begin, stops, constraint.name
@@ -102,16 +109,18 @@ class Vocabulary:
     def _text(self, constraint: Constraint, regex: str) -> TokenTables:
         """Returns the automaton of a constraint without reasoning from disk, or a new
         one."""
-        what = repr((regex, constraint.special))
+        what = repr((regex, constraint.special, constraint.behind))
         key = hashlib.sha256(self._digest + what.encode("utf-8", "replace"))
         found = kept_tables(key.hexdigest(), self.num_tokens)
         if found is None:
-            automaton = byte_automaton(regex, constraint.name)
+            automaton, free = byte_automaton(regex, constraint.name), None
+            if constraint.behind is not None:
+                automaton, free = with_free_text(automaton, constraint.behind)
             pieces = self.pieces
             if constraint.special:
                 pieces = self._with_special(constraint)
             tokens = pieces, self.num_tokens, self._encode
-            found = token_tables(automaton, *tokens, constraint.name)
+            found = token_tables(automaton, *tokens, constraint.name, free)
             keep_tables(key.hexdigest(), found)
         return found
 

@@ -48,15 +48,19 @@ def token_tables(
     num_tokens: int,
     encode: Encode,
     name: str = "constraint",
+    free: np.ndarray | None = None,
 ) -> TokenTables:
     """Returns the automaton of tokens.
 
     Args:
       automaton: the automaton of bytes.
-      pieces: the bytes of each token; tokens without bytes are never allowed.
+      pieces: the bytes of each token; tokens without bytes are never allowed, except
+        in free states.
       num_tokens: V. Tokens beyond `pieces` are never allowed.
       encode: returns the usual tokens of a piece of text.
       name: name of the constraint, for messages.
+      free: [S] bool. True for states in which tokens without bytes are allowed, and
+        change nothing. If None, there are none.
 
     Raises:
       ValueError: the tokens cannot spell any text that the automaton accepts, or there
@@ -95,8 +99,13 @@ def token_tables(
     if not good[0]:
         raise ValueError(f"{name}: the model's tokens cannot spell any text of it")
     following = np.where((following >= 0) & good[following], following, NONE)
+    by_token = classes[which]
+    if free is not None:
+        by_token[which == 0] = len(first)
+        unchanged = np.where(free, np.arange(states), NONE)
+        following = np.column_stack([following, unchanged]).astype(np.int32)
     return TokenTables(
-        classes=classes[which].astype(np.int32),
+        classes=by_token.astype(np.int32),
         following=following,
         may_end=automaton.may_end,
         forced=_forced(automaton, encode),

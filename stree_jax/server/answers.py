@@ -16,7 +16,7 @@ from stree_jax.server.protocol import Request
 from stree_jax.server.split import Parts, Splitter
 from stree_jax.server.texts import Choice, Piece, Token
 
-SPLITS = 64  # see `_deltas`
+SPLITS = 64  # see `deltas`
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"stree-jax-{__version__}"
 
@@ -49,6 +49,7 @@ class Answer:
       timings: set when the answer is finished. None if nothing was generated.
       splitter: splits texts into reasoning, content and tool calls. If None, they are
         all content.
+      stops: the stop string that ended each text, or None.
       sent: the parts of each text that were streamed.
       next_split: length of each text at which a stream splits it again.
       call_ids: the ids of each text's tool calls.
@@ -62,6 +63,7 @@ class Answer:
     logprobs: list[list[Choice]]
     timings: Timings | None = None
     splitter: Splitter | None = None
+    stops: list[str | None] = field(default_factory=list)
     sent: list[Parts] = field(default_factory=list)
     next_split: list[int] = field(default_factory=list)
     call_ids: list[list[str]] = field(default_factory=list)
@@ -91,6 +93,7 @@ class Answer:
         self.tokens[index] += piece.tokens
         self.logprobs[index] += piece.logprobs
         self.finish_reasons[index] = piece.finish_reason
+        self.stops[index] = piece.stop
 
     def parts(self, index: int) -> Parts:
         """Returns the parts of a text so far."""
@@ -137,6 +140,7 @@ def empty_answer(
         [None] * texts,
         [[] for _ in range(texts)],
         splitter=splitter,
+        stops=[None] * texts,
         sent=[Parts()] * texts,
         next_split=[0] * texts,
         call_ids=[[] for _ in range(texts)],
@@ -178,7 +182,7 @@ def whole(answer: Answer) -> dict[str, Any]:
                 "index": i,
                 **({"message": message} if chat else {"text": text}),
                 "logprobs": _logprobs(answer, answer.logprobs[i]),
-                "finish_reason": _finish_reason(answer, i, parts),
+                "finish_reason": finish_reason(answer, i, parts),
             }
         )
     kind = "chat.completion" if chat else "text_completion"
@@ -186,7 +190,7 @@ def whole(answer: Answer) -> dict[str, Any]:
     return _envelope(answer, kind) | body
 
 
-def _finish_reason(answer: Answer, index: int, parts: Parts) -> str | None:
+def finish_reason(answer: Answer, index: int, parts: Parts) -> str | None:
     """Returns the reason for the end of a text, in the protocol's words."""
     reason = answer.finish_reasons[index]
     return "tool_calls" if parts.calls and reason == "stop" else reason
@@ -233,12 +237,12 @@ def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
     before = len(answer.logprobs[index]) - len(piece.logprobs)
     lists = _logprobs(answer, piece.logprobs, answer.logprobs[index][:before])
     if chat and answer.splitter is not None:
-        deltas = list(_deltas(answer, index))
+        new_parts = list(deltas(answer, index))
     else:
-        deltas = [{"content": piece.text}] if piece.text else []
-    if piece.logprobs and not deltas:
-        deltas = [{"content": ""}]
-    for delta in deltas:
+        new_parts = [{"content": piece.text}] if piece.text else []
+    if piece.logprobs and not new_parts:
+        new_parts = [{"content": ""}]
+    for delta in new_parts:
         new = {"delta": delta} if chat else {"text": delta["content"]}
         events.append(_chunk(answer, index, new, lists, None))
         lists = _logprobs(answer, ())
@@ -246,12 +250,12 @@ def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
         last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
         # In the last event of the answer, as in llama.cpp.
         times = {} if answer.request.usage or not answer.finished else _timings(answer)
-        reason = _finish_reason(answer, index, answer.sent[index])
+        reason = finish_reason(answer, index, answer.sent[index])
         events.append(_chunk(answer, index, last, None, reason, times))
     return events
 
 
-def _deltas(answer: Answer, index: int) -> Iterator[dict[str, Any]]:
+def deltas(answer: Answer, index: int) -> Iterator[dict[str, Any]]:
     """Yields what a text's parts add to those that were streamed, and updates them.
 
     Splitting a text again costs time in proportion to its length. So once a text has

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from stree_jax.server import anthropic_answers, anthropic_fields
 from stree_jax.server.answers import Answer, ChatWriter, event
 from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.metrics import Watch
@@ -35,12 +36,13 @@ from stree_jax.server.tokenizing import detokenized, tokenized
 JSON = "application/json"
 MAX_DIGITS = 400  # maximum digits of an integer; the largest float64 has 309
 CLIENT_CLOSED = 499  # status for clients that have disconnected, which do not read it
-Writer = ChatWriter | ResponseWriter
+MESSAGES = "/v1/messages"
+Writer = ChatWriter | ResponseWriter | anthropic_answers.MessageWriter
 
 
 def make_app(service: Service) -> Starlette:
     """Returns the application with the endpoints for completions, chat, responses,
-    tokens, models, health and metrics."""
+    messages, tokens, models, health and metrics."""
 
     async def completions(http: HTTPRequest) -> Response:
         return await _answered(service, http, COMPLETIONS)
@@ -50,6 +52,15 @@ def make_app(service: Service) -> Starlette:
 
     async def responses(http: HTTPRequest) -> Response:
         return await _answered(service, http, RESPONSES)
+
+    async def messages(http: HTTPRequest) -> Response:
+        return await _answered(service, http, ANTHROPIC)
+
+    async def count_tokens(http: HTTPRequest) -> Response:
+        _check_key(service, http)
+        body = await _body(service, http)
+        count = anthropic_answers.counted
+        return JSONResponse(await asyncio.to_thread(count, service, body))
 
     async def tokenize(http: HTTPRequest) -> Response:
         _check_key(service, http)
@@ -88,6 +99,8 @@ def make_app(service: Service) -> Starlette:
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/responses", responses, methods=["POST"]),
+            Route(MESSAGES, messages, methods=["POST"]),
+            Route(f"{MESSAGES}/count_tokens", count_tokens, methods=["POST"]),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
@@ -107,7 +120,9 @@ def make_app(service: Service) -> Starlette:
 async def _error_response(http: HTTPRequest, error: Exception) -> Response:
     """Returns the response for an `ApiError`."""
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, error.headers)
+    anthropic = http.url.path.startswith(MESSAGES)
+    body = anthropic_answers.error_body(error) if anthropic else error.body()
+    return JSONResponse(body, error.status, error.headers)
 
 
 async def _no_such_path(http: HTTPRequest, error: Exception) -> Response:
@@ -132,9 +147,10 @@ def _check_key(service: Service, http: HTTPRequest) -> None:
     if not service.keys:
         return
     scheme, _, credentials = http.headers.get("authorization", "").partition(" ")
-    key = credentials.strip().encode()
+    bearer = credentials.strip() if scheme.lower() == "bearer" else ""
+    key = (http.headers.get("x-api-key") or bearer).encode()  # Anthropic's, OpenAI's
     matches = [hmac.compare_digest(key, known) for known in service.keys]
-    if scheme.lower() != "bearer" or not any(matches):
+    if not any(matches):
         raise ApiError(
             401,
             "Incorrect API key provided.",
@@ -219,16 +235,24 @@ class Format:
       read: returns the request for a JSON body.
       written: returns the writer of an answer, also from the body of its request.
       renamed: returns an error that has the format's names of fields.
+      failed: returns the event of an error in a stream.
     """
 
     read: Callable[[Any], Request]
     written: Callable[[Answer, Any], Writer] = lambda answer, body: ChatWriter(answer)
     renamed: Callable[[ApiError], ApiError] = lambda error: error
+    failed: Callable[[ApiError], bytes] = lambda error: event(error.body())
 
 
 COMPLETIONS = Format(partial(parse, "completion"))
 CHATS = Format(partial(parse, "chat"))
 RESPONSES = Format(parse_response, ResponseWriter, renamed)
+ANTHROPIC = Format(
+    anthropic_fields.parse_message,
+    anthropic_answers.MessageWriter,
+    anthropic_fields.renamed,
+    anthropic_answers.failed,
+)
 
 
 async def _answered(service: Service, http: HTTPRequest, format_: Format) -> Response:
@@ -252,7 +276,7 @@ async def _answered(service: Service, http: HTTPRequest, format_: Format) -> Res
     service.metrics.prompt_tokens.inc(exchange.answer.prompt_tokens)
     writer = format_.written(exchange.answer, body)
     if request.stream:
-        return EventStream(exchange, watch, writer)
+        return EventStream(exchange, watch, writer, format_.failed)
     return await _whole(exchange, watch, writer, http.receive)
 
 
@@ -309,10 +333,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, watch: Watch, writer: Writer) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        watch: Watch,
+        writer: Writer,
+        failed: Callable[[ApiError], bytes],
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self.exchange, self.watch, self.writer = exchange, watch, writer
+        self.failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def sent() -> None:
@@ -352,7 +383,7 @@ class EventStream(Response):
     async def _fail(self, send: Send, error: ApiError) -> None:
         """Sends an error as the last event, because the HTTP status has been sent
         already. Gives up if the client does not read it."""
-        last = {"type": "http.response.body", "body": event(error.body())}
+        last = {"type": "http.response.body", "body": self.failed(error)}
         try:
             async with asyncio.timeout(ERROR_EVENT_S):
                 await send(last)

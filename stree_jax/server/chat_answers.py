@@ -44,18 +44,22 @@ def message_of(parts: Parts, call_id: CallId) -> dict[str, Any]:
 
 
 def added(before: Parts, parts: Parts, call_id: CallId) -> Iterator[dict[str, Any]]:
-    """Yields the deltas of a stream from earlier parts of a text to its parts now."""
+    """Yields the deltas of a stream from earlier parts of a text to its parts now. The
+    rest of a call goes before text behind it."""
     if reasoning := parts.reasoning[len(before.reasoning) :]:
         yield {"reasoning_content": reasoning}
+    for i, (call, earlier) in enumerate(zip(parts.calls, before.calls, strict=False)):
+        yield from _arguments(i, call.arguments[len(earlier.arguments) :])
     if content := parts.content[len(before.content) :]:
         yield {"content": content}
-    for i, call in enumerate(parts.calls):
-        sent = ""
-        if i < len(before.calls):
-            sent = before.calls[i].arguments
-        else:
-            own = {"id": call_id(i, call.name), "type": "function"}
-            function = {"name": call.name, "arguments": ""}
-            yield {"tool_calls": [{"index": i, **own, "function": function}]}
-        if arguments := call.arguments[len(sent) :]:
-            yield {"tool_calls": [{"index": i, "function": {"arguments": arguments}}]}
+    for i, call in list(enumerate(parts.calls))[len(before.calls) :]:
+        own = {"id": call_id(i, call.name), "type": "function"}
+        function = {"name": call.name, "arguments": ""}
+        yield {"tool_calls": [{"index": i, **own, "function": function}]}
+        yield from _arguments(i, call.arguments)
+
+
+def _arguments(index: int, text: str) -> Iterator[dict[str, Any]]:
+    """Yields the delta that adds text to the arguments of a call, if there is any."""
+    if text:
+        yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

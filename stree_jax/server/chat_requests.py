@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 from stree_jax.server.chat_format import ChatFormat
 from stree_jax.server.constraints import format_of
 from stree_jax.server.errors import invalid
+from stree_jax.server.marks import ends_in_reasoning
 from stree_jax.server.protocol import Request
 from stree_jax.server.split import Splitter
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-TAIL = 16  # tokens at the end of a prompt that may begin the reasoning
 
 
 def check_tools(form: ChatFormat, request: Request) -> None:
@@ -58,9 +57,8 @@ def in_reasoning(
     """Returns whether a prompt ends within reasoning. Arguments as in `splitter_of`."""
     if form.reasoning is None or request.kind != "chat":
         return False
-    begin, end = form.reasoning
     if request.turn.continues:
+        begin, end = form.reasoning
         _, begun, inside = request.messages[-1]["content"].rpartition(begin)
         return bool(begun) and end not in inside
-    tail = tokenizer.decode(list(ids[-TAIL:]), skip_special_tokens=False)
-    return tail.rstrip().endswith(begin.rstrip())
+    return ends_in_reasoning(form, tokenizer, ids)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.constraints.constraint import Constraint, escaped
+from stree_jax.constraints.free_text import FreeText
 from stree_jax.constraints.json_schema import json_mode_regex, schema_regex
 from stree_jax.constraints.reasoning import Reasoning
 from stree_jax.constraints.strings import SPECIAL
@@ -42,7 +43,9 @@ def constraint_of(
     With `tool_choice` "required" or a named function, the answer is a call whose
     arguments are valid for the function's schema; a `response_format` is then for the
     content, which is empty. With a structure and "auto", the answer is the structure,
-    or calls. Reasoning that the prompt opened is free, up to `thinking_budget`.
+    or calls. With "auto" and a strict tool, calls are valid for the schemas, and other
+    text is free. Reasoning that the prompt opened is free, up to
+    `thinking_budget`.
 
     Args:
       request: the request.
@@ -59,8 +62,9 @@ def constraint_of(
     demanded = use.choice in DEMANDS
     before = _reasoning(request, form, opened, is_token)
     if not demanded and structure is None:
-        if before is None:
-            return None
+        calls = _strict_calls(request, form, opened, special, before)
+        if calls is not None or before is None:
+            return calls
         return Constraint(None, "thinking_token_budget", reasoning=before)
     if demanded and structure and not structure.name.startswith("response_format"):
         problem = 'cannot be combined with tool_choice "required" or a function'
@@ -79,7 +83,7 @@ def constraint_of(
                 raise invalid(f"{name}: {problem}", name)
             several = use.parallel and form.several
             text = f"(?:{text}|{_calls(request, form.calls, marks, several=several)})"
-    if opened and before is not None:
+    if before is not None:
         text = rf"\s{{0,2}}(?:{text})"
     elif opened and form.reasoning is not None:  # its end takes several tokens
         end = marks.of(form.reasoning[1])
@@ -109,6 +113,39 @@ def _reasoning(
     return Reasoning(budget, end, begin) if is_token(begin) else None
 
 
+def _strict_calls(
+    request: Request,
+    form: ChatFormat,
+    opened: bool,
+    special: frozenset[str],
+    before: Reasoning | None,
+) -> Constraint | None:
+    """Returns the constraint of calls behind free text, if a tool is strict and the
+    template's calls are JSON behind a text that opens them. Arguments as in
+    `constraint_of`; `before` is the reasoning, if its tokens are limited."""
+    use, format_ = request.tool_use, form.calls
+    strict = use.choice == "auto" and any(tool.get("strict") for tool in use.tools)
+    if not strict or not request.parse_calls or format_ is None or format_.at_start:
+        return None
+    if not isinstance(format_.read, JsonCalls):
+        return None
+    marks = _Marks(special)
+    opening, closing = marks.spelled(format_.opening), format_.read.closing
+    reasoning = None
+    if before is None and request.split_reasoning and form.reasoning is not None:
+        reasoning = marks.spelled(form.reasoning[0]), marks.spelled(form.reasoning[1])
+    free = FreeText(opening, reasoning, opened and reasoning is not None)
+    call, several = _call(request, format_), use.parallel and form.several
+    listed = rf"\[{call}(?:, ?{call})*\]" if several else rf"\[{call}\]"
+    if closing and several:
+        call = rf"{call}(?:[ \n]{{0,2}}{call})*"
+    text = rf"[ \n]?(?:{listed}|{call})"
+    if closing:
+        text = rf"{text}[ \n]?{marks.of(closing)}"
+    special_texts = tuple(marks.special)
+    return Constraint(text, "tools", special_texts, free, reasoning=before)
+
+
 class _Marks:
     """Writes texts of a template as expressions, with its special tokens.
 
@@ -121,8 +158,12 @@ class _Marks:
 
     def of(self, text: str) -> str:
         """Returns the expression of a text."""
+        return escaped(self.spelled(text))
+
+    def spelled(self, text: str) -> str:
+        """Returns a text, or the character that stands for it as a special token."""
         if text not in self._known:
-            return escaped(text)
+            return text
         if text not in self.special:
             self.special.append(text)
         return SPECIAL[self.special.index(text)]
@@ -164,7 +205,7 @@ def _call(request: Request, format_: Format) -> str:
         try:
             arguments = _arguments(where, tool["parameters"])
         except ApiError:
-            if use.choice != "auto":
+            if use.choice != "auto" or (not request.structure and tool.get("strict")):
                 raise
             arguments = json_mode_regex(spaces=True)
         head = escaped(f'{{"name": "{tool["name"]}", "{key}": ')

@@ -27,11 +27,15 @@ class ApiError(Exception):
         self.status, self.message = status, message
         self.param, self.code, self.headers = param, code, headers
 
+    def text(self) -> str:
+        """Returns the message, which UTF-8 can always encode."""
+        return _whole(self.message)
+
     def body(self) -> dict[str, Any]:
         """Returns the JSON body, which UTF-8 can always encode."""
         return {
             "error": {
-                "message": _whole(self.message),
+                "message": self.text(),
                 "type": _type_of(self.status),
                 "param": None if self.param is None else _whole(self.param),
                 "code": self.code,

@@ -3,15 +3,14 @@
 Errors of the chat's fields are renamed to the fields that the client sent.
 """
 
-import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any
 
+from stree_jax.server import translated
 from stree_jax.server.errors import ApiError, invalid, shown
-from stree_jax.server.messages import REASONING
 from stree_jax.server.protocol import Request, parse
 from stree_jax.server.tools import check_whole
+from stree_jax.server.translated import Translated
 
 # Fields with the same name and meaning in chats.
 SAME = {
@@ -68,48 +67,13 @@ REPEATED = {"metadata", "reasoning", "text", "tool_choice", "user"}  # by answer
 MARKS = {"id", "status", "type", "phase", "created_by"}  # of items; without effect
 
 
-@dataclass
-class _Messages:
-    """The messages of a chat, and the fields from which they come.
-
-    Attributes:
-      found: the messages.
-      origins: name of the field of each message.
-      call_origins: names of the fields of each message's tool calls.
-      reasoning: reasoning that belongs to the next message of the assistant.
-    """
-
-    found: list[dict[str, Any]] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-    call_origins: list[list[str]] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-
-    def add(self, where: str, message: dict[str, Any]) -> None:
-        """Appends a message, with the reasoning before it."""
-        if message["role"] == "assistant" and self.reasoning:
-            message = message | {REASONING[0]: "\n".join(self.reasoning)}
-        self.reasoning = []
-        self.found.append(message)
-        self.origins.append(where)
-        self.call_origins.append([])
-
-    def add_call(self, where: str, call: dict[str, Any]) -> None:
-        """Appends a tool call to the assistant's message before it, or to a new one."""
-        new = not self.found or self.found[-1]["role"] != "assistant"
-        if new or self.reasoning:
-            self.add(where, {"role": "assistant", "content": None})
-        self.found[-1].setdefault("tool_calls", []).append(call)
-        self.call_origins[-1].append(where)
-
-    def renamed(self, name: str) -> str:
-        """Returns the name that a field of the messages has in the request."""
-        match = re.match(r"messages\.\[(\d+)\](?:\.tool_calls\.\[(\d+)\])?", name)
-        if match is None:
-            return re.sub("^messages", "input", name)
-        i, call = int(match[1]), match[2]
-        origin = self.origins[i] if call is None else self.call_origins[i][int(call)]
-        rest = name[match.end() :].replace(".function", "")
-        return origin if origin == "instructions" else origin + rest
+# Patterns of chats' fields, and the names of these fields here.
+NAMES = (
+    (r"^(tools\.\[\d+\]|tool_choice)\.function", r"\1"),
+    (r"^response_format(\.json_schema)?", "text.format"),
+    (r"^max_completion_tokens$", "max_output_tokens"),
+    (r"^reasoning_effort$", "reasoning.effort"),
+)
 
 
 def parse_response(body: Any) -> Request:
@@ -134,22 +98,13 @@ def parse_response(body: Any) -> Request:
         raise renamed(error, messages) from None
 
 
-def renamed(error: ApiError, messages: _Messages | None = None) -> ApiError:
+def renamed(error: ApiError, messages: Translated | None = None) -> ApiError:
     """Returns an error whose field has the name that it has in the Responses API."""
-    old = error.param
-    if old is None:
-        return error
-    new = re.sub(r"^(tools\.\[\d+\]|tool_choice)\.function", r"\1", old)
-    new = re.sub(r"^response_format(\.json_schema)?", "text.format", new)
-    new = {chat: own for own, chat in RENAMED.items()}.get(new, new)
-    new = "reasoning.effort" if new == "reasoning_effort" else new
-    if new.startswith("messages"):
-        new = (messages or _Messages()).renamed(new)
-    text = error.message
-    text = new + text[len(old) :] if text.startswith(old) else text
-    return ApiError(
-        error.status, text, param=new, code=error.code, headers=error.headers
-    )
+    return translated.renamed(error, messages or _no_messages(), NAMES)
+
+
+def _no_messages() -> Translated:
+    return Translated("input", "instructions")
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
@@ -172,9 +127,9 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
             raise invalid(problem, "include", "unsupported_value")
 
 
-def _messages_of(fields: Mapping[str, Any]) -> _Messages:
+def _messages_of(fields: Mapping[str, Any]) -> Translated:
     """Returns the messages of a request."""
-    messages = _Messages()
+    messages = _no_messages()
     instructions, given = fields.get("instructions"), fields.get("input")
     if instructions is not None:
         if not isinstance(instructions, str):
@@ -191,7 +146,7 @@ def _messages_of(fields: Mapping[str, Any]) -> _Messages:
     return messages
 
 
-def _add_item(messages: _Messages, where: str, item: Any) -> None:
+def _add_item(messages: Translated, where: str, item: Any) -> None:
     """Adds an item of the input to the messages."""
     if not isinstance(item, dict):
         raise invalid(f"{where}: want an object", where)

@@ -23,10 +23,11 @@ from stree_jax.server.chat_requests import check_tools, in_reasoning, splitter_o
 from stree_jax.server.constraints import constraint_of
 from stree_jax.server.engine import Closed, Engine, Failed, Job, QueueFull
 from stree_jax.server.errors import ApiError, invalid
+from stree_jax.server.marks import showing
 from stree_jax.server.metrics import Metrics
 from stree_jax.server.prefixes import common_length
 from stree_jax.server.protocol import Request, Turn
-from stree_jax.server.texts import Piece, Reader, Writer, showing
+from stree_jax.server.texts import Piece, Reader, Writer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

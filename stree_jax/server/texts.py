@@ -1,9 +1,7 @@
 """Converts generated tokens to text on the host, piece by piece, and finds its end."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,24 +22,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
-
-
-@lru_cache(maxsize=8)
-def showing(tokenizer: "Tokenizer", marks: frozenset[str]) -> "Tokenizer":
-    """Returns a tokenizer that decodes the special tokens in some texts, which decoding
-    otherwise leaves out. It is the same tokenizer if there are none. A copy of a large
-    vocabulary takes a second; it is cached."""
-    added = tokenizer.get_added_tokens_decoder().values()
-    special = {token.content for token in added if token.special}
-    shown = {name for name in special if any(name in mark for mark in marks)}
-    if not shown:
-        return tokenizer
-    fields = json.loads(tokenizer.to_str())
-    for token in fields["added_tokens"]:
-        token["special"] = token["special"] and token["content"] not in shown
-    copy = type(tokenizer).from_str(json.dumps(fields))
-    copy.encode_special_tokens = tokenizer.encode_special_tokens  # not in the JSON
-    return copy
 
 
 class Token(NamedTuple):
@@ -113,12 +93,14 @@ class Piece:
         other tokens than `text`: a token that may be part of a stop string comes with a
         later piece. Tokens of a stop string are left out.
       finish_reason: "stop" or "length" for the last piece, else None.
+      stop: the stop string that ended the text, or None.
     """
 
     text: str
     tokens: int
     logprobs: tuple[Choice, ...]
     finish_reason: str | None
+    stop: str | None = None
 
 
 @dataclass
@@ -179,7 +161,7 @@ class Writer:
         self.shown = max(self.shown, found.final)
         ended = None if finish == RUNNING else FINISH_REASONS[finish]
         self._receive(update, count)
-        return Piece(new, count, self._ready(found), ended)
+        return Piece(new, count, self._ready(found), ended, found.stop)
 
     def _kept(self, update: RowUpdate) -> tuple[int, int]:
         """Returns the number of new tokens up to the first stop string, and the

@@ -8,14 +8,28 @@ import numpy as np
 import pytest
 
 from stree_jax.constraints.expression import byte_automaton
+from stree_jax.constraints.free_text import with_free_text
 from stree_jax.constraints.token_tables import token_tables
 from stree_jax.sampling.constraints import NONE
+from stree_jax.server.calls import JsonCalls
 from stree_jax.server.chat_format import ChatFormat
 from stree_jax.server.constrained import ConstrainedRows
 from stree_jax.server.constraints import constraint_of
-from stree_jax.server.formats import REASONING
+from stree_jax.server.formats import FORMATS, REASONING
 from stree_jax.server.protocol import parse
-from tests.server.tool_requests import BODY, PATH, USER
+from stree_jax.server.split import split
+from tests.server.tool_requests import (
+    ARGUMENTS,
+    BODY,
+    NOW,
+    PATH,
+    PIECES,
+    USER,
+    WEATHER,
+    answered,
+    tool,
+)
+from tests.server.tool_texts import SCHEMAS, TEXTS, forms_of
 from tests.support.answer_server import HERMES, answer_service, write_answer
 from tests.support.table_server import CHATML, ask, started, write_table
 
@@ -301,3 +315,127 @@ def test_rows_keep_their_automata():
     rows.set(1, None)
     assert first == [NONE, 0, NONE] and rows._states.tolist() == [NONE, NONE, 0]
     assert rows._active == [False, False, True] and np.array_equal(rows._sizes, (29, 4))
+
+
+# --- strict tools with tool_choice "auto" ---------------------------------------------
+
+CITIES = {"type": "string", "enum": ["Rome", "Oslo"]}
+STRICT = {"type": "object", "properties": {"city": CITIES}, "required": ["city"]}
+
+
+def strict_tool(schema, strict=True, name="get_weather"):
+    return tool(name, schema, strict=strict)
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory):
+    """Returns a server whose model calls two tools, with other arguments."""
+    path = write_answer(tmp_path_factory.mktemp("calling") / "model", PIECES)
+    with started(answer_service(path)) as service:
+        yield service
+
+
+def auto(service, tools, **changes):
+    """Returns the content and the calls of an answer."""
+    body = dict(messages=[USER], max_tokens=200, temperature=0, tools=tools)
+    message, _ = answered(service, body | changes)
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return message["content"], [(f["name"], f["arguments"]) for f in functions]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_strict_calls_follow_their_schemas(calling, streams):
+    free = auto(calling, [strict_tool(STRICT, False), NOW], stream=streams)
+    assert free == ("I look.", [("get_weather", ARGUMENTS), ("now", "{}")])
+    content, calls = auto(calling, [strict_tool(STRICT), NOW], stream=streams)
+    assert content.startswith("I look.") and calls[0][0] == "get_weather"
+    assert json.loads(calls[0][1])["city"] in ("Rome", "Oslo")
+    good = tool("get_weather", WEATHER["function"]["parameters"], strict=True)
+    assert auto(calling, [good, NOW], stream=streams) == free
+    _, calls = auto(calling, [strict_tool(STRICT, name="other")], stream=streams)
+    assert calls and {name for name, _ in calls} == {"other"}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_text_without_calls_is_that_without_strict(plain_text, temperature, seed):
+    settings = dict(temperature=temperature, seed=seed, max_tokens=24)
+    free = auto(plain_text, [strict_tool(STRICT, False)], **settings)
+    assert auto(plain_text, [strict_tool(STRICT)], **settings) == free
+    assert free[0] and free[1] == []
+
+
+@pytest.fixture(scope="module")
+def plain_text(tmp_path_factory):
+    """Returns a server whose model answers with "hello", or with other text if the
+    temperature is above 0."""
+    path = write_answer(tmp_path_factory.mktemp("text") / "model", ["hel", "lo"])
+    with started(answer_service(path)) as service:
+        yield service
+
+
+def test_an_opening_within_reasoning_opens_no_call(tmp_path_factory):
+    pieces = ["Say <tool_", "call> ", "now.", "</think>", "It ", "rains."]
+    path = write_answer(tmp_path_factory.mktemp("r") / "model", pieces, special=())
+    thinking = dict(chat_template_kwargs={"enable_thinking": True})
+    with started(answer_service(path)) as service:
+        own = dict(messages=[USER], temperature=0, tools=[strict_tool(STRICT)])
+        message, _ = answered(service, own | thinking)
+        assert message["reasoning_content"] == "Say <tool_call> now."
+        assert message["content"] == "It rains."
+        _, calls = auto(service, [strict_tool(STRICT)])  # no reasoning: it is a call
+        assert json.loads(calls[0][1])["city"] in ("Rome", "Oslo")
+
+
+def test_strict_schemas_that_cannot_be_enforced_are_refused(calling):
+    unknown = {"type": "object", "properties": {"a": {"not": {}}}}
+    body = dict(messages=[USER], tools=[NOW, strict_tool(unknown)])
+    status, _, found = ask(calling, PATH, body)
+    assert (status, found["error"]["param"]) == (400, "tools.[1].function.parameters")
+    assert "$.properties.a.not" in found["error"]["message"]
+    tools = [strict_tool(unknown, False), strict_tool(STRICT, name="f")]
+    assert auto(calling, tools)[1][0] == ("get_weather", ARGUMENTS)
+
+
+JSON_TEXTS = [
+    (form, text)
+    for opening, text in TEXTS
+    for form in forms_of(opening)
+    if isinstance(form.calls.read, JsonCalls) and not form.calls.at_start
+    if "tool_name" not in text  # another name of the key
+    and [name for name, _ in split(text, form, SCHEMAS, final=True).calls]
+    == ["get_weather", "now"]
+]
+
+
+@pytest.mark.parametrize(("form", "text"), JSON_TEXTS, ids=lambda x: str(x)[:40])
+def test_calls_as_models_write_them_are_allowed(form, text):
+    properties = {key: SCHEMAS["get_weather"][key] for key in ("city", "days")}
+    schema = {"type": "object", "properties": properties, "required": ["city", "days"]}
+    tools = [strict_tool(schema), NOW]
+    request = parse("chat", dict(messages=[USER], tools=tools))
+    constraint = constraint_of(request, form, False, frozenset(), no_token)
+    part = byte_automaton(constraint.regex)
+    steps, may_end = with_free_text(part, constraint.behind)[0]
+    for around in ("", "I look.\n"):
+        state = 0
+        for byte in (around + text).encode():
+            state = steps[state, byte] if state >= 0 else NONE
+        assert state >= 0, text
+    wrong = (around + text.replace('"get_weather"', '"later"')).encode()
+    state = 0
+    for byte in wrong:
+        state = steps[state, byte] if state >= 0 else NONE
+    assert state < 0 and may_end[0]
+
+
+def test_other_formats_are_free():
+    request = parse("chat", dict(messages=[USER], tools=[strict_tool(STRICT)]))
+    others = [f for f in FORMATS if not isinstance(f.read, JsonCalls) or f.at_start]
+    for format_ in (None, *others):
+        form = ChatFormat(tools=True, calls=format_)
+        assert constraint_of(request, form, False, frozenset(), no_token) is None
+    form = ChatFormat(tools=True, calls=next(f for f in FORMATS if f not in others))
+    assert constraint_of(request, form, False, frozenset(), no_token).behind is not None
+    off = replace(request, parse_calls=False)
+    assert constraint_of(off, form, False, frozenset(), no_token) is None

@@ -8,9 +8,9 @@ import pytest
 
 from stree_jax.server.answers import empty_answer
 from stree_jax.server.chat_format import CHANNEL_TOKENS
+from stree_jax.server.marks import showing
 from stree_jax.server.protocol import parse
 from stree_jax.server.split import Splitter
-from stree_jax.server.texts import showing
 from tests.server.tool_requests import (
     ARGUMENTS,
     BODY,

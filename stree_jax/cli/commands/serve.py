@@ -382,14 +382,14 @@ def speller(name: str, model: "Model", template: str | None = None) -> "Spell | 
       template: a template to use in place of the model's.
     """
     from stree_jax.cli.chat import Message
-    from stree_jax.cli.template_use import render_checked
+    from stree_jax.cli.template_use import format_of, render_checked
     from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 
     tokenizer = model.tokenizer
     template, special = template_of(name, template)
     if template is None or tokenizer is None:
         return None
-    form = _format_of(template, special)
+    form = format_of(template, special)
 
     def prepared(messages: Sequence[Message]) -> Sequence[Message]:
         return cast(Sequence[Message], form.prepared(messages))
@@ -428,19 +428,6 @@ def template_format(name: str, template: str | None = None) -> "ChatFormat":
       name: the model's name, as in --model.
       template: a template to use in place of the model's.
     """
-    return _format_of(*template_of(name, template))
+    from stree_jax.cli.template_use import format_of
 
-
-def _format_of(template: str | None, special: dict[str, str]) -> "ChatFormat":
-    """Returns what a chat template supports."""
-    from stree_jax.cli.chat import render
-    from stree_jax.server.chat_format import ChatFormat, Messages
-    from stree_jax.server.template_format import chat_format
-
-    if template is None:
-        return ChatFormat()
-
-    def rendered(messages: Messages, tools: Messages) -> str:
-        return render(template, cast(Any, messages), special, False, tools=tools)
-
-    return chat_format(template, rendered)
+    return format_of(*template_of(name, template))
