@@ -66,13 +66,11 @@ class MessageWriter:
 
     Attributes:
       answer: the answer.
-      body: the fields of the request.
       open: type of the block that a stream is in, or "".
       index: index of that block, or of the next one.
     """
 
     answer: Answer
-    body: Any = None
     open: str = ""
     index: int = 0
 

@@ -308,7 +308,7 @@ def _of_thinking(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     thinking = _object("thinking", fields["thinking"])
     kind = thinking.get("type")
-    if kind not in THINKING:
+    if kind not in tuple(THINKING):  # it may be unhashable
         wanted = f"want one of {', '.join(THINKING)}, got {shown(kind)}"
         raise invalid(f"thinking.type: {wanted}", "thinking.type")
     _check("thinking", thinking, set(), {"budget_tokens", "display"})

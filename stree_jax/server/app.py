@@ -249,7 +249,7 @@ CHATS = Format(partial(parse, "chat"))
 RESPONSES = Format(parse_response, ResponseWriter, renamed)
 ANTHROPIC = Format(
     anthropic_fields.parse_message,
-    anthropic_answers.MessageWriter,
+    lambda answer, body: anthropic_answers.MessageWriter(answer),
     anthropic_fields.renamed,
     anthropic_answers.failed,
 )

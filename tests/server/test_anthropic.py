@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from stree_jax.server import anthropic_fields
 from stree_jax.server.anthropic_answers import failed
 from stree_jax.server.errors import ApiError
 from stree_jax.server.tools import NO_PARAMETERS
@@ -580,3 +581,20 @@ def test_requests_of_the_package(service, name, streams):
     if name == "messages.parse":
         weather = json.loads(found["content"][0]["text"])
         assert weather["city"] == "Rome" and isinstance(weather["degrees"], int)
+
+
+ODD = (7, -1, True, "x", [], {}, [[]], [{}], {"type": []}, {"type": {}}, [{"type": []}])
+
+
+@pytest.mark.parametrize("name", sorted(anthropic_fields.OWN | anthropic_fields.SAME))
+def test_values_of_other_types_are_answered_or_refused(service, name):
+    """No value is an error of the server; the message of a refusal has the field."""
+    for value in ODD:
+        body = HELLO | dict(max_tokens=1) | {name: value}
+        status, _, found = ask(service, PATH, body)
+        if status == 404:
+            assert name == "model"
+        elif status == 400:
+            assert found["error"]["message"].startswith(name), (value, found)
+        else:
+            assert status == 200, (value, found)
