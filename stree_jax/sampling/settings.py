@@ -119,6 +119,8 @@ def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
       ValueError: it has another form, or names a token twice.
     """
     items = bias.items() if isinstance(bias, Mapping) else bias
+    if isinstance(bias, str | bytes):
+        items = None
     want = f"pairs of a token id and a number in -{MOST_BIAS:g}..{MOST_BIAS:g}"
     try:
         pairs = [(as_integer(token), as_real(add)) for token, add in items]
@@ -248,6 +250,9 @@ def sampling_rows(
             raise ValueError(f"settings[{i}]: want a Sampling, got {shown(one)}")
     filters = flag("filters", filters)
     samples = integer("samples", samples, 1, 2**16, f"1..{2**16} rows per prompt")
+    if num_tokens is not None:
+        want = "the size of the vocabulary"
+        num_tokens = integer("num_tokens", num_tokens, 1, 2**31 - 1, want)
     seeds = None
     if any(s.seed is not None for s in settings):
         chosen = [i if s.seed is None else s.seed for i, s in enumerate(settings)]

@@ -77,7 +77,9 @@ def test_the_server_draws_the_same_numbers(target, name):
         spec = spec_for(target, None, None, None, None)
         batch = Batch(target, spec, Sizes(rows=1, context=64))
         asked = TextRequest([1], 2, Sampling(seed=3))
-        requests = requests_of(asked, batch._stops, batch._key)
+        requests = requests_of(
+            asked, batch._stops, batch._key, target.config.num_tokens
+        )
     assert words(requests.sampling.key) == words(want.key)
 
 

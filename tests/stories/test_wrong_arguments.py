@@ -79,11 +79,15 @@ NAMES = {"'64'", "'E '", "'e'", "chain:1e3", "chain:"}  # of files as well as ot
 TAKEN = {
     **dict.fromkeys(FLAGS, {"True", "np.True_", "jnp bool"}),
     **dict.fromkeys(("temperature", "repetition_penalty"), NUMBERS),
+    **dict.fromkeys(
+        ("presence_penalty", "frequency_penalty"),
+        {"1.5", "64.0", "np 1.5", "-1", "1e-40"},
+    ),
     **dict.fromkeys(("path_or_hub_id", "path", "dst"), NAMES),
     "constraint": {"[None]"},  # no constraint of a single prompt
     "min_p": {"1e-40"},
     "prompts": {"ragged"},
-    **dict.fromkeys(("stop_strings", "stop_tokens"), {"np empty"}),
+    **dict.fromkeys(("logit_bias", "stop_strings", "stop_tokens"), {"np empty"}),
 }
 
 
