@@ -36,8 +36,8 @@ KEY_VARIABLE = "STREE_JAX_API_KEY"
 ROWS, PREFIXES = 4, 16  # defaults
 NOTES = notes(
     f"""
-Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
-base_url is http://HOST:PORT/v1. If {KEY_VARIABLE} is set or --api-key-file is given,
+Paths: / (a page to chat in the browser), /v1/completions, /v1/chat/completions,
+/v1/models, /health, /metrics. A client's base_url is http://HOST:PORT/v1. If {KEY_VARIABLE} is set or --api-key-file is given,
 requests to /v1 need one of these API keys. Until "ready" is printed, requests for text
 wait at most --start-timeout seconds, and /health answers 503 with "starting". SIGTERM
 and Ctrl-C let running requests finish, at most --grace seconds.""",
@@ -72,6 +72,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
         "http://localhost:3000; can be repeated; '*' for any, 'none' for no page "
         "(default: pages from this machine: localhost, 127.0.0.1, [::1])",
     )
+    text = "do not serve the chat page at /"
+    network.add_argument("--no-page", action="store_true", help=text)
 
     batching = group(p, "Batching and caches")
 
@@ -114,13 +116,17 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     from stree_jax.cli.chat import given_template
     from stree_jax.server.origins import origins_named, with_origins
+    from stree_jax.server.page import with_page
     from stree_jax.server.starting import UntilReady
 
     check_options(args)
     keys, origins = api_keys(args.api_key_file), origins_named(args.allow_origin)
 
+    has_page = not args.no_page and origins != ()  # (): no page may use the server
+
     def around(app: "ASGIApp") -> "ASGIApp":
-        return with_origins(app, origins, has_keys=bool(keys))
+        app = with_page(app) if has_page else app
+        return with_origins(app, origins, has_keys=bool(keys), has_page=has_page)
 
     template = given_template(args.chat_template)
     with run.bound_socket(args.host, args.port) as sock:
