@@ -21,7 +21,6 @@ from stree_jax.sampling.stop_strings import (
 )
 from stree_jax.server.batch import RowUpdate
 from stree_jax.speculation.decoding import RUNNING, STOP_STRING
-from stree_jax.speculation.draft import TARGET
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -128,8 +127,8 @@ class Piece:
         other tokens than `text`: a token that may be part of a stop string comes with a
         later piece. Tokens of a stop string are left out.
       finish_reason: "stop" or "length" for the last piece, else None.
-      origins: the tokens of `text`, empty if not requested. Their texts, joined, are
-        `text`. A token that may begin a stop string can come in two parts.
+      origins: the tokens whose characters are all returned, empty if not requested.
+        The tokens of all pieces, joined, are the text.
     """
 
     text: str
@@ -157,8 +156,9 @@ class Writer:
       place: decodes the next token of which more than the text is requested.
       choices: log-probabilities of the tokens so far, empty if not requested.
       returned: number of `choices` that were returned.
-      unshown: for each token whose text was not returned yet, its number of characters
+      unshown: for each token of which characters are still to be returned, their number
         and its origin. Empty if origins are not requested.
+      unlisted: the returned characters of the first of these tokens.
       characters: decodes the bytes of these tokens.
     """
 
@@ -176,6 +176,7 @@ class Writer:
     choices: list[Choice] = field(default_factory=list)
     returned: int = 0
     unshown: deque[tuple[int, int]] = field(default_factory=deque)
+    unlisted: str = ""
     characters: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
@@ -249,24 +250,21 @@ class Writer:
         return len(self.place.decode([token.id]))
 
     def _origins(self, new: str, final: bool) -> Iterator[Proposed]:
-        """Yields the tokens of new characters, and removes them from `unshown`.
+        """Yields the tokens whose characters are all returned, and removes them from
+        `unshown`.
 
         Args:
           new: the new characters.
           final: True if the text is finished, so that no characters follow.
         """
-        at, origin = 0, None
-        while self.unshown and (final or at + self.unshown[0][0] <= len(new)):
-            size, origin = self.unshown.popleft()
-            end = len(new) if final and not self.unshown else at + size
-            yield Proposed(new[at:end], origin)
-            at = end
-        if at >= len(new) or not self.by_origin:
+        if not self.by_origin:
             return
-        if self.unshown:  # the rest of this token may begin a stop string
+        self.unlisted += new
+        while self.unshown and (final or self.unshown[0][0] <= len(self.unlisted)):
             size, origin = self.unshown.popleft()
-            self.unshown.appendleft((size - (len(new) - at), origin))
-        yield Proposed(new[at:], TARGET if origin is None else origin)
+            end = None if final and not self.unshown else size
+            yield Proposed(self.unlisted[:end], origin)
+            self.unlisted = self.unlisted[size:]
 
     def _ready(self, text: TextSoFar) -> tuple[Choice, ...]:
         """Returns the log-probabilities of tokens whose text is final and that were not
