@@ -4,6 +4,7 @@ driver program."""
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import time
@@ -19,6 +20,7 @@ SWITCHES = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
+PATIENCE_S = 30  # for an answer of the browser
 KEYS = {"Enter": (13, "\r"), "Escape": (27, "")}
 
 
@@ -77,6 +79,7 @@ class Browser:
     def _next(self):
         """Returns the next message of the browser."""
         while b"\0" not in self._rest:
+            assert select.select([self._in], [], [], PATIENCE_S)[0], "no answer"
             data = os.read(self._in, 1 << 16)
             assert data, "the browser has ended"
             self._rest += data
@@ -98,7 +101,13 @@ class Browser:
     def open(self, url):
         """Opens a page, and waits until it is loaded."""
         self.send("Page.navigate", url=url)
-        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+        here = f"location.href === {json.dumps(url)}"
+        self.until(f"{here} && document.readyState === 'complete'")
+
+    def reload(self):
+        """Loads the page again, and waits until it is loaded."""
+        self.run("window.before = true; location.reload()")
+        self.until("!window.before && document.readyState === 'complete'")
 
     def run(self, expression):
         """Returns the value of a JavaScript expression."""

@@ -136,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
                 f"warning: {args.host} can be reached from other machines, and no API "
                 "key is set"
             )
-        begin = partial(ready, args, keys, template, time.perf_counter())
+        page = run.url_of(sock).removesuffix("v1") if has_page else None
+        begin = partial(ready, args, keys, template, page, time.perf_counter())
         front = UntilReady(args.start_timeout, args.queue)
         return run.run(begin, sock, report_status, args.grace, around, front)
 
@@ -150,6 +151,7 @@ def ready(
     args: argparse.Namespace,
     keys: tuple[bytes, ...],
     template: str | None,
+    page: str | None,
     began: float,
     say: Callable[[str], None],
 ) -> "Ready":
@@ -159,6 +161,7 @@ def ready(
     Args:
       keys: API keys, one of which requests must have. If empty, none is needed.
       template: a chat template to use in place of the model's.
+      page: URL of the chat page, or None without it.
       began: when the command began, by `time.perf_counter`.
       say: prints the progress.
     """
@@ -190,6 +193,7 @@ def ready(
     return_free_memory()
     seconds = time.perf_counter() - began
     what = f"model {service.name}, {sizes.rows} rows, context {sizes.context}"
+    what += f"; chat at {page}" if page else ""
     line = f"ready in {seconds:.1f} s: {what}"
     further = [*(program.compile for program in rest), return_free_memory]
     return Ready(make_app(service), engine, line, further)
