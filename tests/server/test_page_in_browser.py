@@ -3,6 +3,7 @@ models and with a server that follows a script."""
 
 import asyncio
 import json
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -81,7 +82,8 @@ class Scripted:
 
     async def _models(self, http):
         model = {"id": "scripted", "max_model_len": 9}
-        return self._refused(http) or JSONResponse({"data": [model]})
+        refused = self._refused(http) if self.key else None
+        return refused or JSONResponse({"data": [model]})
 
     async def _answer(self, http):
         self.bodies.append(json.loads(await http.body()))
@@ -90,6 +92,7 @@ class Scripted:
     async def _events(self):
         for i, piece in enumerate(self.pieces):
             if isinstance(piece, Exception):
+                await asyncio.sleep(0.3)  # until the pieces before it have arrived
                 raise piece
             if isinstance(piece, dict):
                 yield f"data: {json.dumps(piece)}\n\n"
@@ -205,7 +208,7 @@ def test_stop_and_regenerate(browser):
         assert browser.run("$('stop').hidden") is False
         browser.press("Escape")
         done(browser)
-        assert text_of(browser, ".note") == "Stopped."
+        assert text_of(browser, ".assistant .note") == "Stopped."
         assert text_of(browser, ".assistant .text") == "one "
         server.gate = False
         browser.run("document.querySelector('.figures button').click()")
@@ -243,6 +246,7 @@ def test_a_connection_that_breaks(browser):
             note = "The connection was lost" if isinstance(end, OSError) else "decoding"
             assert text_of(browser, ".note.bad").startswith(note)
             assert text_of(browser, ".assistant .text") == "half"
+            time.sleep(0.3)  # until the browser has closed the connection
             send(browser, "y")
             browser.until("!running && turns.length === 4")
             assert [m["content"] for m in server.bodies[1]["messages"]] == [
@@ -331,7 +335,7 @@ def test_a_full_context_is_said(browser):
         browser.until("model")
         send(browser, "x")
         done(browser)
-        assert text_of(browser, ".note").startswith("The context is full")
+        assert text_of(browser, ".assistant .note").startswith("The context is full")
         assert "9 of 9 tokens" in text_of(browser, "#model")
 
 

@@ -120,7 +120,7 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, expression, seconds=60):
+    def until(self, expression, seconds=30):
         """Waits until an expression is true. Returns its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
