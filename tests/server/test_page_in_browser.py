@@ -42,11 +42,15 @@ def opened(browser, app, has_keys=False):
         browser.look(900, 700)
         browser.requests.clear()
         browser.messages.clear()
-        browser.open(f"http://127.0.0.1:{port}/")  # a new port: nothing is stored for it
+        browser.open(
+            f"http://127.0.0.1:{port}/"
+        )  # a new port: nothing is stored for it
         yield port
         browser.run("running?.abort()")
         assert browser.messages == []
-        assert all(url.startswith(f"http://127.0.0.1:{port}/") for url in browser.requests)
+        assert all(
+            url.startswith(f"http://127.0.0.1:{port}/") for url in browser.requests
+        )
         browser.send("Page.navigate", url="about:blank")
 
 
@@ -192,7 +196,9 @@ def test_reasoning_can_be_collapsed(browser, tmp_path):
             assert text_of(browser, ".reasoning .text") == "Let me think."
             assert text_of(browser, ".assistant > .text") == "It rains."
             assert browser.run("document.querySelector('details').open") is False
-            origins = "[...document.querySelectorAll('.reasoning [data-origin=target]')]"
+            origins = (
+                "[...document.querySelectorAll('.reasoning [data-origin=target]')]"
+            )
             assert browser.run(f"{origins}.length") > 0
 
 
@@ -385,7 +391,9 @@ def test_it_fits_and_has_contrast(browser, phone, dark):
 def luminance(colour):
     """Returns the relative luminance of a colour, as WCAG 2 defines it."""
     parts = [int(x) / 255 for x in colour[4:-1].split(",")]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    linear = [
+        p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts
+    ]
     return sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
