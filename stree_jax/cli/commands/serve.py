@@ -37,10 +37,11 @@ ROWS, PREFIXES = 4, 16  # defaults
 NOTES = notes(
     f"""
 Paths: / (a page to chat in the browser), /v1/completions, /v1/chat/completions,
-/v1/models, /health, /metrics. A client's base_url is http://HOST:PORT/v1. If {KEY_VARIABLE} is set or
---api-key-file is given, requests to /v1 need one of these API keys. Until "ready" is printed, requests for text
-wait at most --start-timeout seconds, and /health answers 503 with "starting". SIGTERM
-and Ctrl-C let running requests finish, at most --grace seconds.""",
+/v1/models, /health, /metrics. A client's base_url is http://HOST:PORT/v1. If
+{KEY_VARIABLE} is set or --api-key-file is given, requests to /v1 need one of these API
+keys. Until "ready" is printed, requests for text wait at most --start-timeout seconds,
+and /health answers 503 with "starting". SIGTERM and Ctrl-C let running requests finish,
+at most --grace seconds.""",
     "stree-jax serve --model OWNER/NAME",
     "stree-jax serve --model model-Q4_K_M.gguf --memory 8GB --rows 8 --port 8080",
 )
