@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-more test-long test-fast test-real test-peers format lint types check wheel-test \
+.PHONY: demo test test-more test-long test-fast test-real test-peers test-browser format lint types check wheel-test \
   clone-test wheels \
   release-check gpu-check gpu-test gpu-session tpu-check docs docs-serve clean
 
@@ -65,6 +65,10 @@ test-real: .venv-real/.done
 # keeps the download there.
 test-peers: .venv/.test
 	STREE_JAX_TEST_PEERS=$(PEERS) $(BIN)/pytest -q -rP -m peers tests/peers
+
+# The server's chat page in headless Chromium (`apt-get install chromium`).
+test-browser: .venv/.test
+	$(BIN)/pytest -q -m browser tests/server
 
 # Fixes what ruff can fix, and formats.
 format: .venv/.test

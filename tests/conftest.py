@@ -82,9 +82,10 @@ def pytest_collection_modifyitems(config, items):
     """Puts the slowest files first. `--no-loadscope-reorder` makes xdist keep the
     order.
 
-    Tests with a real model, or with the files of peers, run only if selected.
+    Tests with a real model, with the files of peers or with a browser run only if
+    selected.
     """
-    for mark in {"real", "peers"} - set(config.option.markexpr.split()):
+    for mark in {"real", "peers", "browser"} - set(config.option.markexpr.split()):
         for item in (item for item in items if item.get_closest_marker(mark)):
             item.add_marker(pytest.mark.skip(reason=f"`make test-{mark}` runs these"))
     places = {Path(__file__).parent / file: i for i, file in enumerate(LONGEST)}

@@ -14,11 +14,13 @@ from stree_jax.common.version import __version__
 from stree_jax.server.chat_answers import added, message_of, new_id
 from stree_jax.server.protocol import Request
 from stree_jax.server.split import Parts, Splitter
-from stree_jax.server.texts import Choice, Piece, Token
+from stree_jax.server.texts import Choice, Piece, Proposed, Token
+from stree_jax.speculation.draft import ORIGINS
 
 SPLITS = 64  # see `deltas`
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"stree-jax-{__version__}"
+NO_LISTS: Mapping[str, Any] = MappingProxyType({"logprobs": None})
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class Timings:
       prefill_s: seconds of prefill, summed over texts.
       decode_s: seconds from the end of a text's prefill to its last piece; the longest
         of all texts.
+      calls: target passes, summed over texts.
     """
 
     cached: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    calls: int = 0
 
 
 @dataclass
@@ -44,8 +48,8 @@ class Answer:
     Attributes:
       request: the request.
       prompt_tokens: number of tokens of all prompts.
-      texts, tokens, finish_reasons, logprobs: one entry per text, prompt by prompt, and
-        for each prompt its n texts.
+      texts, tokens, finish_reasons, logprobs, origins: one entry per text, prompt by
+        prompt, and for each prompt its n texts.
       timings: set when the answer is finished. None if nothing was generated.
       splitter: splits texts into reasoning, content and tool calls. If None, they are
         all content.
@@ -61,6 +65,7 @@ class Answer:
     tokens: list[int]
     finish_reasons: list[str | None]
     logprobs: list[list[Choice]]
+    origins: list[list[Proposed]]
     timings: Timings | None = None
     splitter: Splitter | None = None
     stops: list[str | None] = field(default_factory=list)
@@ -92,6 +97,7 @@ class Answer:
         self.texts[index] += piece.text
         self.tokens[index] += piece.tokens
         self.logprobs[index] += piece.logprobs
+        self.origins[index] += piece.origins
         self.finish_reasons[index] = piece.finish_reason
         self.stops[index] = piece.stop
 
@@ -139,6 +145,7 @@ def empty_answer(
         [0] * texts,
         [None] * texts,
         [[] for _ in range(texts)],
+        [[] for _ in range(texts)],
         splitter=splitter,
         stops=[None] * texts,
         sent=[Parts()] * texts,
@@ -181,7 +188,7 @@ def whole(answer: Answer) -> dict[str, Any]:
             {
                 "index": i,
                 **({"message": message} if chat else {"text": text}),
-                "logprobs": _logprobs(answer, answer.logprobs[i]),
+                **_lists(answer, answer.logprobs[i], answer.origins[i]),
                 "finish_reason": finish_reason(answer, i, parts),
             }
         )
@@ -197,8 +204,8 @@ def finish_reason(answer: Answer, index: int, parts: Parts) -> str | None:
 
 
 def _timings(answer: Answer) -> dict[str, Any]:
-    """Returns the field `timings` of an answer, in the format of llama.cpp's server, or
-    {} if nothing was generated."""
+    """Returns the field `timings` of an answer, in the format of llama.cpp's server and
+    with the acceptance length, or {} if nothing was generated."""
     times = answer.timings
     if times is None:
         return {}
@@ -213,6 +220,8 @@ def _timings(answer: Answer) -> dict[str, Any]:
             f"{name}_per_token_ms": 1000 * seconds / max(tokens, 1),
             f"{name}_per_second": tokens / seconds if seconds > 0 else 0.0,
         }
+    figures["target_calls"] = times.calls
+    figures["acceptance_length"] = sum(answer.tokens) / max(times.calls, 1)
     return {"timings": figures}
 
 
@@ -222,7 +231,7 @@ def opening(answer: Answer) -> list[bytes]:
         return []
     delta = {"role": "assistant", "content": "", "refusal": None}
     indices = range(len(answer.texts))
-    return [_chunk(answer, i, {"delta": delta}, None, None) for i in indices]
+    return [_chunk(answer, i, {"delta": delta}, NO_LISTS, None) for i in indices]
 
 
 def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
@@ -235,23 +244,24 @@ def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
     """
     chat, events = answer.request.kind == "chat", []
     before = len(answer.logprobs[index]) - len(piece.logprobs)
-    lists = _logprobs(answer, piece.logprobs, answer.logprobs[index][:before])
+    earlier = answer.logprobs[index][:before]
+    lists = _lists(answer, piece.logprobs, piece.origins, earlier)
     if chat and answer.splitter is not None:
         new_parts = list(deltas(answer, index))
     else:
         new_parts = [{"content": piece.text}] if piece.text else []
-    if piece.logprobs and not new_parts:
+    if (piece.logprobs or piece.origins) and not new_parts:
         new_parts = [{"content": ""}]
     for delta in new_parts:
         new = {"delta": delta} if chat else {"text": delta["content"]}
         events.append(_chunk(answer, index, new, lists, None))
-        lists = _logprobs(answer, ())
+        lists = _lists(answer, (), ())
     if piece.finish_reason is not None:
         last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
         # In the last event of the answer, as in llama.cpp.
         times = {} if answer.request.usage or not answer.finished else _timings(answer)
         reason = finish_reason(answer, index, answer.sent[index])
-        events.append(_chunk(answer, index, last, None, reason, times))
+        events.append(_chunk(answer, index, last, NO_LISTS, reason, times))
     return events
 
 
@@ -291,12 +301,13 @@ def _chunk(
     answer: Answer,
     index: int,
     new: dict[str, Any],
-    logprobs: dict[str, Any] | None,
+    lists: Mapping[str, Any],
     reason: str | None,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    """Returns the event of one chunk of a stream, with the fields `more`."""
-    choice = {"index": index, **new, "logprobs": logprobs, "finish_reason": reason}
+    """Returns the event of one chunk of a stream, with the fields `more`, and the
+    lists of tokens that `_lists` returns."""
+    choice = {"index": index, **new, **lists, "finish_reason": reason}
     body = _envelope(answer, _chunk_kind(answer)) | {"choices": [choice], **more}
     return event(body | ({"usage": None} if answer.request.usage else {}))
 
@@ -316,6 +327,20 @@ def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
         "model": answer.request.model,
         "system_fingerprint": FINGERPRINT,
     }
+
+
+def _lists(
+    answer: Answer,
+    choices: Sequence[Choice],
+    origins: Sequence[Proposed],
+    before: Sequence[Choice] = (),
+) -> dict[str, Any]:
+    """Returns the fields of a choice that list tokens: log-probabilities (null if not
+    requested), and what proposed them, if that was requested."""
+    lists: dict[str, Any] = {"logprobs": _logprobs(answer, choices, before)}
+    if answer.request.origins:
+        lists["origins"] = [[text, ORIGINS[origin]] for text, origin in origins]
+    return lists
 
 
 def _logprobs(

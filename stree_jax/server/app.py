@@ -323,7 +323,7 @@ async def _whole(
         raise _too_late(exchange.service) from None
     finally:
         exchange.cancel()
-        exchange.observe_queue()
+        exchange.observe()
         watch.end(outcome)
 
 
@@ -367,7 +367,7 @@ class EventStream(Response):
             outcome = "cancelled"
         finally:
             self.exchange.cancel()
-            self.exchange.observe_queue()
+            self.exchange.observe()
             self.watch.end(outcome)
 
     async def _parts(self) -> AsyncIterator[bytes]:

@@ -64,6 +64,7 @@ class Job:
       prefilled: time at which the prompt was prefilled.
       ended: time of the last piece.
       cached: number of prompt tokens that were not prefilled.
+      calls: number of target passes so far.
     """
 
     request: TextRequest
@@ -75,6 +76,7 @@ class Job:
     prefilled: float = 0.0
     ended: float = 0.0
     cached: int = 0
+    calls: int = 0
 
 
 @dataclass
@@ -275,6 +277,7 @@ class Engine:
             del self._held[row]
         elif piece.finish_reason is not None:
             job.cancelled = True  # a stop string was found; the next turn frees the row
+        job.calls += update.calls
         job.ended = time.monotonic()
         job.send(piece)
 

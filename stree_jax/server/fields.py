@@ -155,6 +155,7 @@ READ = {
     "logprobs",
     "logit_bias",
     "ignore_eos",
+    "return_origins",  # of this server only
     "response_format",
     "structured_outputs",  # vLLM, like the three below
     "guided_json",

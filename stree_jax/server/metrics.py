@@ -81,6 +81,8 @@ class Metrics:
         self.request_seconds = seconds("request", "Time to the end of the answer.")
         self.first_token_seconds = seconds("first_token", "Time to the first token.")
         self.queue_seconds = seconds("queue", "Time to the assignment of a row.")
+        self.prefill_seconds = seconds("prefill", "Time of the prefill of the prompts.")
+        self.decode_seconds = seconds("decode", "Time from the prefill to the end.")
         per_token = "Time per token of an answer, after its first piece."
         self.token_seconds = seconds("token", per_token, TOKEN_SECONDS)
 

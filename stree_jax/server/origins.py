@@ -7,6 +7,9 @@ loopback address without API keys: the browser would carry its requests past any
 firewall. CORS hides only the answers from such a page, so its POST requests are
 rejected. The same check stops DNS rebinding, where an attacker's host name resolves to
 this address, because the Origin header still contains that name.
+
+The server's own page may use it at localhost or at an IP address, which no other page
+can have. At other host names it may not, because these can be rebound.
 """
 
 import re
@@ -21,6 +24,8 @@ from stree_jax.server.errors import ApiError
 
 ANY, NO_PAGE = "*", "none"
 LOCAL = r"https?://(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
+# Hosts that DNS cannot rebind: an attacker's page is never at them.
+FIXED = re.compile(r"(localhost|[0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9a-f:.]+\])(:[0-9]+)?")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+")
 MAX_AGE_S = 600  # seconds for which a browser caches the answer to a preflight
 
@@ -48,7 +53,11 @@ def origins_named(values: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def with_origins(
-    app: ASGIApp, origins: Sequence[str] | None = None, *, has_keys: bool = False
+    app: ASGIApp,
+    origins: Sequence[str] | None = None,
+    *,
+    has_keys: bool = False,
+    has_page: bool = False,
 ) -> ASGIApp:
     """Returns `app` with CORS headers on all answers, and answers to preflights.
 
@@ -57,9 +66,10 @@ def with_origins(
       origins: the allowed origins, "*" for all. If None, pages of this machine.
       has_keys: True if requests need an API key, so that other pages cannot use the
         server anyway.
+      has_page: True if the server has a page of its own, which may then use it.
     """
     local = LOCAL if origins is None else None
-    guarded = _Guard(app)
+    guarded = _Guard(app, has_page)
     found = CORSMiddleware(
         app if has_keys else guarded,
         allow_origins=origins or (),
@@ -77,17 +87,30 @@ def with_origins(
 class _Guard:
     """An application that rejects POST requests from pages of other origins."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, has_page: bool) -> None:
+        self.app, self.has_page = app, has_page
         self.allowed = lambda origin: False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app: ASGIApp = self.app
         if scope["type"] == "http" and scope["method"] == "POST":
-            origin = Headers(scope=scope).get("origin")
-            if origin is not None and not self.allowed(origin):
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            own = self.has_page and is_own(origin or "", headers.get("host", ""))
+            if origin is not None and not own and not self.allowed(origin):
                 app = _forbidden(origin)
         await app(scope, receive, send)
+
+
+def is_own(origin: str, host: str) -> bool:
+    """True if an Origin header names this server, at a host that DNS cannot rebind.
+
+    Args:
+      origin: value of the Origin header.
+      host: value of the Host header.
+    """
+    place = origin.lower().partition("://")[2]
+    return place == host.lower() and FIXED.fullmatch(place) is not None
 
 
 def _forbidden(origin: str) -> ASGIApp:

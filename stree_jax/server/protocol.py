@@ -83,6 +83,7 @@ class Request:
       stops: strings that end an answer.
       top_logprobs: number of alternatives with log-probabilities per token. If None, no
         log-probabilities are returned.
+      origins: True if an answer lists its tokens by what proposed them.
       stream: True if the answer is streamed.
       usage: True if a stream ends with the usage.
     """
@@ -111,6 +112,7 @@ class Request:
     n: int
     stops: tuple[str, ...]
     top_logprobs: int | None
+    origins: bool
     stream: bool
     usage: bool
 
@@ -184,6 +186,7 @@ def parse(kind: Kind, body: Any) -> Request:
         n=_integer(fields, "n", 1, 1, MAX_SAMPLES) or 1,
         stops=_stops(fields),
         top_logprobs=_chat_logprobs(fields) if chat else _logprobs(fields),
+        origins=_boolean(fields, "return_origins"),
         stream=stream,
         usage=_usage(fields, stream),
     )

@@ -339,7 +339,8 @@ class Exchange:
         self.jobs = []
         for i, one in enumerate(texts):  # prompt by prompt, n texts each
             after, least = decoders[i // request.n], one.min_new_tokens
-            writer = Writer(reader, request.stops, top, after, least)
+            args = reader, request.stops, top, after, least, request.origins
+            writer = Writer(*args)
             self.jobs.append(Job(one, writer, self._sender(i)))
         if request.echo:
             for i in range(count):
@@ -379,12 +380,16 @@ class Exchange:
         """Cancels texts that are not finished."""
         self.service.engine.cancel(self.jobs)
 
-    def observe_queue(self) -> None:
-        """Adds the time that the first text waited for a row to the metrics."""
+    def observe(self) -> None:
+        """Adds the time that the first text waited for a row to the metrics, and the
+        times of prefill and decoding if the answer is finished."""
+        metrics, times = self.service.metrics, self.answer.timings
         began = [job.began for job in self.jobs if job.began is not None]
         if began:
-            waited = min(began) - self.jobs[0].queued
-            self.service.metrics.queue_seconds.observe(waited)
+            metrics.queue_seconds.observe(min(began) - self.jobs[0].queued)
+        if times is not None:
+            metrics.prefill_seconds.observe(times.prefill_s)
+            metrics.decode_seconds.observe(times.decode_s)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yields (index of the text, piece) until all texts are finished. The pieces
@@ -410,4 +415,5 @@ class Exchange:
             cached=sum(job.cached for job in self.jobs[:: self.answer.request.n]),
             prefill_s=sum(job.prefilled - (job.began or 0.0) for job in self.jobs),
             decode_s=max(job.ended - job.prefilled for job in self.jobs),
+            calls=sum(job.calls for job in self.jobs),
         )

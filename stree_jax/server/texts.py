@@ -1,6 +1,8 @@
 """Converts generated tokens to text on the host, piece by piece, and finds its end."""
 
-from collections.abc import Sequence
+import codecs
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,6 +84,18 @@ class Choice:
     top: tuple[tuple[Token, float], ...]
 
 
+class Proposed(NamedTuple):
+    """The characters of a token, and what proposed it.
+
+    Attributes:
+      text: the characters that the token completes.
+      origin: an index into `draft.ORIGINS`.
+    """
+
+    text: str
+    origin: int
+
+
 @dataclass(frozen=True)
 class Piece:
     """A new piece of a generated text, as it is sent to the client.
@@ -94,6 +108,8 @@ class Piece:
         later piece. Tokens of a stop string are left out.
       finish_reason: "stop" or "length" for the last piece, else None.
       stop: the stop string that ended the text, or None.
+      origins: the tokens whose characters are all returned, empty if not requested.
+        The tokens of all pieces, joined, are the text.
     """
 
     text: str
@@ -101,6 +117,7 @@ class Piece:
     logprobs: tuple[Choice, ...]
     finish_reason: str | None
     stop: str | None = None
+    origins: tuple[Proposed, ...] = ()
 
 
 @dataclass
@@ -113,14 +130,19 @@ class Writer:
       top: number of likeliest tokens to return with log-probabilities.
       after: decodes tokens after the prompt. If None, the text starts without a prompt.
       least: number of tokens before the first one in which a stop string may start.
+      by_origin: True if pieces list what proposed their tokens.
       tokens: the tokens so far.
       shown: number of characters that were returned.
       state: state of the automaton of the stop strings.
       steps: transition table of the automaton, or None without stop strings.
       decoder: decodes the text.
-      place: decodes the next token whose log-probability is received.
+      place: decodes the next token of which more than the text is requested.
       choices: log-probabilities of the tokens so far, empty if not requested.
       returned: number of `choices` that were returned.
+      unshown: for each token of which characters are still to be returned, their number
+        and its origin. Empty if origins are not requested.
+      unlisted: the returned characters of the first of these tokens.
+      characters: decodes the bytes of these tokens.
     """
 
     reader: Reader
@@ -128,6 +150,7 @@ class Writer:
     top: int = 0
     after: Continuation | None = None
     least: int = 0
+    by_origin: bool = False
     tokens: list[int] = field(default_factory=list)
     shown: int = 0
     state: int = 0
@@ -136,6 +159,11 @@ class Writer:
     place: Continuation = field(init=False)
     choices: list[Choice] = field(default_factory=list)
     returned: int = 0
+    unshown: deque[tuple[int, int]] = field(default_factory=deque)
+    unlisted: str = ""
+    characters: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
 
     def __post_init__(self) -> None:
         self.decoder = self.after or continuation(self.reader.tokenizer, ())
@@ -161,7 +189,8 @@ class Writer:
         self.shown = max(self.shown, found.final)
         ended = None if finish == RUNNING else FINISH_REASONS[finish]
         self._receive(update, count)
-        return Piece(new, count, self._ready(found), ended, found.stop)
+        origins = tuple(self._origins(new, ended is not None))
+        return Piece(new, count, self._ready(found), ended, found.stop, origins)
 
     def _kept(self, update: RowUpdate) -> tuple[int, int]:
         """Returns the number of new tokens up to the first stop string, and the
@@ -177,21 +206,51 @@ class Writer:
         return len(update.tokens), update.finish
 
     def _receive(self, update: RowUpdate, count: int) -> None:
-        """Adds the log-probabilities of the first `count` new tokens to `choices`."""
+        """Adds the log-probabilities of the first `count` new tokens to `choices`, and
+        their origins to `unshown`, if requested."""
+        if update.raw is None and not self.by_origin:
+            return
+        for i, token in enumerate(update.tokens[:count]):
+            chosen = self.reader.token(token, self.place)
+            if self.by_origin:
+                self.unshown.append((self._size(chosen), int(update.origins[i])))
+            self._choose(update, i, chosen)
+            self.place = self.place.after([token])
+
+    def _choose(self, update: RowUpdate, i: int, chosen: Token) -> None:
+        """Adds the log-probabilities of new token i to `choices`, if requested."""
         raw, top, likeliest = update.raw, update.top, update.top_tokens
         if raw is None or top is None or likeliest is None:
             return
-        for i, token in enumerate(update.tokens[:count]):
-            others = tuple(
-                (
-                    self.reader.token(int(likeliest[i, k]), self.place),
-                    _finite(top[i, k]),
-                )
-                for k in range(self.top)
-            )
-            chosen = self.reader.token(token, self.place)
-            self.choices.append(Choice(chosen, _finite(raw[i]), others))
-            self.place = self.place.after([token])
+        others = tuple(
+            (self.reader.token(int(likeliest[i, k]), self.place), _finite(top[i, k]))
+            for k in range(self.top)
+        )
+        self.choices.append(Choice(chosen, _finite(raw[i]), others))
+
+    def _size(self, token: Token) -> int:
+        """Returns the number of characters that the next token completes. Special
+        tokens that the text shows have no bytes."""
+        if token.data:
+            return len(self.characters.decode(token.data))
+        return len(self.place.decode([token.id]))
+
+    def _origins(self, new: str, final: bool) -> Iterator[Proposed]:
+        """Yields the tokens whose characters are all returned, and removes them from
+        `unshown`.
+
+        Args:
+          new: the new characters.
+          final: True if the text is finished, so that no characters follow.
+        """
+        if not self.by_origin:
+            return
+        self.unlisted += new
+        while self.unshown and (final or self.unshown[0][0] <= len(self.unlisted)):
+            size, origin = self.unshown.popleft()
+            end = None if final and not self.unshown else size
+            yield Proposed(self.unlisted[:end], origin)
+            self.unlisted = self.unlisted[size:]
 
     def _ready(self, text: TextSoFar) -> tuple[Choice, ...]:
         """Returns the log-probabilities of tokens whose text is final and that were not

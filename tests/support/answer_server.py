@@ -26,12 +26,13 @@ MARKS = ("<tool_call>", "</tool_call>")
 
 
 def visible(text):
-    """Returns a text as byte-level tokenizers write it."""
+    """Returns a text, or bytes, as byte-level tokenizers write it."""
     visible_bytes = {b: chr(b) for b in range(256) if chr(b).isprintable()}
     del visible_bytes[ord(" ")]
     others = [b for b in range(256) if b not in visible_bytes]
     visible_bytes |= {b: chr(256 + place) for place, b in enumerate(others)}
-    return "".join(visible_bytes[b] for b in text.encode())
+    data = text if isinstance(text, bytes) else text.encode()
+    return "".join(visible_bytes[b] for b in data)
 
 
 def write_answer(folder, pieces, template=HERMES, special=MARKS):

@@ -114,11 +114,13 @@ def listening(app):
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield sock.getsockname()[1]
-    server.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
-    sock.close()
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+        sock.close()
 
 
 def over_socket(port, data, seconds=30.0):

@@ -36,11 +36,12 @@ KEY_VARIABLE = "STREE_JAX_API_KEY"
 ROWS, PREFIXES = 4, 16  # defaults
 NOTES = notes(
     f"""
-Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
-base_url is http://HOST:PORT/v1. If {KEY_VARIABLE} is set or --api-key-file is given,
-requests to /v1 need one of these API keys. Until "ready" is printed, requests for text
-wait at most --start-timeout seconds, and /health answers 503 with "starting". SIGTERM
-and Ctrl-C let running requests finish, at most --grace seconds.""",
+Paths: / (a page to chat in the browser), /v1/completions, /v1/chat/completions,
+/v1/models, /health, /metrics. A client's base_url is http://HOST:PORT/v1. If
+{KEY_VARIABLE} is set or --api-key-file is given, requests to /v1 need one of these API
+keys. Until "ready" is printed, requests for text wait at most --start-timeout seconds,
+and /health answers 503 with "starting". SIGTERM and Ctrl-C let running requests finish,
+at most --grace seconds.""",
     "stree-jax serve --model OWNER/NAME",
     "stree-jax serve --model model-Q4_K_M.gguf --memory 8GB --rows 8 --port 8080",
 )
@@ -72,6 +73,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
         "http://localhost:3000; can be repeated; '*' for any, 'none' for no page "
         "(default: pages from this machine: localhost, 127.0.0.1, [::1])",
     )
+    text = "do not serve the chat page at /"
+    network.add_argument("--no-page", action="store_true", help=text)
 
     batching = group(p, "Batching and caches")
 
@@ -114,13 +117,17 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     from stree_jax.cli.chat import given_template
     from stree_jax.server.origins import origins_named, with_origins
+    from stree_jax.server.page import with_page
     from stree_jax.server.starting import UntilReady
 
     check_options(args)
     keys, origins = api_keys(args.api_key_file), origins_named(args.allow_origin)
 
+    has_page = not args.no_page and origins != ()  # (): no page may use the server
+
     def around(app: "ASGIApp") -> "ASGIApp":
-        return with_origins(app, origins, has_keys=bool(keys))
+        app = with_page(app) if has_page else app
+        return with_origins(app, origins, has_keys=bool(keys), has_page=has_page)
 
     template = given_template(args.chat_template)
     with run.bound_socket(args.host, args.port) as sock:
@@ -130,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
                 f"warning: {args.host} can be reached from other machines, and no API "
                 "key is set"
             )
-        begin = partial(ready, args, keys, template, time.perf_counter())
+        page = run.url_of(sock).removesuffix("v1") if has_page else None
+        begin = partial(ready, args, keys, template, page, time.perf_counter())
         front = UntilReady(args.start_timeout, args.queue)
         return run.run(begin, sock, report_status, args.grace, around, front)
 
@@ -144,6 +152,7 @@ def ready(
     args: argparse.Namespace,
     keys: tuple[bytes, ...],
     template: str | None,
+    page: str | None,
     began: float,
     say: Callable[[str], None],
 ) -> "Ready":
@@ -153,6 +162,7 @@ def ready(
     Args:
       keys: API keys, one of which requests must have. If empty, none is needed.
       template: a chat template to use in place of the model's.
+      page: URL of the chat page, or None without it.
       began: when the command began, by `time.perf_counter`.
       say: prints the progress.
     """
@@ -184,6 +194,7 @@ def ready(
     return_free_memory()
     seconds = time.perf_counter() - began
     what = f"model {service.name}, {sizes.rows} rows, context {sizes.context}"
+    what += f"; chat at {page}" if page else ""
     line = f"ready in {seconds:.1f} s: {what}"
     further = [*(program.compile for program in rest), return_free_memory]
     return Ready(make_app(service), engine, line, further)
