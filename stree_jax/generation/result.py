@@ -53,6 +53,7 @@ ORIGIN_NAMES = {
     ORIGINS.index("lookup"): "prompt lookup",
     ORIGINS.index("n-gram"): "n-grams",
     ORIGINS.index("inner drafter"): "inner draft model",
+    ORIGINS.index("earlier text"): "earlier texts",
 }
 
 
