@@ -151,7 +151,12 @@ def test_samples_and_texts_of_each_prompt(target):
     for order in ((0, 1, 2), (1, 2, 0)):
         earlier = empty.with_texts([rows[i] for i in order])
         result = stree_jax.generate(
-            target, PROMPTS, drafter="lookup", tree="chain:3", earlier=earlier, **options
+            target,
+            PROMPTS,
+            drafter="lookup",
+            tree="chain:3",
+            earlier=earlier,
+            **options,
         )
         assert result.tokens == plain.tokens
         shares.append(result.target_calls.sum())

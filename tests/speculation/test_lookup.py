@@ -41,7 +41,9 @@ def history_of(texts, capacity=64):
 def match(text, place):
     """Counts tokens ending at `place` that equal the tokens at the text's end."""
     n = 0
-    while n < min(LONGEST_MATCH, place + 1) and text[place - n] == text[len(text) - 1 - n]:
+    while (
+        n < min(LONGEST_MATCH, place + 1) and text[place - n] == text[len(text) - 1 - n]
+    ):
         n += 1
     return n
 

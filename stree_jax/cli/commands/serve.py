@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stree_jax.speculation.step import Spec
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
-ROWS, PREFIXES = 4, 16  # defaults
+ROWS, PREFIXES, EARLIER = 4, 16, 16384  # defaults
 NOTES = notes(
     f"""
 Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
@@ -83,6 +83,9 @@ def add_options(p: argparse.ArgumentParser) -> None:
     size("--context", "the model's own, if memory allows", CONTEXT_HELP)
     text = "memory for states that are kept to reuse prefixes, in rows of the batch"
     size("--prefixes", PREFIXES, text)
+    text = "tokens of past answers of an API key from which its later answers are "
+    text += "drafted; 0 for none"
+    add(batching, "--earlier", int, EARLIER, text, metavar="TOKENS")
     text = "decoding steps between two looks at new and finished requests"
     add(batching, "--steps", int, 8, text)
 
@@ -251,6 +254,7 @@ def check_options(args: argparse.Namespace) -> None:
         ("rows", 1),
         ("context", 2),
         ("prefixes", 0),
+        ("earlier", 0),
         ("queue", 1),
         ("steps", 1),
         ("grace", 0),
@@ -351,6 +355,7 @@ def sizes_of(args: argparse.Namespace, context: int) -> "tuple[Sizes, list[str]]
     values = {name: getattr(args, name) for name in defaults}
     named = {name: value for name, value in values.items() if value is not None}
     others = {"steps": args.steps, "top_logprobs": args.logprobs}
+    others["earlier"] = args.earlier
     return Sizes(**defaults | named | others), list(named)
 
 

@@ -31,15 +31,7 @@ from stree_jax.speculation.source import Source, not_a_source
 
 AUTO = "auto"  # default drafter of the API and of all commands except the demo
 AnyDrafter = (
-    Model
-    | Heads
-    | DFlash
-    | WithNGrams
-    | Eagle
-    | TrimmedMTP
-    | Drafter
-    | str
-    | None
+    Model | Heads | DFlash | WithNGrams | Eagle | TrimmedMTP | Drafter | str | None
 )  # what users pass as `drafter`
 
 SOURCES: dict[type, Any] = {  # by the type of the value that users pass
