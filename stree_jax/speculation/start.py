@@ -131,8 +131,9 @@ class Start:
         def begin(
             spec: Spec, texts: Any, requests: Any, past: Any, earlier: Any
         ) -> Decoding:
-            begins = partial(init_decoding, past=past, earlier=earlier, **sizes)
-            return begins(spec, *texts, requests)
+            ids, lengths = texts
+            known = sizes | {"past": past, "earlier": earlier}
+            return init_decoding(spec, ids, lengths, requests, **known)
 
         inputs = self._abstract_texts(spec), self.requests, self.past, self.earlier
         return jax.eval_shape(begin, spec, *inputs)

@@ -96,9 +96,12 @@ def test_keys_of_requests_reach_the_batch(model):
     programs.warm(batch, lambda line: None)
     service = service_of(batch, keys=(b"first", b"second"))
     owners, admit = [], batch.admit
-    batch.admit = lambda row, request: (
-        owners.append(request.owner) or admit(row, request)
-    )
+
+    def noted(row, request):
+        owners.append(request.owner)
+        return admit(row, request)
+
+    batch.admit = noted
 
     async def ask(key):
         async with client_of(service, key) as client:

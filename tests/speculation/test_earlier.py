@@ -9,6 +9,7 @@ import pytest
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.drafters import EarlierTexts
+from stree_jax.generation.tokens import Texts
 from stree_jax.speculation.adaptive.calibration import PRIOR, lookup_kind
 from stree_jax.speculation.adaptive.policy import assumed_times
 from stree_jax.speculation.adaptive.pool import (
@@ -102,6 +103,18 @@ def test_texts_are_kept_within_a_capacity():
     assert rows.tokens.tolist() == [[-1, -1, 7, -1], [9, -1, 8, -1]]
 
 
+def test_rollouts_are_the_texts_of_their_prompts():
+    tokens = jnp.asarray([[1, 2, 3], [4, 5, 0], [6, 0, 0], [7, 8, 9]])
+    texts = Texts(tokens, jnp.asarray([3, 2, 1, 3]), tokens > 0, None)
+    found = jax.jit(EarlierTexts.of_rollouts, static_argnums=1)(texts, 2)
+    assert found.tokens.tolist() == [
+        [1, 2, 3, -1, 4, 5, -1, -1],
+        [6, -1, -1, -1, 7, 8, 9, -1],
+    ]
+    every = EarlierTexts.of([], capacity=13).with_texts(texts)
+    assert every.tokens.tolist() == [1, 2, 3, -1, 4, 5, -1, 6, -1, 7, 8, 9, -1]
+
+
 @pytest.fixture(scope="module")
 def target():
     model = tiny(1, layers=("mamba", "mlp", "attention"))
@@ -192,6 +205,8 @@ def test_new_texts_compile_nothing(target):
     first, again = run(empty), run(empty.with_texts(plain.tokens))
     assert first.tokens.tolist() == again.tokens.tolist() == plain.tokens
     assert again.calls[0] < first.calls[0]
+    rollouts = empty.with_texts(first.joined([PROMPTS[0]]))
+    assert run(rollouts).calls[0] < first.calls[0]
     outside = jnp.full(256, 2**31 - 1, jnp.int32)  # ids outside end texts
     assert run(EarlierTexts(outside)).calls.tolist() == first.calls.tolist()
 

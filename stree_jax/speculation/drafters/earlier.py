@@ -70,14 +70,28 @@ class EarlierTexts:
         capacity = integer("capacity", capacity, 2, MOST_TOKENS, what)
         return cls(np.full(capacity, SEPARATOR, np.int32)).with_texts(texts)
 
+    @classmethod
+    def of_rollouts(cls, texts: Any, prompts: int) -> "EarlierTexts":
+        """Returns the rollouts of each prompt as its texts; also inside `jax.jit`.
+
+        Args:
+          texts: the result of `GeneratedTokens.joined`, with n rows per prompt.
+          prompts: B, static.
+        """
+        tokens = jnp.pad(texts.tokens, ((0, 0), (0, 1)))  # for a separator
+        place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        tokens = jnp.where(place < texts.lengths[:, None], tokens, SEPARATOR)
+        return cls(tokens.reshape(prompts, -1))
+
     def with_texts(self, texts: Any) -> "EarlierTexts":
         """Returns the texts followed by newer ones, in the same size.
 
-        Not for use inside `jax.jit`, where arrays are joined instead.
+        Not for use inside `jax.jit`, see `of_rollouts`.
 
         Args:
-          texts: lists of token ids, the newest last; for `tokens` [B, E] a list of them
-            for each prompt.
+          texts: lists of token ids, the newest last, or the result of
+            `GeneratedTokens.joined`; for `tokens` [B, E] a list of either for each
+            prompt.
 
         Raises:
           ValueError: a text is not a list of token ids, or the number of prompts is
@@ -114,6 +128,9 @@ class EarlierTexts:
 def _checked(name: str, texts: Any) -> list[np.ndarray]:
     """Returns texts as arrays; raises ValueError unless they are lists of token ids."""
     want = f"{name}: want a list of lists of token ids, got "
+    if hasattr(texts, "lengths"):
+        rows = zip(np.asarray(texts.tokens), np.asarray(texts.lengths), strict=True)
+        texts = [row[:length] for row, length in rows]
     if isinstance(texts, str | bytes) or not hasattr(texts, "__iter__"):
         raise ValueError(want + shown(texts))
     found = []
