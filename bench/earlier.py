@@ -26,6 +26,7 @@ from stree_jax import Sampling, generate
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.cli.options import add, add_model_options
 from stree_jax.drafters import EarlierTexts
+from stree_jax.server.earlier import CONTEXT
 from stree_jax.speculation.adaptive.calibration import PRIOR
 from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.draft import EARLIER
@@ -36,7 +37,6 @@ PLAIN, LOOKUP, TEXTS = "plain", "lookup", "lookup, earlier texts"
 MODEL, BOTH = "auto", "auto, earlier texts"
 SIZES = (0, 4096, 16384, 65536)  # tokens of earlier texts whose lookup is timed
 DEPTH, LOOKUPS = 15, 200  # levels of a lookup, and lookups per measurement
-CONTEXT = 64  # tokens of a prompt that are kept before its answer, as the server does
 
 NAMES = ("Ada", "Ben", "Chloe", "Dmitri", "Elif", "Femi", "Grace", "Hiro")
 PLACES = ("Oslo", "Lima", "Cairo", "Quito", "Turin", "Perth", "Lyon", "Osaka")
@@ -115,44 +115,9 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
       RuntimeError: an answer differs from that of plain decoding.
     """
     target, drafter = load_pair(args.model, args.drafter, args.dtype)
-    drafters = {PLAIN: None, LOOKUP: "lookup", TEXTS: "lookup"}
+    drafters: dict[str, Any] = {PLAIN: None, LOOKUP: "lookup", TEXTS: "lookup"}
     if drafter not in (None, "lookup", "auto"):
         drafters |= {MODEL: drafter, BOTH: drafter}
-
-    def answered(temperature: float) -> list[dict[str, Any]]:
-        earlier, found = EarlierTexts.of([], capacity=args.capacity), []
-        warm: set[str] = set()
-        for i, ask in enumerate(trace(args.count)):
-            sampling = Sampling(temperature, seed=i) if temperature else None
-            ids = target.tokenizer.encode(ask.prompt).ids
-
-            def arm(
-                name: str,
-                ids: Any = ids,
-                sampling: Any = sampling,
-                earlier: EarlierTexts = earlier,
-            ) -> Any:
-                return generate(
-                    target,
-                    [ids],
-                    max_new_tokens=args.max_new_tokens,
-                    drafter=drafters[name],
-                    tree="auto" if drafters[name] is not None else None,
-                    sampling=sampling,
-                    stop_tokens=(),
-                    earlier=earlier if name in (TEXTS, BOTH) else None,
-                )
-
-            arms = {name: partial(arm, name) for name in drafters}
-            width = bucket(len(ids))
-            known = {name for name in arms if f"{name} {width}" in warm}
-            turns, _ = take_turns(arms, run.repeats, known)
-            warm.update(f"{name} {width}" for name in arms)
-            found.append(_record(ask, {name: r for name, r in turns.items()}))
-            answer = turns[PLAIN][-1].tokens[0]
-            earlier = earlier.with_texts([[*ids[-CONTEXT:], *answer]])
-        return found
-
     settings = method.settings_of(args, "model drafter count capacity")
     settings |= {
         "dtype": str(target.weight_format),
@@ -161,8 +126,50 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     }
     lookups = {f"lookup/{size}": partial(lookup_us, size) for size in SIZES}
     axes = {"temperature": args.temperatures}
-    report, found = method.measure_grid(settings, axes, answered, run, lookups)
+    work = partial(_answered, target, drafters, args, run)
+    report, found = method.measure_grid(settings, axes, work, run, lookups)
     return {**report, "results": [case | {"asks": asks} for case, asks in found]}
+
+
+def _answered(
+    target: Any,
+    drafters: dict[str, Any],
+    args: argparse.Namespace,
+    run: Run,
+    temperature: float,
+) -> list[dict[str, Any]]:
+    """Answers the trace, and returns the figures of each request.
+
+    Args:
+      target: the model.
+      drafters: the drafter of each arm.
+      args: the options.
+      run: options of the measurement.
+      temperature: the temperature; 0 is greedy.
+    """
+    earlier = EarlierTexts.of([], capacity=args.capacity)
+    warm, found = set[str](), []
+    for i, ask in enumerate(trace(args.count)):
+        ids = target.tokenizer.encode(ask.prompt).ids
+        options = {
+            "max_new_tokens": args.max_new_tokens,
+            "sampling": Sampling(temperature, seed=i) if temperature else None,
+            "stop_tokens": (),
+        }
+        arms: dict[str, Any] = {}
+        for name, drafter in drafters.items():
+            own = options | {"drafter": drafter}
+            own |= {"tree": "auto"} if drafter is not None else {}
+            own |= {"earlier": earlier} if name in (TEXTS, BOTH) else {}
+            arms[name] = partial(generate, target, [ids], **own)
+        width = bucket(len(ids))
+        known = {name for name in arms if f"{name} {width}" in warm}
+        turns, _ = take_turns(arms, run.repeats, known)
+        warm.update(f"{name} {width}" for name in arms)
+        found.append(_record(ask, turns))
+        answer = turns[PLAIN][-1].tokens[0]
+        earlier = earlier.with_texts([[*ids[-CONTEXT:], *answer]])
+    return found
 
 
 def _record(ask: Ask, turns: dict[str, list[Any]]) -> dict[str, Any]:
