@@ -86,8 +86,8 @@ def trace(count: int, seed: int = 0) -> Iterator[Ask]:
             "number": rng.randint(10, 99),
         }
         prompts = {
-            "functions": 'def {verb}_{noun}({noun}):\n    """Returns the {verb} of '
-            'the {noun}."""\n',
+            "functions": "def {verb}_{noun}({noun}, limit={number}):\n"
+            '    """Returns the {verb} of the {noun} above the limit."""\n',
             "records": "Write a JSON record with name, job, city and age.\n{name} is "
             "a {job} in {place}, aged {number}.\n",
             "edits": "# The class, with type hints and docstrings, from:\n"
@@ -206,13 +206,15 @@ def lookup_us(size: int) -> float:
 
         return jax.lax.fori_loop(0, LOOKUPS, once, jnp.float32(0))
 
-    ends, taken = [size + own - 8 * k for k in range(16)], []
-    jax.block_until_ready(lookups(text, jnp.int32(ends[0])))
-    for end in ends:
-        began = time.perf_counter()
-        jax.block_until_ready(lookups(text, jnp.int32(end)))
-        taken.append((time.perf_counter() - began) / LOOKUPS)
-    return 1e6 * float(np.median(taken))
+    ends = [size + own - 8 * k for k in range(16)]
+    shortest = np.full(len(ends), np.inf)  # other work can only make it longer
+    for _ in range(4):  # the first one compiles
+        for k, end in enumerate(ends):
+            began = time.perf_counter()
+            jax.block_until_ready(lookups(text, jnp.int32(end)))
+            taken = (time.perf_counter() - began) / LOOKUPS
+            shortest[k] = min(shortest[k], taken)
+    return 1e6 * float(np.median(shortest))
 
 
 def table(report: dict[str, Any]) -> str:
