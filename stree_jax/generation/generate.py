@@ -300,7 +300,7 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       logprobs: number of top log-probabilities to return for each token, in addition to
         its own. If 0, only its own is returned; if None, no log-probabilities.
       n: samples per prompt, which share its prefill. Rows come prompt by prompt.
-      earlier: `EarlierTexts`, in which prompt lookup searches beside the text itself,
+      earlier: `EarlierTexts`, in which prompt lookup searches, too,
         such as earlier answers to similar prompts.
       past: `Generation.past` of an earlier result. The prompts then continue its rows,
         and may be empty. They are tokenized without a space or special token in front.

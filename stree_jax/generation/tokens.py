@@ -216,7 +216,7 @@ def generate_tokens(
       logprobs: number of top log-probabilities to return for each token, in addition to
         its own; static. If None, no log-probabilities.
       n: samples per prompt, which share its prefill; static.
-      earlier: `EarlierTexts`, in which prompt lookup searches beside the text itself,
+      earlier: `EarlierTexts`, in which prompt lookup searches, too,
         such as what the model wrote in an earlier epoch. New texts compile nothing.
       past: `GeneratedTokens.past` (or `Generation.past`) of an earlier call with B
         rows. The prompts are then the whole texts: the result of

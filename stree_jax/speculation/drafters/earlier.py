@@ -1,4 +1,4 @@
-"""Earlier texts, in which prompt lookup searches beside the text itself.
+"""Earlier texts, in which prompt lookup searches in addition to the text itself.
 
 Letters: B prompts, E size of the texts of a prompt.
 """
@@ -24,7 +24,7 @@ Texts = Sequence[Sequence[int]]
 @register_for_export
 @struct.dataclass
 class EarlierTexts:
-    """Texts from which prompt lookup drafts, beside the text that it continues: what
+    """Texts from which prompt lookup drafts, in addition to the text itself: what
     the model wrote in an earlier epoch, or for similar requests. They change the speed,
     never the output.
 
