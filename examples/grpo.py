@@ -89,7 +89,8 @@ def main():
     optimizer = OPTIMIZER.init(model.params)
     # A draft model stays as it is while the target learns: it costs speed only. Texts
     # are those that the model wrote for the same prompts in the update before.
-    earlier = EarlierTexts(jnp.full((len(ids), SAMPLES * (S + NEW_TOKENS + 1)), -1))
+    space = len(ids), SAMPLES * (S + NEW_TOKENS + 1)
+    earlier = EarlierTexts(jnp.full(space, -1, jnp.int32))
     drafter = stree_jax.load("demo-drafter", dtype="float32")
     used = {"model": (drafter, False), "texts": (None, True), "none": (None, False)}
     drafter, looks_up = used[args.drafts]
