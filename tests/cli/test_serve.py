@@ -42,6 +42,7 @@ def nothing_is_read(monkeypatch):
         ("--timeout", "nan", "more than 0"),
         ("--logprobs", -1, "at least 0"),
         ("--prefixes", -1, "at least 0"),
+        ("--earlier", -1, "at least 0"),
     ],
 )
 def test_numbers_that_nothing_can_be_served_with(capsys, option, value, least):
