@@ -43,6 +43,7 @@ def nothing_is_read(monkeypatch):
         ("--logprobs", -1, "at least 0"),
         ("--prefixes", -1, "at least 0"),
         ("--earlier", -1, "at least 0"),
+        ("--earlier", 2**20 + 1, "at most 1048576 tokens"),
     ],
 )
 def test_numbers_that_nothing_can_be_served_with(capsys, option, value, least):

@@ -230,8 +230,8 @@ def test_wrong_texts_are_named(target):
     for texts in ("text", [[1, 2], "text"], [1, 2], [[0.5]], 3):
         with pytest.raises(ValueError, match="^texts: want a list of lists of token"):
             EarlierTexts.of(texts)
-    with pytest.raises(ValueError, match="^capacity: want 2..1048576 tokens"):
-        EarlierTexts.of([], capacity=1)
+    with pytest.raises(ValueError, match="^capacity: want 1..1048576 tokens"):
+        EarlierTexts.of([], capacity=0)
     with pytest.raises(ValueError, match="^texts: want lists of 2 prompts, got 1"):
         EarlierTexts(np.zeros((2, 4), int)).with_texts([[[1]]])
     with pytest.raises(ValueError, match="^earlier: only prompt lookup drafts"):

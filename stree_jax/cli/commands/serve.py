@@ -266,6 +266,12 @@ def check_options(args: argparse.Namespace) -> None:
         if value is not None and value < low:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option}: want at least {low}, got {value}")
+    if args.earlier > EARLIER:
+        from stree_jax.speculation.drafters.earlier import MOST_TOKENS
+
+        if args.earlier > MOST_TOKENS:
+            most = f"at most {MOST_TOKENS} tokens"
+            raise ValueError(f"--earlier: want {most}, got {args.earlier}")
     if args.port > 65535:
         raise ValueError(f"--port: want at most 65535, got {args.port}")
     if not args.timeout > 0:

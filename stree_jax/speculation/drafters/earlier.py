@@ -60,14 +60,14 @@ class EarlierTexts:
 
         Raises:
           ValueError: a text is not a list of token ids, or the capacity is not in
-            2 .. 2^20.
+            1 .. 2^20.
         """
         entries = sum(len(text) + 1 for text in _checked("texts", texts))
         if capacity is None:
             capacity = max(LEAST_CAPACITY, 1 << (entries - 1).bit_length())
             capacity = min(capacity, MOST_TOKENS)
-        what = f"2..{MOST_TOKENS} tokens"
-        capacity = integer("capacity", capacity, 2, MOST_TOKENS, what)
+        what = f"1..{MOST_TOKENS} tokens"
+        capacity = integer("capacity", capacity, 1, MOST_TOKENS, what)
         return cls(np.full(capacity, SEPARATOR, np.int32)).with_texts(texts)
 
     @classmethod
