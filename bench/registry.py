@@ -32,6 +32,7 @@ BENCHMARKS = {
     "profile": "where the time of a decoding step goes, from the device's trace",
     "kernels": "time of each op by implementation",
     "devices": "what the devices of a mesh hold and exchange, from compiled programs",
+    "earlier": "drafts from the answers to earlier, similar requests",
     "schemas": "JSON that follows a schema, plain and speculative",
     "peers": "decoding throughput compared with llama.cpp and transformers",
     "start": "from a command to its first tokens, compared with llama.cpp",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import stree_jax
-from stree_jax.drafters import LookupIn
+from stree_jax.drafters import EarlierTexts
 from stree_jax.sampling import sampling_arrays
 
 PROMPTS = ["def area(r):\n", "import os\n", "class Stack:\n", "for i in range(3):\n"]
@@ -44,7 +44,7 @@ def objective(params, model, texts, advantage, sampling):
 
 
 @partial(jax.jit, static_argnames="tree")
-def update(model, optimizer, prompts, lengths, drafter, key, newline, tree):
+def update(model, optimizer, prompts, lengths, drafter, earlier, key, newline, tree):
     """Makes one update: samples, rewards, gradient and step, in one program.
 
     Weights, drafts and keys are data, so that a new update compiles nothing.
@@ -56,8 +56,9 @@ def update(model, optimizer, prompts, lengths, drafter, key, newline, tree):
         prompts,
         lengths,
         max_new_tokens=NEW_TOKENS,
-        drafter=drafter,
+        drafter=drafter if earlier is None else "lookup",
         tree=tree,
+        earlier=earlier,
         sampling=sampling,
         logprobs=0,
         n=SAMPLES,
@@ -71,7 +72,7 @@ def update(model, optimizer, prompts, lengths, drafter, key, newline, tree):
     change, optimizer = OPTIMIZER.update(slope, optimizer)
     model = model.replace(params=optax.apply_updates(model.params, change))
     report = score.mean(), distance, done.length.sum() / done.calls.sum()
-    return model, optimizer, texts.tokens.reshape(B, -1), report
+    return model, optimizer, EarlierTexts.of_rollouts(texts, B), report
 
 
 def main():
@@ -88,17 +89,19 @@ def main():
     optimizer = OPTIMIZER.init(model.params)
     # A draft model stays as it is while the target learns: it costs speed only. Texts
     # are those that the model wrote for the same prompts in the update before.
-    texts = jnp.zeros((len(ids), SAMPLES * (S + NEW_TOKENS)), jnp.int32)
+    space = len(ids), SAMPLES * (S + NEW_TOKENS + 1)
+    earlier = EarlierTexts(jnp.full(space, -1, jnp.int32))
     drafter = stree_jax.load("demo-drafter", dtype="float32")
+    used = {"model": (drafter, False), "texts": (None, True), "none": (None, False)}
+    drafter, looks_up = used[args.drafts]
     tree = {"model": "A", "texts": "chain:3", "none": None}[args.drafts]
     print("update  reward  distance to the trainer  tokens per target pass  seconds")
     for i in range(args.updates):
         start = time.perf_counter()
         key = jax.random.fold_in(jax.random.key(0), i)
-        if args.drafts != "model":
-            drafter = LookupIn(texts) if args.drafts == "texts" else None
-        model, optimizer, texts, report = update(
-            model, optimizer, prompts, lengths, drafter, key, newline, tree
+        drafts = drafter, earlier if looks_up else None
+        model, optimizer, earlier, report = update(
+            model, optimizer, prompts, lengths, *drafts, key, newline, tree
         )
         score, distance, tau = map(float, report)
         seconds = time.perf_counter() - start

@@ -17,7 +17,7 @@ from stree_jax.speculation.drafter import Drafter as Drafter
 from stree_jax.speculation.drafter import DrafterBase as DrafterBase
 from stree_jax.speculation.drafter import Prompts as Prompts
 from stree_jax.speculation.drafter import Update as Update
-from stree_jax.speculation.drafters.lookup import LookupIn as LookupIn
+from stree_jax.speculation.drafters.earlier import EarlierTexts as EarlierTexts
 from stree_jax.speculation.drafters.model import draw_level as draw_level
 from stree_jax.speculation.drafters.model import empty_draft as empty_draft
 from stree_jax.speculation.drafters.ngram_pairs import WithNGrams as WithNGrams

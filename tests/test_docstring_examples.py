@@ -9,15 +9,17 @@ import pytest
 
 import stree_jax
 from stree_jax import pallas_kernels, trees
+from stree_jax.drafters import EarlierTexts
 
 GLOBALS = {"stree_jax": stree_jax, "jax": jax, "jnp": jnp, "np": np}
-GLOBALS["pallas_kernels"] = pallas_kernels
+GLOBALS |= {"pallas_kernels": pallas_kernels, "EarlierTexts": EarlierTexts}
 TREES = [name for name, value in vars(trees).items() if callable(value)]
 PUBLIC = {
     **{f"stree_jax.{n}": getattr(stree_jax, n) for n in stree_jax.__all__},
     **{f"stree_jax.trees.{name}": getattr(trees, name) for name in TREES},
 }
 PUBLIC["stree_jax.pallas_kernels.without_kernels"] = pallas_kernels.without_kernels
+PUBLIC["stree_jax.drafters.EarlierTexts"] = EarlierTexts
 del PUBLIC["stree_jax.__version__"]
 
 

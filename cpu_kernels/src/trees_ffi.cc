@@ -82,6 +82,17 @@ struct Place {
   int32_t at, matched;
 };
 
+constexpr int32_t SEPARATOR = -1;  // between earlier texts, see drafters/earlier.py
+
+constexpr int64_t BLOCK = 32;  // tokens
+
+// True if a block has the token. Compilers vectorize the loop.
+bool has(const int32_t* tokens, int32_t token) {
+  int32_t found = 0;
+  for (int64_t i = 0; i < BLOCK; i++) found |= tokens[i] == token;
+  return found;
+}
+
 // Finds the places of a text whose preceding tokens match the last tokens of the text, with the
 // number of matching tokens, at most `longest`.
 void find_matches(const int32_t* text, int64_t length, int64_t longest, Place* found,
@@ -89,18 +100,25 @@ void find_matches(const int32_t* text, int64_t length, int64_t longest, Place* f
   *count = 0;
   if (length < 1) return;
   const int32_t last = text[length - 1];
-  for (int64_t i = 0; i < length - 1; i++) {
-    if (text[i] != last) continue;
-    int64_t j = 1;
-    while (j < longest && j <= i && text[i - j] == text[length - 1 - j]) j++;
-    found[(*count)++] = {static_cast<int32_t>(i), static_cast<int32_t>(j)};
+  for (int64_t start = 0; start < length - 1; start += BLOCK) {
+    const int64_t end = std::min(start + BLOCK, length - 1);
+    if (end - start == BLOCK && !has(text + start, last)) continue;
+    for (int64_t i = start; i < end; i++) {
+      if (text[i] != last || text[i + 1] == SEPARATOR) continue;
+      int64_t j = 1;
+      while (j < longest && j <= i && text[i - j] == text[length - 1 - j] &&
+             text[i - j] != SEPARATOR)
+        j++;
+      found[(*count)++] = {static_cast<int32_t>(i), static_cast<int32_t>(j)};
+    }
   }
 }
 
 // Looks up candidates [B, W * M] that continue texts [B, S] (prompt lookup), see pool.py.
 ffi::Error look_up(S32 tokens, S32 length, F32 probability, Out<S32> token, Out<S32> parent,
-                   Out<F32> value, Out<S32> kind, Out<U32> path, int64_t W, int64_t M,
-                   int64_t longest, int64_t prime, int64_t first_kind) {
+                   Out<F32> value, Out<S32> kind, Out<U32> path, int64_t earlier, int64_t W,
+                   int64_t M, int64_t longest, int64_t longest_match, int64_t prime,
+                   int64_t first_kind) {
   const int64_t B = tokens.dimensions()[0], S = tokens.dimensions()[1];
   const int64_t C = token->dimensions()[1];
   constexpr int64_t MOST = 8;
@@ -111,7 +129,7 @@ ffi::Error look_up(S32 tokens, S32 length, F32 probability, Out<S32> token, Out<
     const int64_t count = std::min<int64_t>(length.typed_data()[b], S);
     auto* const found = static_cast<Place*>(scratch_of_thread<0>(S * sizeof(Place)));
     int64_t matches = 0;
-    find_matches(text, count, longest, found, &matches);
+    find_matches(text, count, longest_match, found, &matches);
     Place chosen[MOST];
     for (int64_t w = 0; w < W; w++) {
       // Choose the longest match, the latest of equal ones. The second match must continue with
@@ -135,6 +153,7 @@ ffi::Error look_up(S32 tokens, S32 length, F32 probability, Out<S32> token, Out<
     float* const v = value->typed_data() + base;
     uint32_t* const p = path->typed_data() + base;
     int64_t owner[MOST] = {};  // the first place whose path so far is the same as this one's
+    bool ended[MOST] = {};  // at the end of an earlier text
     float worth[MOST];
     uint32_t power = 1;
     for (int64_t w = 0; w < W; w++) numbers[w] = 0, worth[w] = 1;
@@ -145,13 +164,14 @@ ffi::Error look_up(S32 tokens, S32 length, F32 probability, Out<S32> token, Out<
         const int64_t period = std::max<int64_t>(count - 1 - chosen[w].at, 1);
         const int64_t at = std::min(chosen[w].at + 1 + j % period, S - 1);
         t[w * M + j] = text[at];
+        ended[w] |= text[at] == SEPARATOR;
         numbers[w] += (static_cast<uint32_t>(text[at]) + 1) * power;
         p[w * M + j] = numbers[w];
         before[w] = owner[w];
         up[w * M + j] = static_cast<int32_t>(j ? before[w] * M + j : 0);
         const int64_t deep = std::min(chosen[w].matched + j, longest) - 1;
-        z[w * M + j] =
-            static_cast<int32_t>(first_kind + (before[w] == w ? 0 : longest) + deep);
+        const int64_t start = first_kind + (chosen[w].at < earlier ? 2 * longest : 0);
+        z[w * M + j] = static_cast<int32_t>(start + (before[w] == w ? 0 : longest) + deep);
       }
       for (int64_t w = 0; w < W; w++) {
         owner[w] = 0;
@@ -161,7 +181,8 @@ ffi::Error look_up(S32 tokens, S32 length, F32 probability, Out<S32> token, Out<
             break;
           }
         worth[w] *= probability.typed_data()[z[owner[w] * M + j]];
-        v[w * M + j] = chosen[w].matched > 0 && owner[w] == w ? worth[w] : 0;
+        const bool exists = chosen[w].matched > 0 && !ended[w];
+        v[w * M + j] = exists && owner[w] == w ? worth[w] : 0;
       }
     }
   }
@@ -298,7 +319,8 @@ ffi::Error gains(F32 value, S32 last, Out<F32> gained) {
 
 STREE_KERNEL(tree_nodes)
 STREE_KERNEL(tree_layout)
-STREE_KERNEL(look_up, "places", "depth", "longest", "prime", "first_kind")
+STREE_KERNEL(look_up, "earlier", "places", "depth", "longest", "longest_match", "prime",
+             "first_kind")
 STREE_KERNEL(merged)
 STREE_KERNEL(best_nodes, "no_kind")
 STREE_KERNEL(gains)

@@ -507,13 +507,20 @@ def log_probabilities(result: Generation, row: int) -> dict[str, Any]:
     return {"logprobs": {name: getattr(entries, name).tolist() for name in names}}
 
 
-# ANSI colours: green, blue, yellow, cyan.
-COLOURS = {"drafter": "32", "lookup": "34", "n-gram": "33", "inner drafter": "36"}
+# ANSI colours: green, blue, yellow, cyan, magenta.
+COLOURS = {
+    "drafter": "32",
+    "lookup": "34",
+    "n-gram": "33",
+    "inner drafter": "36",
+    "earlier text": "35",
+}
 BRACKETS = {
     "drafter": ("{", "}"),
     "lookup": ("<", ">"),
     "n-gram": ("[", "]"),
     "inner drafter": ("(", ")"),
+    "earlier text": ("|", "|"),
 }
 
 

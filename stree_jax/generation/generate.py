@@ -52,6 +52,7 @@ from stree_jax.speculation.adaptive.policy import AdaptivePolicy, StepTimes
 from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.default_tree import spec_for
+from stree_jax.speculation.drafters.earlier import EarlierTexts, earlier_rows
 from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, source_of
 from stree_jax.speculation.loop import FOREVER, advance, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
@@ -80,6 +81,7 @@ class Options(TypedDict, total=False):
     constraint: Constraint | Sequence[Constraint | None] | None
     logprobs: int | None
     n: int
+    earlier: EarlierTexts | None
     past: Past | None
     keep_past: bool
     capacity: int
@@ -104,6 +106,7 @@ def checked(
     constraint: Constraint | Sequence[Constraint | None] | None = None,
     logprobs: int | None = None,
     n: int = 1,
+    earlier: EarlierTexts | None = None,
     past: Past | None = None,
     keep_past: bool = False,
     capacity: int = 0,
@@ -144,6 +147,7 @@ def checked(
     if past is not None:
         text = continued(model, source, past, text)
     count = len(text)
+    texts = earlier_rows(earlier, spec.drafter, count, V)
     limits = counts_by_row("max_new_tokens", max_new_tokens, count, 1)
     least = counts_by_row("min_new_tokens", min_new_tokens, count, 0)
     stop_ids = stop_token_table(model, stop_tokens, count)
@@ -186,6 +190,7 @@ def checked(
         top_logprobs=logprobs,
         past=None if past is None else (past.target, past.drafter),
         take_past=take_past,
+        earlier=texts,
     )
     spare = None
     if limit is not None:
@@ -296,6 +301,8 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       logprobs: number of top log-probabilities to return for each token, in addition to
         its own. If 0, only its own is returned; if None, no log-probabilities.
       n: samples per prompt, which share its prefill. Rows come prompt by prompt.
+      earlier: `EarlierTexts`, in which prompt lookup searches, too,
+        such as earlier answers to similar prompts.
       past: `Generation.past` of an earlier result. The prompts then continue its rows,
         and may be empty. They are tokenized without a space or special token in front.
       keep_past: True to return a `past`, which keeps the caches on the device.

@@ -12,6 +12,7 @@ _TINTS = {
     2: "rgba(56, 139, 253, 0.35)",  # blue
     3: "rgba(210, 153, 34, 0.40)",  # yellow
     4: "rgba(219, 97, 162, 0.35)",  # pink
+    6: "rgba(163, 113, 247, 0.35)",  # purple
 }
 UNKNOWN = -1  # the origin of a text without a decoder
 _BOX = (

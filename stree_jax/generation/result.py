@@ -53,6 +53,7 @@ ORIGIN_NAMES = {
     ORIGINS.index("lookup"): "prompt lookup",
     ORIGINS.index("n-gram"): "n-grams",
     ORIGINS.index("inner drafter"): "inner draft model",
+    ORIGINS.index("earlier text"): "earlier texts",
 }
 
 
@@ -112,7 +113,8 @@ class Generation:
       acceptance_length: [B] floats, tau: mean tokens per target pass.
       origins: [n] uint8 for each row, the source that proposed each of its n tokens: 0
         the target, 1 the drafter (a model, heads or a custom one), 2 prompt lookup, 3
-        n-grams, 4 the inner stage of a staged drafter. `draft.ORIGINS` has their names.
+        n-grams, 4 the inner stage of a staged drafter, 5 a constraint, 6 prompt lookup
+        in earlier texts. `draft.ORIGINS` has their names.
       tree_sizes: the K numbers of nodes that a tree could have; 1 is plain decoding.
       calls_by_size: [B, K] ints, number of target passes with a tree of each size. In a
         batch, a row whose tree has another number of nodes counts for the next larger

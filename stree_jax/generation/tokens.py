@@ -33,6 +33,7 @@ from stree_jax.speculation.adaptive.policy import StepTimes
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, Decoding
 from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.drafter import DraftState, kept
+from stree_jax.speculation.drafters.earlier import EarlierTexts, earlier_rows
 from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, source_of
 from stree_jax.speculation.loop import (
     FOREVER,
@@ -175,6 +176,7 @@ def generate_tokens(
     constraint: Constraint | Sequence[Constraint | None] | Constraints | None = None,
     logprobs: int | None = None,
     n: int = 1,
+    earlier: EarlierTexts | None = None,
     past: Any = None,
     keep_past: bool = False,
 ) -> GeneratedTokens:
@@ -214,6 +216,8 @@ def generate_tokens(
       logprobs: number of top log-probabilities to return for each token, in addition to
         its own; static. If None, no log-probabilities.
       n: samples per prompt, which share its prefill; static.
+      earlier: `EarlierTexts`, in which prompt lookup searches, too,
+        such as what the model wrote in an earlier epoch. New texts compile nothing.
       past: `GeneratedTokens.past` (or `Generation.past`) of an earlier call with B
         rows. The prompts are then the whole texts: the result of
         `GeneratedTokens.joined`, followed by new tokens.
@@ -273,6 +277,7 @@ def generate_tokens(
         samples=n,
         top_logprobs=logprobs,
         past=states,
+        earlier=earlier_rows(earlier, spec.drafter, batch, V),
     )
     done = advance(spec, decoding, jnp.int32(FOREVER))
     return GeneratedTokens(

@@ -141,11 +141,15 @@ async def _broken(http: HTTPRequest, error: Exception) -> Response:
     return await _error_response(http, ApiError(500, "The server had an error."))
 
 
-def _check_key(service: Service, http: HTTPRequest) -> None:
-    """Raises ApiError (401) if the server has API keys and the request has none of
-    them. The comparison takes constant time, so its duration reveals nothing."""
+def _check_key(service: Service, http: HTTPRequest) -> int:
+    """Returns the number of the request's API key; 0 if the server has no keys. The
+    comparison takes constant time, so its duration reveals nothing.
+
+    Raises:
+      ApiError: 401, the server has API keys and the request has none of them.
+    """
     if not service.keys:
-        return
+        return 0
     scheme, _, credentials = http.headers.get("authorization", "").partition(" ")
     bearer = credentials.strip() if scheme.lower() == "bearer" else ""
     key = (http.headers.get("x-api-key") or bearer).encode()  # Anthropic's, OpenAI's
@@ -157,6 +161,7 @@ def _check_key(service: Service, http: HTTPRequest) -> None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+    return matches.index(True)
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -260,11 +265,11 @@ async def _answered(service: Service, http: HTTPRequest, format_: Format) -> Res
     request in the metrics."""
     watch = Watch(service.metrics)
     try:
-        _check_key(service, http)
+        owner = _check_key(service, http)
         body = await _body(service, http)
         request = format_.read(body)
         try:
-            exchange = await _submitted(service, request)
+            exchange = await _submitted(service, request, owner)
         except ApiError as error:
             raise format_.renamed(error) from None
     except ApiError as error:
@@ -280,12 +285,12 @@ async def _answered(service: Service, http: HTTPRequest, format_: Format) -> Res
     return await _whole(exchange, watch, writer, http.receive)
 
 
-async def _submitted(service: Service, request: Request) -> Exchange:
+async def _submitted(service: Service, request: Request, owner: int) -> Exchange:
     """Queues a request; raises ApiError if that is not possible."""
     check_name(service, request.model or service.name)
     request = replace(request, model=service.name)
     prompts = await asyncio.to_thread(encoded_prompts, service, request)
-    texts = text_requests(service, request, prompts)
+    texts = text_requests(service, request, prompts, owner)
     exchange = Exchange(service, request, prompts, texts)
     exchange.submit()
     return exchange

@@ -9,7 +9,7 @@ constraints in advance.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from stree_jax.sampling.settings import (
     sampling_rows,
 )
 from stree_jax.server.constrained import ConstrainedRows
+from stree_jax.server.earlier import PastAnswers
 from stree_jax.server.prefixes import Prefixes
 from stree_jax.sizing import step_times
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
@@ -80,6 +81,8 @@ class Sizes:
       top_logprobs: maximum number of alternatives with log-probabilities per token.
       prefixes: limit on the cached states, in units of the bytes of one row's states.
         If 0, states are not cached. See `prefixes.Prefixes`.
+      earlier: tokens of past answers of the same API key from which prompt lookup
+        drafts. If 0, it does not.
     """
 
     rows: int = 4
@@ -87,6 +90,7 @@ class Sizes:
     steps: int = 8
     top_logprobs: int = 5
     prefixes: int = 0
+    earlier: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class TextRequest:
       shared: number of tokens at the beginning of the prompt that other conversations
         may share, such as a system prompt. The states after them are cached.
       constraint: automaton that the text follows, or None.
+      owner: number of the API key whose past answers may be drafted.
     """
 
     ids: Sequence[int]
@@ -120,6 +125,7 @@ class TextRequest:
     logprobs: bool = False
     shared: int = 0
     constraint: TokenTables | None = None
+    owner: int = 0
 
     @property
     def needs_all(self) -> bool:
@@ -159,11 +165,13 @@ class Row:
       request: the request.
       length: number of tokens of the text so far.
       calls: number of target passes so far.
+      tokens: the text so far.
     """
 
     request: TextRequest
     length: int = 0
     calls: int = 0
+    tokens: list[int] = field(default_factory=list)
 
 
 def reading_widths(config: ModelConfig, context: int) -> list[int]:
@@ -186,18 +194,21 @@ class Layout:
       widths: the widths in tokens to which prompts are padded.
       output_size: O, the size of the output buffer of a row in tokens.
       capacity: tokens of a row for which the KV caches have space.
+      earlier: tokens of past answers; 0 if the drafter does not use them.
     """
 
     widths: tuple[int, ...]
     output_size: int
     capacity: int
+    earlier: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig, spec: Spec, sizes: Sizes) -> "Layout":
         widths = reading_widths(config, sizes.context)
         depth, resumed = deepest(spec.policy), sizes.prefixes > 0
         capacity = cache_capacity(max(widths), 0, depth, resumed=resumed)
-        return cls(tuple(widths), bucket(sizes.context), capacity)
+        earlier = sizes.earlier if spec.drafter.looks_up else 0
+        return cls(tuple(widths), bucket(sizes.context), capacity, earlier)
 
 
 def requests_of(
@@ -294,6 +305,7 @@ class Batch:
         self.rows: list[Row | None] = [None] * sizes.rows
         self.prefixes = Prefixes(sizes.prefixes)
         self._layout = Layout.of(model.config, spec, sizes)
+        self._answers = PastAnswers(self._layout.earlier)
         spec = refilled(spec)
         self.specs = {False: spec, True: spec}  # key: True if any row is sampled
         self._stops = jnp.asarray(stop_token_table(model, None, 1))
@@ -398,8 +410,14 @@ class Batch:
         marks[list(rows)] = True
         self._decoding = cancel_jit(self._decoding, jnp.asarray(marks))
         for row in rows:
-            self.rows[row] = None
-            self._constrained.set(row, None)
+            self._free(row)
+
+    def _free(self, index: int) -> None:
+        """Frees a row, and keeps its answer for drafts of later ones."""
+        row, self.rows[index] = self.rows[index], None
+        self._constrained.set(index, None)
+        if row is not None:
+            self._answers.add(row.request.owner, row.request.ids, row.tokens)
 
     def advance(self) -> dict[int, RowUpdate]:
         """Runs a segment: `Sizes.steps` decoding steps of all rows. Frees finished
@@ -428,8 +446,7 @@ class Batch:
                     past = past_jit(self._decoding, jnp.int32(i))
                     text = (*row.request.ids, *tokens.tolist())
                     self._keep(text, past, answered=True)
-                self.rows[i] = None
-                self._constrained.set(i, None)
+                self._free(i)
         return updates
 
     def _keep(self, text: Sequence[int], past: Any, **marks: bool) -> None:
@@ -473,6 +490,7 @@ class Batch:
             max_new_tokens=self._layout.output_size,
             capacity=self._layout.capacity,
             past=past,
+            earlier=self._answers.row(request.owner),
         )
 
 
@@ -498,4 +516,5 @@ def _row_update(host: dict[str, Any], i: int, row: Row) -> RowUpdate:
         *lists,
     )
     row.length, row.calls = length, calls
+    row.tokens += update.tokens
     return update

@@ -93,7 +93,14 @@ def batch_shapes(model: Model, spec: Spec, sizes: Sizes) -> BatchShapes:
 
 
 def _sizes(layout: Layout) -> dict[str, Any]:
-    return {"max_new_tokens": layout.output_size, "capacity": layout.capacity}
+    earlier = None
+    if layout.earlier:
+        earlier = jax.ShapeDtypeStruct((1, layout.earlier), jnp.int32)
+    return {
+        "max_new_tokens": layout.output_size,
+        "capacity": layout.capacity,
+        "earlier": earlier,
+    }
 
 
 def _text(width: int) -> tuple[Any, Any]:

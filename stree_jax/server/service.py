@@ -215,10 +215,16 @@ def check_name(service: Service, name: str) -> None:
 
 
 def text_requests(
-    service: Service, request: Request, prompts: Sequence[Prompt]
+    service: Service, request: Request, prompts: Sequence[Prompt], owner: int = 0
 ) -> list[TextRequest]:
     """Returns the requests for single texts: n for each prompt, or an empty list if
     `max_tokens` is 0.
+
+    Args:
+      service: the server.
+      request: the request.
+      prompts: its encoded prompts.
+      owner: number of its API key.
 
     Raises:
       ApiError: the request exceeds the context or the queue, or the model does not
@@ -258,6 +264,7 @@ def text_requests(
                     logprobs=request.top_logprobs is not None,
                     shared=prompt.shared,
                     constraint=prompt.constraint,
+                    owner=owner,
                 )
             )
     return texts

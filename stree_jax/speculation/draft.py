@@ -12,8 +12,11 @@ from stree_jax.speculation.tree import chain
 
 # The origin of a token of the output: the target, if it chose a token that was not
 # drafted, or the source that drafted it. The constants are indices into ORIGINS.
-TARGET, DRAFTER, LOOKUP, NGRAM, STAGE, FORCED = 0, 1, 2, 3, 4, 5
-ORIGINS = ("target", "drafter", "lookup", "n-gram", "inner drafter", "constraint")
+TARGET, DRAFTER, LOOKUP, NGRAM, STAGE, FORCED, EARLIER = 0, 1, 2, 3, 4, 5, 6
+ORIGINS = (
+    *("target", "drafter", "lookup", "n-gram", "inner drafter", "constraint"),
+    "earlier text",
+)
 
 
 @struct.dataclass

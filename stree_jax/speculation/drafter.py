@@ -47,6 +47,7 @@ class Prompts:
       update_width: maximum number of tokens in the `Update` of one step.
       read: [] bool, from `Policy.reads_prompts`. If True or None, a draft model
         prefills the prompts in `init`. If False, it prefills them when it first drafts.
+      earlier: [Bp, E] int32. Tokens of earlier texts, see `EarlierTexts`; or None.
     """
 
     token_ids: jax.Array
@@ -54,6 +55,7 @@ class Prompts:
     capacity: int = struct.field(pytree_node=False)
     update_width: int = struct.field(pytree_node=False)
     read: jax.Array | None = None
+    earlier: jax.Array | None = None
 
 
 @struct.dataclass
@@ -185,10 +187,12 @@ class DrafterBase(Drafter):
       copies_caches: True if XLA copies the attention caches in the drafter's state at
         each step, because passes read them after or while others are written. It is
         used to estimate memory.
+      looks_up: True if it drafts from `Prompts.earlier`.
     """
 
     taps: Taps = ()
     copies_caches: bool = True
+    looks_up: bool = False
 
     @property
     def observes_prompts(self) -> bool:

@@ -96,6 +96,7 @@ def init_decoding(
     samples: int = 1,
     top_logprobs: int | None = None,
     past: tuple[State, DraftState] | None = None,
+    earlier: jax.Array | None = None,
 ) -> Decoding:
     """Prefills the prompts and returns a batch that is ready for its first step.
 
@@ -115,12 +116,14 @@ def init_decoding(
         the token itself). If None, log-probabilities are not kept.
       past: cached states of target and drafter, which have read a prefix of each
         prompt, or None.
+      earlier: [Bp, E] int32. Tokens of earlier texts, from which prompt lookup drafts,
+        see `EarlierTexts`; or None.
     """
     if capacity is None:
         width, resumed, M = token_ids.shape[1], past is not None, deepest(spec.policy)
         capacity = cache_capacity(width, max_new_tokens, M, resumed=resumed)
     begin = partial(_begin, (max_new_tokens, capacity, samples, top_logprobs))
-    texts = token_ids, lengths, requests
+    texts = token_ids, lengths, requests, earlier
     place = place_of(spec.target.mesh, spec.target.cut, token_ids)
     if place is None:
         return on_one_device(begin, spec, *texts, past)
@@ -133,6 +136,7 @@ def _begin(
     token_ids: jax.Array,
     lengths: jax.Array,
     requests: Requests,
+    earlier: jax.Array | None,
     past: tuple[State, DraftState] | None,
 ) -> Decoding:
     """Runs `init_decoding` on one device, or on one device's share of a mesh.
@@ -140,13 +144,13 @@ def _begin(
     Args:
       sizes: the arguments max_new_tokens, capacity, samples and top_logprobs of
         `init_decoding`, as one hashable value.
-      spec, token_ids, lengths, requests, past: as in `init_decoding`.
+      spec, token_ids, lengths, requests, earlier, past: as in `init_decoding`.
     """
     max_new_tokens, capacity, samples, top_logprobs = sizes
     target, menu, M = spec.target, spec.policy.menu, deepest(spec.policy)
     read, drafted = (None, None) if past is None else past
     read_first = spec.policy.reads_prompts(spec.drafter, requests.sampling is not None)
-    prompts = Prompts(token_ids, lengths, capacity, M + 1, read_first)
+    prompts = Prompts(token_ids, lengths, capacity, M + 1, read_first, earlier)
     observer = _observer(spec.drafter, spec.drafter.init(prompts, drafted))
     states = (
         *read_observed(target, token_ids, lengths, capacity, read, observer),

@@ -249,7 +249,8 @@ def whole_on(model: Model, function: Callable[..., Any], *args: Any) -> Any:
     return on_mesh(function, place, model, args, (P(),) * len(args), P())
 
 
-Texts = tuple[jax.Array, jax.Array, Requests]  # token_ids, lengths, requests
+# token_ids, lengths, requests, earlier
+Texts = tuple[jax.Array, jax.Array, Requests, jax.Array | None]
 Past = tuple[State, Any] | None
 
 
@@ -262,7 +263,7 @@ def begun_on(
         trace = jax.sharding.auto_axes(begin, out_sharding=P())
     shapes = jax.eval_shape(trace, _whole(spec), *texts, None)
     requests = request_specs(texts[2], place)
-    specs = place.spec, place.spec, requests, row_specs(past, place)
+    specs = *(place.spec, place.spec, requests, place.spec), row_specs(past, place)
     out = decoding_specs(shapes, spec.policy, place)
 
     def run(spec: Spec, *args: Any) -> Decoding:

@@ -53,7 +53,6 @@ def make_spec(
         - `Staged`, which fills static trees and also guesses levels for tree "auto",
         - "lookup" (prompt lookup), which copies continuations from earlier in the text.
           Tree "auto" does so with any drafter,
-        - `LookupIn`, which also copies from given texts,
         - "mtp", which uses the target's MTP layers,
         - "auto", which is "mtp" for a target with MTP layers, and otherwise "lookup",
         - a custom drafter, which fills static trees, and trees of "auto" if it has a
@@ -90,7 +89,6 @@ def make_spec(
         width=min(width, V),
         depth=min(levels, tree.depth),
         largest=tree.menu[-1],
-        texts=getattr(bound, "texts", None),
     )
     if times is None:
         times = assumed_times(tree, searcher is not None)

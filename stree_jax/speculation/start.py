@@ -44,6 +44,7 @@ class Start:
       top_logprobs: as in `init_decoding`.
       past: states of target and drafter after the start of each text, or None.
       take_past: True if the arrays of `past` may be reused for the new state.
+      earlier: [Bp, E] int32. Tokens of earlier texts, see `EarlierTexts`; or None.
     """
 
     text: Sequence[Text]
@@ -54,6 +55,7 @@ class Start:
     top_logprobs: int | None = None
     past: tuple[Any, Any] | None = None
     take_past: bool = False
+    earlier: Any = None
 
     @property
     def rows(self) -> int:
@@ -89,10 +91,11 @@ class Start:
         return whole_blocks(max(least, self.capacity))
 
     def text_room(self, spec: Spec) -> int:
-        """Returns the number of tokens for which prompt lookup keeps space, for prompt
-        and output together (`lookup.begin_history`)."""
+        """Returns the number of tokens for which prompt lookup keeps space: earlier
+        texts, prompt and output together (`lookup.begin_history`)."""
         depth = deepest(spec.policy)
-        return max(self.width(depth), self.caches(depth))
+        earlier = 0 if self.earlier is None else self.earlier.shape[1]
+        return max(self.width(depth), self.caches(depth)) + earlier
 
     def begun(self, spec: Spec) -> Decoding:
         """Processes the prompts (prefill). Returns the batch before its first step."""
@@ -103,17 +106,21 @@ class Start:
         with warnings.catch_warnings():  # JAX cannot reuse small arrays of a past
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             read = partial(self._reader(spec), past=self.past, **self._sizes(spec))
-            inputs = *jax.device_put((padded, lengths)), self.requests
+            inputs = *jax.device_put((padded, lengths)), self.requests, self.earlier
             if spec.target.mesh is not None:
                 inputs = everywhere(spec.target.mesh, inputs)
-            return read(spec, *inputs)
+            *texts, earlier = inputs
+            return read(spec, *texts, earlier=earlier)
 
     def lowered(self, spec: Spec) -> Any:
         """Lowers the program that `begun` runs, and returns it for compilation."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             read = partial(
-                self._reader(spec).lower, past=self.past, **self._sizes(spec)
+                self._reader(spec).lower,
+                past=self.past,
+                earlier=self.earlier,
+                **self._sizes(spec),
             )
             return read(spec, *self._abstract_texts(spec), self.requests)
 
@@ -121,12 +128,15 @@ class Start:
         """Returns the shapes of the result of `begun`, without running it."""
         sizes = self._sizes(spec)
 
-        def begin(spec: Spec, texts: Any, requests: Any, past: Any) -> Decoding:
+        def begin(
+            spec: Spec, texts: Any, requests: Any, past: Any, earlier: Any
+        ) -> Decoding:
             ids, lengths = texts
-            return init_decoding(spec, ids, lengths, requests, past=past, **sizes)
+            known = sizes | {"past": past, "earlier": earlier}
+            return init_decoding(spec, ids, lengths, requests, **known)
 
-        texts = self._abstract_texts(spec)
-        return jax.eval_shape(begin, spec, texts, self.requests, self.past)
+        inputs = self._abstract_texts(spec), self.requests, self.past, self.earlier
+        return jax.eval_shape(begin, spec, *inputs)
 
     def continued(self, spec: Spec) -> "Start":
         """Returns an abstract later turn that takes over the past of this one.

@@ -29,6 +29,7 @@ NEEDED = {
             "kl",
             "records",
             "schemas",
+            "earlier",
         ),
         [],
     ),

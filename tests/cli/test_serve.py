@@ -42,6 +42,8 @@ def nothing_is_read(monkeypatch):
         ("--timeout", "nan", "more than 0"),
         ("--logprobs", -1, "at least 0"),
         ("--prefixes", -1, "at least 0"),
+        ("--earlier", -1, "at least 0"),
+        ("--earlier", 2**20 + 1, "at most 1048576 tokens"),
     ],
 )
 def test_numbers_that_nothing_can_be_served_with(capsys, option, value, least):
@@ -112,9 +114,10 @@ def test_weights_beyond_the_limit_are_not_read(capsys, monkeypatch, limit, probl
 
 def test_what_was_named_and_what_is_usual():
     args = dict(rows=None, context=64, prefixes=0, steps=3, logprobs=2)
+    args |= dict(earlier=99)
     sizes, named = serve.sizes_of(argparse.Namespace(**args), 512)
     assert (sizes.rows, sizes.context, sizes.prefixes) == (4, 64, 0)
-    assert (sizes.steps, sizes.top_logprobs) == (3, 2)
+    assert (sizes.steps, sizes.top_logprobs, sizes.earlier) == (3, 2, 99)
     assert named == ["context", "prefixes"]
     args |= dict(context=None)
     assert serve.sizes_of(argparse.Namespace(**args), 512)[0].context == 512

@@ -87,6 +87,17 @@ def test_look_up(tokens, rng, both):
             )
 
 
+def test_look_up_in_earlier_texts(rng, both):
+    """Texts of any length, short and long, with separators anywhere."""
+    text = jnp.asarray(rng.integers(-1, 4, (6, 200)), jnp.int32)
+    text = text.at[:, 120:].set(jnp.abs(text[:, 120:])).at[0, :120].set(-1)
+    length = 120 + jnp.asarray([1, 2, 3, 20, 79, 80], jnp.int32)
+    probability = jnp.asarray(rng.uniform(0.05, 1, KINDS), jnp.float32)
+    for depth in (1, 15):
+        asked = History(text, length, 120), probability
+        assert_same(*both(lambda text, p, d=depth: look_up(text, p, d, 5), *asked))
+
+
 def some_pool(rng, batch, count):
     """Returns a pool with many equal paths and values, and values of 0."""
     parents, value = np.zeros((2, batch, count))

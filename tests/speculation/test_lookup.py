@@ -8,7 +8,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.speculation.adaptive.calibration import LONGEST, PRIOR, lookup_kind
+from stree_jax.speculation.adaptive.calibration import PRIOR, lookup_kind
 from stree_jax.speculation.adaptive.pool import (
     best_tree,
     first_nodes,
@@ -18,6 +18,7 @@ from stree_jax.speculation.adaptive.pool import (
 )
 from stree_jax.speculation.drafter import Update
 from stree_jax.speculation.drafters.lookup import (
+    LONGEST_MATCH,
     PLACES,
     add_to_history,
     begin_history,
@@ -40,7 +41,9 @@ def history_of(texts, capacity=64):
 def match(text, place):
     """Counts tokens ending at `place` that equal the tokens at the text's end."""
     n = 0
-    while n < min(LONGEST, place + 1) and text[place - n] == text[len(text) - 1 - n]:
+    while (
+        n < min(LONGEST_MATCH, place + 1) and text[place - n] == text[len(text) - 1 - n]
+    ):
         n += 1
     return n
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stree_jax.speculation.step import Spec
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
-ROWS, PREFIXES = 4, 16  # defaults
+ROWS, PREFIXES, EARLIER = 4, 16, 16384  # defaults
 NOTES = notes(
     f"""
 Paths: / (a page to chat in the browser), /v1/completions, /v1/chat/completions,
@@ -86,6 +86,9 @@ def add_options(p: argparse.ArgumentParser) -> None:
     size("--context", "the model's own, if memory allows", CONTEXT_HELP)
     text = "memory for states that are kept to reuse prefixes, in rows of the batch"
     size("--prefixes", PREFIXES, text)
+    text = "tokens of past answers of an API key from which its later answers are "
+    text += "drafted; 0 for none"
+    add(batching, "--earlier", int, EARLIER, text, metavar="TOKENS")
     text = "decoding steps between two looks at new and finished requests"
     add(batching, "--steps", int, 8, text)
 
@@ -262,6 +265,7 @@ def check_options(args: argparse.Namespace) -> None:
         ("rows", 1),
         ("context", 2),
         ("prefixes", 0),
+        ("earlier", 0),
         ("queue", 1),
         ("steps", 1),
         ("grace", 0),
@@ -273,6 +277,12 @@ def check_options(args: argparse.Namespace) -> None:
         if value is not None and value < low:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option}: want at least {low}, got {value}")
+    if args.earlier > EARLIER:
+        from stree_jax.speculation.drafters.earlier import MOST_TOKENS
+
+        if args.earlier > MOST_TOKENS:
+            most = f"at most {MOST_TOKENS} tokens"
+            raise ValueError(f"--earlier: want {most}, got {args.earlier}")
     if args.port > 65535:
         raise ValueError(f"--port: want at most 65535, got {args.port}")
     if not args.timeout > 0:
@@ -362,6 +372,7 @@ def sizes_of(args: argparse.Namespace, context: int) -> "tuple[Sizes, list[str]]
     values = {name: getattr(args, name) for name in defaults}
     named = {name: value for name, value in values.items() if value is not None}
     others = {"steps": args.steps, "top_logprobs": args.logprobs}
+    others["earlier"] = args.earlier
     return Sizes(**defaults | named | others), list(named)
 
 

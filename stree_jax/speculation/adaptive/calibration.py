@@ -2,7 +2,8 @@
 
 Nodes are divided into kinds. For nodes of a draft model, a kind is a range (bin) of the
 probability that the model gives to the node's token. For nodes of prompt lookup, it is
-the length of the match. The acceptance rate of each kind is counted during decoding and
+the length of the match; matches in earlier texts have kinds of their own. The
+acceptance rate of each kind is counted during decoding and
 is the estimate for new nodes of this kind. Old counts decay, so that the rates describe
 the recent text.
 
@@ -15,7 +16,12 @@ import numpy as np
 from flax import struct
 
 from stree_jax.speculation.accept import Accepted
-from stree_jax.speculation.adaptive.pool import KINDS, LOOKUP_KINDS, MODEL_KINDS
+from stree_jax.speculation.adaptive.pool import (
+    FIRST_EARLIER_KIND,
+    KINDS,
+    LOOKUP_KINDS,
+    MODEL_KINDS,
+)
 from stree_jax.speculation.draft import Draft
 
 FADES = 0.99  # decay of the counts per step
@@ -32,10 +38,11 @@ _BELIEVED = 1 / (1 + np.exp(4 - LOGIT_STEP * (np.arange(MODEL_KINDS) + 0.5)))
 _MATCHED = [0.03, 0.08, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9]
 _OTHERS = [0.01, 0.02, 0.03, 0.04, 0.05, 0.05, 0.05, 0.05]
 _FORCED = [0.95]  # other tokens may spell the same text
-PRIOR = np.asarray([*_BELIEVED, *_MATCHED, *_OTHERS, *_FORCED], np.float32)
+_LOOKED_UP = [*_MATCHED, *_OTHERS]
+PRIOR = np.asarray([*_BELIEVED, *2 * _LOOKED_UP, *_FORCED], np.float32)
 # Sampled text repeats itself less often than greedy text.
-_DRAWN = [0.5 * p for p in (*_MATCHED, *_OTHERS)]
-PRIOR_SAMPLED = np.asarray([*_BELIEVED, *_DRAWN, *_FORCED], np.float32)
+_DRAWN = [0.5 * p for p in _LOOKED_UP]
+PRIOR_SAMPLED = np.asarray([*_BELIEVED, *2 * _DRAWN, *_FORCED], np.float32)
 
 
 @struct.dataclass
@@ -71,16 +78,20 @@ def model_kind(probability: jax.Array) -> jax.Array:
     return jnp.clip(place, 0, MODEL_KINDS - 1).astype(jnp.int32)
 
 
-def lookup_kind(matched: jax.Array, first: jax.Array) -> jax.Array:
+def lookup_kind(
+    matched: jax.Array, first: jax.Array, earlier: jax.Array | bool = False
+) -> jax.Array:
     """Returns the kinds [...] int32 of nodes from prompt lookup.
 
     Args:
       matched: [...] int32. Number of matched tokens before the node, at least 1.
       first: [...] bool. Whether the node belongs to the best match of its parent's
         position (the longest, then the most recent).
+      earlier: [...] bool. Whether the match is in an earlier text.
     """
     length = jnp.minimum(matched, LONGEST) - 1
-    return MODEL_KINDS + jnp.where(first, 0, LONGEST) + length
+    start = jnp.where(earlier, FIRST_EARLIER_KIND, MODEL_KINDS)
+    return start + jnp.where(first, 0, LONGEST) + length
 
 
 def count(counts: Counts, draft: Draft, accepted: Accepted) -> Counts:

@@ -52,7 +52,7 @@ class Looking:
     """The state of an `AdaptiveDrafter`.
 
     Attributes:
-      history: the text so far, in which prompt lookup searches.
+      history: the text so far and earlier texts, in which prompt lookup searches.
       searching: the searcher's state. None if only prompt lookup drafts.
       passes: [B] int32. Number of the searcher's forward passes since prefill.
       guessing: [B] int32. Number of these passes that also read guesses of n-grams.
@@ -80,14 +80,14 @@ class AdaptiveDrafter(DrafterBase):
       width, depth: W and M, the sizes of the searcher's levels.
       largest: the largest tree. Continuations from prompt lookup are as long as it is
         deep.
-      texts: `LookupIn.texts` if the drafter is that, else None.
     """
 
     searcher: Searcher | None
     width: int = struct.field(pytree_node=False, default=3)
     depth: int = struct.field(pytree_node=False, default=8)
     largest: Budget = struct.field(pytree_node=False, default=Budget(16, 15))
-    texts: jax.Array | None = None
+
+    looks_up = True
 
     # A property where the base class has a constant, which mypy does not allow.
     @property
@@ -128,7 +128,7 @@ class AdaptiveDrafter(DrafterBase):
         if self.searcher is not None:
             searching = self.searcher.init(prompts, past)
         return Looking(
-            history=begin_history(prompts, self.texts),
+            history=begin_history(prompts),
             searching=searching,
             passes=jnp.zeros_like(prompts.lengths),
             guessing=jnp.zeros_like(prompts.lengths),
@@ -138,7 +138,7 @@ class AdaptiveDrafter(DrafterBase):
     def tokens_behind(self, state: Looking) -> jax.Array:
         """Returns the numbers of tokens [B] int32 that the searcher must read before it
         can draft."""
-        length = state.history.length
+        length = state.history.own().length
         if self.searcher is None:
             return jnp.zeros_like(length)
         return self.searcher.unread(state.searching, length)
@@ -184,7 +184,7 @@ class AdaptiveDrafter(DrafterBase):
         """
         assert self.searcher is not None
         size, spare = (self.width, self.depth), self.largest.depth + 1
-        query = Query(state.history, dist, rule, *size, spare, worth)
+        query = Query(state.history.own(), dist, rule, *size, spare, worth)
         searching, search = self.searcher.search(state.searching, query)
         args = search.at_root, search.guesser, root, dist, rule, probability
         grown = best_first(*args, search.start, search.go_on, least)

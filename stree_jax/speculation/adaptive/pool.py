@@ -20,7 +20,15 @@ from jax import lax
 
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints, like
 from stree_jax.models.layers.nodes import NO_NODE
-from stree_jax.speculation.draft import DRAFTER, FORCED, LOOKUP, NGRAM, TARGET, Draft
+from stree_jax.speculation.draft import (
+    DRAFTER,
+    EARLIER,
+    FORCED,
+    LOOKUP,
+    NGRAM,
+    TARGET,
+    Draft,
+)
 from stree_jax.speculation.layout import Layout, tree_layout
 from stree_jax.speculation.tree import Budget
 
@@ -31,9 +39,11 @@ PRIME = 2654435761
 
 # Kinds of nodes, whose acceptance rates are counted separately: 16 bins of the draft
 # model's probability, 16 kinds for prompt lookup (8 match lengths, each for the best
-# match and for other matches), and one for text that a constraint forces.
+# match and for other matches), as many for lookup in earlier texts, and one for text
+# that a constraint forces.
 MODEL_KINDS, LOOKUP_KINDS = 16, 16
-FORCED_KIND = MODEL_KINDS + LOOKUP_KINDS
+FIRST_EARLIER_KIND = MODEL_KINDS + LOOKUP_KINDS
+FORCED_KIND = FIRST_EARLIER_KIND + LOOKUP_KINDS
 KINDS = FORCED_KIND + 1
 NO_KIND = KINDS  # the root, and nodes that fill up a row's tree
 
@@ -123,6 +133,8 @@ def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Arr
     tokens, parents, value, kind, guessed = nodes
     origin = jnp.where(guessed, NGRAM, DRAFTER)
     origin = jnp.where(kind < MODEL_KINDS, origin, LOOKUP)
+    is_earlier = (kind >= FIRST_EARLIER_KIND) & (kind < FORCED_KIND)
+    origin = jnp.where(is_earlier, EARLIER, origin)
     origin = jnp.where(kind == FORCED_KIND, FORCED, origin)
     node = jnp.arange(tree.size, dtype=jnp.int32)[None]
     draft = Draft(

@@ -1,15 +1,18 @@
 """Prompt lookup: drafts from earlier occurrences of the text's last tokens.
 
-The text so far is on the device. It is compared with itself, shifted, to find earlier
-occurrences of its last tokens. The longest match comes first, then the most recent. The
-tokens that followed there are drafted, with several continuations merged into one tree.
+The text so far is on the device, after the earlier texts (`EarlierTexts`) if there are
+any. Both are compared with the text, shifted, to find occurrences of its last tokens.
+The longest match comes first, then the most recent. The tokens that followed there are
+drafted, with several continuations merged into one tree.
 
-Letters: B rows, S size of the text buffer, W matches, M tokens of a continuation.
+Letters: B rows, E size of the earlier texts, S size of the buffer with both, W matches,
+M tokens of a continuation.
 """
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints
@@ -25,88 +28,50 @@ from stree_jax.speculation.adaptive.pool import (
 )
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import DrafterBase, DraftState, Prompts, Update
+from stree_jax.speculation.drafters.earlier import SEPARATOR
 from stree_jax.speculation.forced import with_forced_candidates
 from stree_jax.speculation.tree import Budget, Topology
 
 LOOKUP = "lookup"
 PLACES = 3  # W, the number of matches that are continued
+# Match lengths up to this number of tokens are compared, to find the longest match.
+LONGEST_MATCH = 32
 
 
 @struct.dataclass
 class History:
-    """The text of each row.
+    """The text of each row, after earlier texts.
 
     Attributes:
       tokens: [B, S] int32. The last valid token is the root of the next tree.
-      length: [B] int32. Number of valid tokens.
+      length: [B] int32. Number of valid tokens, earlier texts included.
+      earlier: E, static. The first E tokens are earlier texts, with -1 between texts.
     """
 
     tokens: jax.Array
     length: jax.Array
+    earlier: int = struct.field(pytree_node=False, default=0)
+
+    def own(self) -> "History":
+        """Returns the text without earlier texts."""
+        if not self.earlier:
+            return self
+        return History(self.tokens[:, self.earlier :], self.length - self.earlier)
 
     def kept(self) -> None:
         """Returns None, because a continuation needs no state: it gets the whole text
         again."""
 
 
-@struct.dataclass
-class LookupIn:
-    """A drafter: prompt lookup that also searches other texts, such as what the model
-    wrote in an earlier epoch. It is a pytree, so that texts are arguments of `jax.jit`.
-
-    Matches in the text itself come first, then those near the end of `texts`.
-
-    Attributes:
-      texts: [R] ints for all prompts, or [B, R] ints, texts for each prompt. Several
-        texts follow each other, and padding may be any id: a draft is only a guess.
-
-    Example:
-      >>> model = stree_jax.load("demo")
-      >>> ids = jnp.asarray(model.tokenizer.encode("def area(r):\n").ids)
-      >>> run = stree_jax.generate_tokens
-      >>> first = run(model, ids[None], max_new_tokens=32)
-      >>> again = run(
-      ...     model,
-      ...     ids[None],
-      ...     max_new_tokens=32,
-      ...     drafter=LookupIn(first.joined(ids[None]).tokens),
-      ... )
-      >>> bool(again.calls[0] < first.calls[0])
-      True
-    """
-
-    texts: jax.Array
-
-    def check(self) -> None:
-        """Raises ValueError if `texts` are not integers with one or two axes."""
-        shape, dtype = np.shape(self.texts), getattr(self.texts, "dtype", None)
-        whole = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
-        if len(shape) not in (1, 2) or not whole or 0 in shape:
-            raise ValueError(
-                "drafter: want texts as an array of integers [R] or [B, R], got "
-                f"{dtype or type(self.texts).__name__} {shape}"
-            )
-
-
-def begin_history(prompts: Prompts, texts: jax.Array | None = None) -> History:
-    """Returns the history that contains the prompts, with space for the output.
-
-    Args:
-      prompts: the prompts.
-      texts: `LookupIn.texts`, which come before the prompts; or None.
-    """
-    batch, width = prompts.token_ids.shape
+def begin_history(prompts: Prompts) -> History:
+    """Returns the history that contains the prompts, with space for the output."""
+    width, earlier = prompts.token_ids.shape[1], prompts.earlier
     space = max(prompts.capacity - width, 0)
     text = jnp.pad(prompts.token_ids, ((0, 0), (0, space)))
-    if texts is None:
+    if earlier is None:
         return History(text, prompts.lengths)
-    if texts.ndim == 2 and texts.shape[0] != batch:
-        raise ValueError(
-            f"drafter: texts of {texts.shape[0]} prompts, but {batch} prompts"
-        )
-    R = texts.shape[-1]
-    before = jnp.broadcast_to(texts.astype(jnp.int32).reshape(-1, R), (batch, R))
-    return History(jnp.concatenate([before, text], axis=1), prompts.lengths + R)
+    E = earlier.shape[1]
+    return History(jnp.concatenate([earlier, text], axis=1), prompts.lengths + E, E)
 
 
 def add_to_history(history: History, update: Update) -> History:
@@ -118,7 +83,8 @@ def add_to_history(history: History, update: Update) -> History:
     index = jnp.arange(update.tokens.shape[1], dtype=jnp.int32)[None]
     place = history.length[:, None] + index
     place = jnp.where(index < update.length[:, None], place, history.tokens.shape[1])
-    return History(
+    return replace(
+        history,
         tokens=jax.vmap(write)(history.tokens, place, update.tokens),
         length=history.length + update.length,
     )
@@ -128,18 +94,20 @@ def matched_tokens(history: History) -> jax.Array:
     """Returns the match length at each position, [B, S] int32: how many tokens up to
     and including it are equal to the last tokens of the text.
 
-    Lengths are at most `LONGEST`. The last position gets 0, because its next token is
-    unknown.
+    Lengths are at most `LONGEST_MATCH`. The last position of each text gets 0, because
+    its next token is unknown. Matches end at the beginnings of texts.
     """
     text, S = history.tokens, history.tokens.shape[1]
-    back = history.length[:, None] - 1 - jnp.arange(LONGEST, dtype=jnp.int32)[None]
+    steps = jnp.arange(LONGEST_MATCH, dtype=jnp.int32)[None]
+    back = history.length[:, None] - 1 - steps
     end = jnp.take_along_axis(text, jnp.maximum(back, 0), axis=1)
     place = jnp.arange(S, dtype=jnp.int32)[None]
     same = place < history.length[:, None] - 1
+    same &= jnp.pad(text[:, 1:], ((0, 0), (0, 1))) != SEPARATOR
     length = jnp.zeros(text.shape, jnp.int32)
-    for j in range(LONGEST):  # one fused loop over the text
-        shifted = jnp.pad(text, ((0, 0), (j, 0)))[:, :S]
-        same &= (shifted == end[:, j : j + 1]) & (place >= j)
+    for j in range(LONGEST_MATCH):  # one fused loop over the text
+        shifted = jnp.pad(text, ((0, 0), (j, 0)), constant_values=SEPARATOR)[:, :S]
+        same &= (shifted == end[:, j : j + 1]) & (shifted != SEPARATOR)
         length += same.astype(jnp.int32)
     return length
 
@@ -179,7 +147,7 @@ def look_up(
     """Returns W * `depth` candidates: the continuations of the best matches.
 
     A continuation that reaches the end of the text starts again from its first token,
-    as if the text were periodic.
+    as if the text were periodic. In an earlier text it ends with the text.
 
     Args:
       history: the text.
@@ -188,16 +156,23 @@ def look_up(
       extra: number of padding entries to append, for other candidates.
     """
     tokens, parents, value, kind, path = _found(
-        history, probability, depth=depth, extra=extra
+        (history.tokens, history.length),
+        probability,
+        depth=depth,
+        extra=extra,
+        earlier=history.earlier,
     )
     guessed = jnp.zeros(tokens.shape, bool)
     return Pool(tokens, parents, value, kind, path, guessed)
 
 
+Text = tuple[jax.Array, jax.Array]  # the arrays of a `History`
+
+
 def _found_shapes(
-    history: History, _: jax.Array, *, depth: int, extra: int
+    text: Text, _: jax.Array, *, depth: int, extra: int, earlier: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    shape = history.tokens.shape[0], PLACES * depth + extra
+    shape = text[0].shape[0], PLACES * depth + extra
     path = jax.ShapeDtypeStruct(shape, jnp.uint32)
     return ints(*shape), ints(*shape), floats(*shape), ints(*shape), path
 
@@ -206,19 +181,21 @@ def _found_shapes(
     "stree_look_up",
     outputs=_found_shapes,
     shared=("probability",),
-    attributes=lambda depth, extra: dict(
+    attributes=lambda depth, extra, earlier: dict(
+        earlier=earlier,
         places=PLACES,
         depth=depth,
         longest=LONGEST,
+        longest_match=LONGEST_MATCH,
         prime=PRIME,
         first_kind=MODEL_KINDS,
     ),
 )
 def _found(
-    history: History, probability: jax.Array, *, depth: int, extra: int
+    text: Text, probability: jax.Array, *, depth: int, extra: int, earlier: int
 ) -> tuple[jax.Array, ...]:
     """Returns tokens, parents, value, kind and path [B, W * M + extra] of the pool."""
-    pool = _candidates(history, probability, depth)
+    pool = _candidates(History(*text, earlier), probability, depth)
     return tuple(jnp.pad(z, ((0, 0), (0, extra))) for z in pool)
 
 
@@ -232,6 +209,7 @@ def _candidates(
     period = jnp.maximum(history.length[:, None] - 1 - places, 1)[..., None]
     at = (places + 1)[..., None] + step % period  # [B, W, M]
     tokens = jax.vmap(lambda text, at: text[at])(history.tokens, at)
+    goes_on = jnp.cumprod(tokens != SEPARATOR, axis=2) > 0
     numbers = (tokens + 1).astype(jnp.uint32) * path_powers(M)[None, None]
     path = jnp.cumsum(numbers, axis=2, dtype=jnp.uint32)
 
@@ -239,7 +217,7 @@ def _candidates(
     same = (path[:, :, None] == path[:, None]) & exists[:, None]  # [B, W, W, M]
     owner = jnp.argmax(same, axis=2).astype(jnp.int32)  # the best match with a path
     index = jnp.arange(W, dtype=jnp.int32)[None, :, None]
-    own = exists & (owner == index)
+    own = exists & goes_on & (owner == index)
     above = jnp.pad(owner[..., :-1], ((0, 0), (0, 0), (1, 0)))
     # Candidate (w, j) is token j = `step` of the M tokens after match w; its index is
     # w M + j. Its parent is token j - 1 of the same continuation. If several matches
@@ -247,7 +225,8 @@ def _candidates(
     # w' = `above`: the parent's index is w' M + j - 1. Parents are stored plus 1,
     # because 0 is the root.
     parent = jnp.where(step > 0, above * M + step, 0)
-    kind = lookup_kind(matched[..., None] + step, above == index)
+    earlier = (places < history.earlier)[..., None]
+    kind = lookup_kind(matched[..., None] + step, above == index, earlier)
 
     def of_owner(table: jax.Array) -> jax.Array:
         return jnp.take_along_axis(table, owner, axis=1)
@@ -263,17 +242,12 @@ def _candidates(
 
 @struct.dataclass
 class LookupDrafter(DrafterBase):
-    """Prompt lookup without another drafter, for trees with a fixed number of nodes.
+    """Prompt lookup without another drafter, for trees with a fixed number of nodes."""
 
-    Attributes:
-      texts: `LookupIn.texts`, or None.
-    """
-
-    texts: jax.Array | None = None
+    looks_up = True
 
     def init(self, prompts: Prompts, past: DraftState | None) -> History:
-        # The prompts contain the whole text.
-        return begin_history(prompts, self.texts)
+        return begin_history(prompts)  # the prompts contain the whole text
 
     def propose(
         self,

@@ -13,7 +13,7 @@ from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.drafters.custom import METHODS, Custom
 from stree_jax.speculation.drafters.dflash import DFlashSource
 from stree_jax.speculation.drafters.eagle import EagleSource
-from stree_jax.speculation.drafters.lookup import LOOKUP, LookupIn
+from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.medusa import HeadsSource
 from stree_jax.speculation.drafters.model import ModelSource
 from stree_jax.speculation.drafters.mtp import (
@@ -26,21 +26,12 @@ from stree_jax.speculation.drafters.mtp import (
 from stree_jax.speculation.drafters.ngram_pairs import WithNGrams
 from stree_jax.speculation.drafters.ngrams import NGrams, NGramsSource
 from stree_jax.speculation.drafters.staged import Staged, StagedSource
-from stree_jax.speculation.drafters.text import LookupSource, PlainSource, TextsSource
+from stree_jax.speculation.drafters.text import LookupSource, PlainSource
 from stree_jax.speculation.source import Source, not_a_source
 
 AUTO = "auto"  # default drafter of the API and of all commands except the demo
 AnyDrafter = (
-    Model
-    | Heads
-    | DFlash
-    | WithNGrams
-    | Eagle
-    | TrimmedMTP
-    | LookupIn
-    | Drafter
-    | str
-    | None
+    Model | Heads | DFlash | WithNGrams | Eagle | TrimmedMTP | Drafter | str | None
 )  # what users pass as `drafter`
 
 SOURCES: dict[type, Any] = {  # by the type of the value that users pass
@@ -52,7 +43,6 @@ SOURCES: dict[type, Any] = {  # by the type of the value that users pass
     TrimmedMTP: TrimmedMTPSource,
     NGrams: NGramsSource,
     Staged: StagedSource,
-    LookupIn: TextsSource,
 }
 ABSTRACT: dict[type, Any] = {
     ModelConfig: ModelSource,

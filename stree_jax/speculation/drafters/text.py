@@ -1,7 +1,5 @@
 """Sources that need no model: prompt lookup, and plain decoding."""
 
-from typing import Any
-
 from flax import struct
 
 from stree_jax.models import Model
@@ -35,23 +33,6 @@ class LookupSource(Source):
 
     def bind(self, target: Model, tree: Topology) -> DrafterBase:
         return LookupDrafter()
-
-
-@struct.dataclass
-class TextsSource(LookupSource):
-    """Prompt lookup that also searches other texts."""
-
-    value: Any  # a `LookupIn`
-
-    def check(self, target: Model) -> None:
-        self.value.check()
-
-    @property
-    def timed_as(self) -> Source:
-        return LookupSource()
-
-    def bind(self, target: Model, tree: Topology) -> DrafterBase:
-        return LookupDrafter(self.value.texts)
 
 
 @struct.dataclass
