@@ -176,7 +176,7 @@ def test_no_recurrent_state_has_16_bits(dtype, tmp_path):
     model = stree_jax.load(path, dtype=dtype, mtp=True)
     layers = model.config.kinds.count("delta")
     spec = spec_for(model, model, "chain:2", None, None)
-    batch = Batch(model, spec, Sizes(rows=2, context=128, steps=9, prefixes=2))
+    batch = Batch(model, spec, Sizes(rows=2, context=128, steps=9, prefix_memory=2**20))
     batch.clear()
     batch.admit(0, TextRequest(list(range(8, 80)), 8))
     batch.advance()

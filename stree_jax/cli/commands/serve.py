@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stree_jax.speculation.step import Spec
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
-ROWS, PREFIXES = 4, 16  # defaults
+ROWS = 4  # default
 NOTES = notes(
     f"""
 Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
@@ -81,8 +81,11 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
     size("--rows", ROWS, "requests decoded together")
     size("--context", "the model's own, if memory allows", CONTEXT_HELP)
-    text = "memory for states that are kept to reuse prefixes, in rows of the batch"
-    size("--prefixes", PREFIXES, text)
+    text = (
+        "memory for cached states of prefixes, such as 2GB; 0 keeps none (default: a "
+        "quarter of the free memory or of --memory; less if --memory requires it)"
+    )
+    add(batching, "--prefix-memory", str, None, text, metavar="SIZE")
     text = "decoding steps between two looks at new and finished requests"
     add(batching, "--steps", int, 8, text)
 
@@ -247,10 +250,10 @@ def check_alternatives(args: argparse.Namespace, tokens: int) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for numbers that are out of range."""
+    prefix_memory(args)
     for name, low in (
         ("rows", 1),
         ("context", 2),
-        ("prefixes", 0),
         ("queue", 1),
         ("steps", 1),
         ("grace", 0),
@@ -325,7 +328,7 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
         report_status("rule typical: answers do not follow the model's distribution")
     files = CheckpointFiles(resolve(args.model))
     context = default_context(files, model, args.rows or ROWS, limit)
-    sizes, named = sizes_of(args, context)
+    sizes, named = sizes_of(args, context, limit)
     warn_of_drafter(model, drafter)
     if limit is None:
         return model, spec_for(model, drafter, args.tree, args.rule, None), sizes, None
@@ -338,20 +341,44 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     return model, found.candidate.spec, found.request, limit - found.size
 
 
-def sizes_of(args: argparse.Namespace, context: int) -> "tuple[Sizes, list[str]]":
+def sizes_of(
+    args: argparse.Namespace, context: int, limit: int | None = None
+) -> "tuple[Sizes, list[str]]":
     """Returns the sizes of the batch, and the names of those that options set.
 
     Args:
       args: the options.
       context: the default of --context.
+      limit: bytes of --memory.
     """
     from stree_jax.server.batch import Sizes
+    from stree_jax.server.context import default_prefix_memory
 
-    defaults = {"rows": ROWS, "context": context, "prefixes": PREFIXES}
-    values = {name: getattr(args, name) for name in defaults}
+    memory = default_prefix_memory(limit)
+    defaults = {"rows": ROWS, "context": context, "prefix_memory": memory}
+    values = {name: getattr(args, name) for name in ("rows", "context")}
+    values["prefix_memory"] = prefix_memory(args)
     named = {name: value for name, value in values.items() if value is not None}
     others = {"steps": args.steps, "top_logprobs": args.logprobs}
     return Sizes(**defaults | named | others), list(named)
+
+
+def prefix_memory(args: argparse.Namespace) -> int | None:
+    """Returns the bytes of --prefix-memory, or None if it is not set.
+
+    Raises:
+      ValueError: it is no number of bytes.
+    """
+    from stree_jax.sizing.units import bytes_named
+
+    if args.prefix_memory is None:
+        return None
+    if args.prefix_memory.strip() == "0":
+        return 0
+    try:
+        return bytes_named(args.prefix_memory)
+    except ValueError as error:
+        raise ValueError(f"--prefix-{error}") from error
 
 
 def check_weights(args: argparse.Namespace, limit: int) -> None:

@@ -41,6 +41,11 @@ class Custom(Searcher, Source):
         old_name = getattr(self.value, "hears_prompts", bool(self.taps))
         return bool(getattr(self.value, "observes_prompts", old_name))
 
+    # A property where the base class has a constant, which mypy does not allow.
+    @property
+    def cuts_back(self) -> bool:  # type: ignore[override]
+        return bool(getattr(self.value, "cuts_back", False))
+
     def check(self, target: Model) -> None:
         for leaf in jax.tree.leaves(self.value):
             if not hasattr(leaf, "dtype") and not isinstance(leaf, NUMBERS):

@@ -270,6 +270,7 @@ class LookupDrafter(DrafterBase):
     """
 
     texts: jax.Array | None = None
+    cuts_back = True
 
     def init(self, prompts: Prompts, past: DraftState | None) -> History:
         # The prompts contain the whole text.
