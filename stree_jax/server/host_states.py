@@ -156,6 +156,28 @@ class Form:
             at[i] = np.minimum(at[i], np.asarray(length, at[i].dtype))
         return tuple(at.values())
 
+    def after(self, parts: Sequence[Arrays], length: int) -> Arrays:
+        """Returns the arrays, beside KV caches, of a past that has read at most
+        `length` tokens: as many as there are rows. The form must have `only_caches`;
+        arrays outside of states are 0.
+
+        Args:
+          parts: rows of each KV cache, in consecutive parts of the text.
+          length: number of tokens.
+        """
+        read: dict[int | None, int] = {}
+        for j, i in enumerate(self.caches):
+            rows = sum(part[j].shape[self.axis(j)] for part in parts)
+            state = self.places[i].state
+            read[state] = min(read.get(state, length), rows)
+        found = []
+        for i in self.others:
+            x = np.zeros(self.places[i].shape, self.places[i].dtype)
+            if i in self.lengths:
+                x[:] = read.get(self.places[i].state, length)
+            found.append(x)
+        return tuple(found)
+
     def joined(self, kept: Arrays, parts: Iterable[Arrays]) -> Any:
         """Copies a past to the device, in the form that `init_decoding` takes.
 

@@ -41,6 +41,8 @@ class Node:
       kept: the kept state at its end, or None: the arrays that are not KV caches.
       used: the time at which a prompt last went through the node, in prompts.
       hits: number of prompts that continued its kept state.
+      check: for a node whose arrays are mapped from a file: reads the file and returns
+        False if it is damaged. None if there is nothing to check.
     """
 
     tokens: np.ndarray
@@ -51,6 +53,7 @@ class Node:
     kept: Arrays | None = None
     used: int = 0
     hits: int = 0
+    check: Callable[[], bool] | None = None
 
     @property
     def end(self) -> int:
@@ -172,9 +175,8 @@ class Prefixes:
         return (n for n in self._root.descendants() if n.parent is not None)
 
     def clear(self) -> None:
-        """Removes all texts."""
-        for node in list(self._root.children.values()):
-            self.drop(node)
+        """Forgets all texts. Copies on disk stay until the next start."""
+        self._root, self.bytes = self._empty(), 0
 
     def spacing(self, context: int, chunk: int = PREFILL_CHUNK) -> int | None:
         """Returns the number of tokens between kept states within a prompt, or None if
@@ -226,14 +228,13 @@ class Prefixes:
 
         Args:
           path: the nodes of its text.
-          cut: number of tokens to which the state of a longer text is cut back, or
-            None for the kept state at the end of the path.
+          cut: number of tokens after which the text is continued, or None for the kept
+            state at the end of the path.
         """
-        node = path[-1]
-        while node.kept is None:  # every leaf has a kept state
-            node = next(iter(node.children.values()))
-        kept = node.kept if cut is None else self.form.cut(node.kept, cut)
-        return self.form.joined(kept, [n.rows for n in path])
+        rows = [node.rows for node in path]
+        kept = self.form.after(rows, cut) if cut is not None else path[-1].kept
+        assert kept is not None  # chosen by `find`
+        return self.form.joined(kept, rows)
 
     def add(self, text: Sequence[int], past: Any) -> None:
         """Caches the states after a text, and evicts other states while all together
@@ -289,15 +290,52 @@ class Prefixes:
 
     def _walk(self, ids: np.ndarray) -> tuple[list[Node], int]:
         """Follows a text through the tree. Returns the nodes, of which the last one may
-        match in part, and the number of equal tokens."""
+        match in part, and the number of equal tokens. Drops damaged nodes."""
         node, path, at = self._root, [], 0
         while at < len(ids) and (after := node.children.get(int(ids[at]))) is not None:
+            if after.check is not None and not after.check():
+                self.drop(after)
+                return self._walk(ids)
+            after.check = None
             path.append(after)
             at += common_length(ids[at:], after.tokens)
             if at < after.end:
                 break
             node = after
         return path, at
+
+    def restore(
+        self,
+        text: np.ndarray,
+        parent: Node | None,
+        rows: Arrays,
+        kept: Arrays | None,
+        used: int,
+    ) -> Node | None:
+        """Adds a node with the arrays of a file, without copying them.
+
+        Args:
+          text: [n] int32. All tokens up to the end of the node.
+          parent: the node before it, or None for the root.
+          rows, kept, used: see `Node`.
+
+        Returns:
+          The node, or None if the tree has one that begins with the same token.
+        """
+        parent = self._root if parent is None else parent
+        first = int(text[parent.end])
+        if first in parent.children:
+            return None
+        node = Node(text[parent.end :], parent.end, rows, parent, kept=kept, used=used)
+        parent.children[first] = node
+        self.bytes += node.run_bytes + node.kept_bytes
+        self._now = max(self._now, used)
+        return node
+
+    def prune(self) -> None:
+        """Removes all nodes after which there is no kept state."""
+        while lost := [n for n in self.nodes() if n.kept is None and not n.children]:
+            self.drop(lost[0])
 
     def _grown(self, node: Node, ids: np.ndarray) -> Node:
         """Returns a new leaf after a node, with the rest of a text."""

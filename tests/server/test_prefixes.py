@@ -7,22 +7,19 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.models import State
-from stree_jax.models.mixers.attention import AttentionState
-from stree_jax.models.mixers.mamba2 import MambaState
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server import batch as batches
 from stree_jax.server import fitting, programs
 from stree_jax.server.batch import Batch, Sizes, TextRequest
-from stree_jax.server.host_states import Form
-from stree_jax.server.prefixes import LEAST, Prefixes, common_length
+from stree_jax.server.prefixes import LEAST, common_length
 from stree_jax.sizing import step_times
 from stree_jax.sizing.fit import fastest
 from stree_jax.sizing.memory import CompiledBytes
 from stree_jax.speculation.decoding import RUNNING
 from stree_jax.speculation.default_tree import spec_for
 from tests.server import served
+from tests.support.prefix_states import cache_of, check_restored, past_of
 from tests.support.tiny import REAL, tiny
 
 SIZES = Sizes(rows=2, context=256, steps=4, top_logprobs=2, prefix_memory=2**20)
@@ -157,51 +154,6 @@ def branched(batch):
 # --- a tree of made-up states ---------------------------------------------------------
 
 
-def rows_of(text, capacity):
-    """Returns rows [1, 1, capacity, 2] that depend on all tokens before them."""
-    value = np.cumsum(np.asarray(text) * (1 + np.arange(len(text)))) % 9973
-    rows = np.full((1, 1, capacity, 2), -1, np.float32)
-    rows[0, 0, : len(text), :] = value[:, None]
-    return rows
-
-
-def past_of(text, recurrent, lag=0, capacity=64):
-    """Returns states of a target, and of a draft model that has read `lag` tokens
-    less."""
-
-    def state(text):
-        rows = rows_of(text, capacity)
-        layers = [{"attention": AttentionState(rows, rows + 0.5)}]
-        if recurrent:
-            total = np.full((1, 2, 3, 4), sum(text), np.float32)
-            layers.append({"mamba": MambaState(total, np.zeros((1, 2, 3), np.float32))})
-        return State(tuple(layers), np.asarray([len(text)], np.int32))
-
-    return state(text), state(text[: len(text) - lag])
-
-
-def cache_of(limit, recurrent):
-    prefixes = Prefixes(limit)
-    prefixes.form = Form.of(past_of([1], recurrent))
-    return prefixes
-
-
-def check_restored(found, text, recurrent, lags):
-    """Asserts that a past is that of the first tokens of a text."""
-    read = text[: found.length]
-    target, drafting = found.restored()
-    wanted = past_of(read, recurrent, min(lags[found.length], len(read)))
-    for state, one in zip((target, drafting), wanted, strict=True):
-        n = int(state.length[0])
-        assert n <= len(read) and (n == len(read) or state is drafting)
-        if not recurrent:
-            one = past_of(read, recurrent, len(read) - n)[1]
-        one = jax.tree.map(lambda x: np.where(x == -1, 0, x), one)  # unused rows
-        one = jax.tree.map(lambda x: np.where(x == -0.5, 0, x), one)
-        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(one), strict=True):
-            assert np.array_equal(x, y)
-
-
 @pytest.mark.parametrize("limit", [10**7, 30_000, 2_000])
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_random_texts_are_restored(recurrent, limit):
@@ -299,7 +251,7 @@ def test_a_state_that_saves_little_is_evicted_before_one_that_saves_much():
 def test_states_are_as_dense_as_the_limit_allows():
     prefixes = cache_of(10**6, True)
     steps = []
-    for limit in (4_000, 40_000, 400_000, 10**7):
+    for limit in (2_000, 40_000, 400_000, 10**7):
         prefixes.limit = limit
         steps.append(prefixes.spacing(1024))
     assert steps[0] is None and steps[1:] == sorted(steps[1:], reverse=True)
@@ -486,7 +438,7 @@ def test_the_limit_determines_sizes_and_tree(fit, model, monkeypatch):
 
 def test_suggested_sizes_fit(model):
     """Each suggested number fits on its own, by the compiler's sizes."""
-    whole = Sizes(rows=3, context=1024, top_logprobs=2, prefix_memory=2**20)
+    whole = Sizes(rows=3, context=1024, top_logprobs=2, prefix_memory=2**17)
     limit = fitted(10**9, [whole], model).size * 6 // 10
     with pytest.raises(ValueError, match="it fits with context") as error:
         fitted(limit, [whole], model)

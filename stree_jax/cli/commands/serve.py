@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from stree_jax.models import Model
-    from stree_jax.server.batch import Sizes
+    from stree_jax.server.batch import Batch, Sizes
     from stree_jax.server.chat_format import ChatFormat
+    from stree_jax.server.prefix_folder import PrefixFolder
     from stree_jax.server.protocol import Turn
     from stree_jax.server.run import Ready
     from stree_jax.server.service import Spell
@@ -86,6 +87,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
         "quarter of the free memory or of --memory; less if --memory requires it)"
     )
     add(batching, "--prefix-memory", str, None, text, metavar="SIZE")
+    text = "folder for copies of cached prefixes, which the next start continues with"
+    add(batching, "--prefix-folder", Path, None, text, metavar="DIR")
     text = "decoding steps between two looks at new and finished requests"
     add(batching, "--steps", int, 8, text)
 
@@ -184,12 +187,33 @@ def ready(
     )
     service.prepare()
     rest = programs.warm(batch, say)
+    closing = () if args.prefix_folder is None else (saved_prefixes(args, batch).close,)
     return_free_memory()
     seconds = time.perf_counter() - began
     what = f"model {service.name}, {sizes.rows} rows, context {sizes.context}"
     line = f"ready in {seconds:.1f} s: {what}"
     further = [*(program.compile for program in rest), return_free_memory]
-    return Ready(make_app(service), engine, line, further)
+    return Ready(make_app(service), engine, line, further, closing)
+
+
+def saved_prefixes(args: argparse.Namespace, batch: "Batch") -> "PrefixFolder":
+    """Reads cached prefixes from --prefix-folder, and saves them there from now on."""
+    from stree_jax.server.host_states import Form
+    from stree_jax.server.prefix_folder import PrefixFolder, model_key
+    from stree_jax.server.programs import batch_shapes
+
+    spec, config = batch.specs[False], batch.model.config
+    form = Form.of(batch_shapes(batch.model, spec, batch.sizes).past)
+    batch.prefixes.form = form
+    key = model_key((spec.target.params, str(config), spec.drafter), form)
+    folder = args.prefix_folder.expanduser().absolute()
+    found = PrefixFolder(folder, batch.prefixes, key, config.num_tokens, report_status)
+    size = batch.prefixes.bytes
+    if size:
+        from stree_jax.sizing.units import shown_bytes
+
+        report_status(f"{shown_bytes(size)} of prefixes in {folder}")
+    return found
 
 
 def name_of(args: argparse.Namespace) -> str:
@@ -250,7 +274,8 @@ def check_alternatives(args: argparse.Namespace, tokens: int) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for numbers that are out of range."""
-    prefix_memory(args)
+    if args.prefix_folder is not None and prefix_memory(args) == 0:
+        raise ValueError("--prefix-folder: needs more than --prefix-memory 0")
     for name, low in (
         ("rows", 1),
         ("context", 2),
