@@ -27,7 +27,7 @@ from stree_jax.speculation.decoding import RUNNING
 from stree_jax.speculation.default_tree import spec_for
 
 SYSTEM, AGENTS = 800, 3  # tokens of the system prompt; agents that have it
-MESSAGE = 20, 400  # least and most tokens of a message
+LEAST_MESSAGE = 20  # tokens
 REASONING = 0.5  # share of an answer that the history may leave out
 # How a turn departs from a history that only grows, with its probability.
 RETRY, BRANCH, EDIT, DROP = "retry", "branch", "edit", "drop"
@@ -53,10 +53,11 @@ class Trace:
     Args:
       model: the model, whose stop token ends each message.
       seed: seed of all random choices.
+      longest: most tokens of a message.
     """
 
-    def __init__(self, model: Model, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, model: Model, seed: int, longest: int) -> None:
+        self.rng, self.longest = np.random.default_rng(seed), longest
         config = model.config
         self.tokens, self.stop = config.num_tokens, (*config.stop_tokens, 0)[0]
         system = self.message(SYSTEM)
@@ -101,13 +102,14 @@ class Trace:
         elif kind == DROP and len(messages) > 2:
             answer = messages[-1]
             messages[-1] = answer[int(len(answer) * REASONING) :]
-        messages.append(self.message(int(rng.integers(*MESSAGE))))
+        messages.append(self.message(int(rng.integers(LEAST_MESSAGE, self.longest))))
 
 
 def replayed(batch: Batch, trace: Trace, args: argparse.Namespace) -> dict:
     """Sends the prompts to a batch. Returns the figures."""
     seen: list[np.ndarray] = []
     counts = dict.fromkeys(("prompt", "reusable", "reused"), 0)
+    longest_prompt = 0
     by_kind = {kind: [0, 0] for kind in TURNS}
     waits, longest = [], args.tokens - args.answer - 2
     for kind, agent in trace.prompts(longest, args.requests):
@@ -115,6 +117,7 @@ def replayed(batch: Batch, trace: Trace, args: argparse.Namespace) -> dict:
         begin = time.perf_counter()
         request = TextRequest(agent.asked, args.answer, shared=trace.system)
         cached = batch.admit(0, request)
+        longest_prompt = max(longest_prompt, len(prompt))
         waits.append(time.perf_counter() - begin)
         answer = answer_of(batch)
         reusable = max((common_length(prompt[:-1], old) for old in seen), default=0)
@@ -128,6 +131,7 @@ def replayed(batch: Batch, trace: Trace, args: argparse.Namespace) -> dict:
     held = sum(len(node.tokens) for node in prefixes.nodes())
     return {
         **counts,
+        "longest_prompt": longest_prompt,
         "share": round(counts["reused"] / max(counts["reusable"], 1), 4),
         "by_kind": {k: round(a / b, 4) for k, (a, b) in by_kind.items() if b},
         "spacing": prefixes.spacing(args.tokens),
@@ -155,6 +159,7 @@ def main() -> None:
     p.add_argument("--model", default="demo", help="directory, hub id or demo")
     p.add_argument("--tokens", type=int, default=8000, help="most tokens of a text")
     p.add_argument("--requests", type=int, default=100, help="prompts")
+    p.add_argument("--message", type=int, default=400, help="most tokens of a message")
     p.add_argument("--answer", type=int, default=32, help="tokens of an answer")
     p.add_argument("--prefix-memory", default="1GB", help="bytes of the cache")
     p.add_argument("--seed", type=int, default=0)

@@ -274,7 +274,7 @@ def check_alternatives(args: argparse.Namespace, tokens: int) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for numbers that are out of range."""
-    if args.prefix_folder is not None and prefix_memory(args) == 0:
+    if prefix_memory(args) == 0 and args.prefix_folder is not None:
         raise ValueError("--prefix-folder: needs more than --prefix-memory 0")
     for name, low in (
         ("rows", 1),
