@@ -171,7 +171,11 @@ def main() -> None:
     memory = bytes_named(args.prefix_memory)
     sizes = Sizes(rows=1, context=args.tokens, top_logprobs=1, prefix_memory=memory)
     print(
-        json.dumps(replayed(Batch(model, spec, sizes), Trace(model, args.seed), args))
+        json.dumps(
+            replayed(
+                Batch(model, spec, sizes), Trace(model, args.seed, args.message), args
+            )
+        )
     )
 
 

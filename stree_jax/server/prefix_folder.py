@@ -27,6 +27,7 @@ import numpy as np
 
 from stree_jax import cpu_kernels
 from stree_jax.common.cache_folder import only_the_user_writes
+from stree_jax.common.digests import digest_of
 from stree_jax.common.version import __version__
 from stree_jax.common.whole_file import write_whole
 from stree_jax.server.host_states import Arrays, Form
@@ -74,13 +75,7 @@ def model_key(values: Any, form: Form) -> str:
       form: the arrays of the states.
     """
     facts = (FORMAT, __version__, jax.__version__, cpu_kernels.describe())
-    digest = hashlib.sha256(repr((facts, form.places)).encode())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(values):
-        x = np.ascontiguousarray(leaf)
-        about = f"{jax.tree_util.keystr(path)} {x.dtype} {np.shape(leaf)}"
-        digest.update(about.encode())
-        digest.update(x.reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
+    return digest_of(values, (facts, form.places))
 
 
 def written(entry: Entry) -> bytes:
