@@ -157,9 +157,9 @@ class Form:
         return tuple(at.values())
 
     def after(self, parts: Sequence[Arrays], length: int) -> Arrays:
-        """Returns the arrays, beside KV caches, of a past that has read at most
-        `length` tokens: as many as there are rows. The form must have `only_caches`;
-        arrays outside of states are 0.
+        """Returns the arrays that are not KV caches of a past with at most `length`
+        tokens, limited by the available rows. The form must have `only_caches`. Arrays
+        outside of states are 0.
 
         Args:
           parts: rows of each KV cache, in consecutive parts of the text.

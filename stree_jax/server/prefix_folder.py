@@ -195,7 +195,9 @@ class PrefixFolder:
         self.folder, self.prefixes, self.key, self.say = folder, prefixes, key, say
         self.num_tokens = num_tokens
         self.path = folder / FOLDER
-        self._pending: dict[str, Entry | None] = {}  # None: to be removed
+        self._pending: dict[
+            str, Entry | None
+        ] = {}  # If None, the file is to be removed.
         self._wake, self._closing, self._failed = threading.Condition(), False, False
         self._thread = threading.Thread(target=self._run, name="prefixes", daemon=True)
         self._lock: int | None = None
@@ -310,7 +312,7 @@ class PrefixFolder:
                 raise Damaged(f"{name} has tokens that the model does not have")
             node = self.prefixes.restore(text, before, entry.rows, entry.kept, age)
             if node is None:
-                (self.path / name).unlink()  # a copy of what others have
+                (self.path / name).unlink()  # another file has its first token
                 continue
             node.check = self._checked(name, check)
             nodes[name] = node

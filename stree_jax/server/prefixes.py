@@ -29,7 +29,7 @@ SHARE = 4
 
 @dataclass(eq=False)
 class Node:
-    """A run of tokens in the prefix tree.
+    """A node of the prefix tree, with tokens that follow the text of its parent.
 
     Attributes:
       tokens: [m] int32. The tokens of the run.
@@ -38,7 +38,8 @@ class Node:
         model of the cache, such as a draft model, has not read all tokens.
       parent: the node before it, or None for the root.
       children: the nodes after it, by their first token.
-      kept: the kept state at its end, or None: the arrays that are not KV caches.
+      kept: the kept state at its end, which is the arrays that are not KV caches, or
+        None.
       used: the time at which a prompt last went through the node, in prompts.
       hits: number of prompts that continued its kept state.
       check: for a node whose arrays are mapped from a file: reads the file and returns
@@ -62,12 +63,12 @@ class Node:
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of its tokens and their rows."""
+        """Bytes of the node's tokens and their rows."""
         return self.tokens.nbytes + bytes_of(self.rows)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of its kept state."""
+        """Bytes of the kept state."""
         return bytes_of(self.kept or ())
 
     def path(self) -> list["Node"]:
