@@ -156,7 +156,7 @@ class Prefixes:
         """
         self.limit, self.can_cut = limit, can_cut
         self.form = Form((), None)
-        self.hits = self.tokens = self.bytes = self._now = 0
+        self.hits = self.tokens = self.bytes = self._now = self._states = 0
         self.on_change: Callable[[Node, bool], None] = lambda node, removed: None
         self._root = self._empty()
 
@@ -169,7 +169,8 @@ class Prefixes:
         return self.can_cut and self.form.only_caches
 
     def __len__(self) -> int:
-        return sum(node.kept is not None for node in self.nodes())
+        """Returns the number of kept states. May be called from any thread."""
+        return self._states
 
     def nodes(self) -> Iterator[Node]:
         """Yields all nodes but the root, parents first."""
@@ -177,7 +178,7 @@ class Prefixes:
 
     def clear(self) -> None:
         """Forgets all texts. Copies on disk stay until the next start."""
-        self._root, self.bytes = self._empty(), 0
+        self._root, self.bytes, self._states = self._empty(), 0, 0
 
     def spacing(self, context: int, chunk: int = PREFILL_CHUNK) -> int | None:
         """Returns the number of tokens between kept states within a prompt, or None if
@@ -285,6 +286,7 @@ class Prefixes:
             one.used = self._now
         if kept is not None and node.kept is None and node.end == len(ids):
             node.kept = kept
+            self._states += 1
             self.bytes += node.kept_bytes
             self.on_change(node, False)
         return node
@@ -330,6 +332,7 @@ class Prefixes:
         node = Node(text[parent.end :], parent.end, rows, parent, kept=kept, used=used)
         parent.children[first] = node
         self.bytes += node.run_bytes + node.kept_bytes
+        self._states += kept is not None
         self._now = max(self._now, used)
         return node
 
@@ -430,6 +433,7 @@ class Prefixes:
         """Removes the kept state at a node, and all nodes that are of no use without
         it."""
         self.bytes -= node.kept_bytes
+        self._states -= node.kept is not None
         node.kept = None
         if node.children:
             self.on_change(node, False)
@@ -444,6 +448,7 @@ class Prefixes:
         del node.parent.children[int(node.tokens[0])]
         for one in node.descendants():
             self.bytes -= one.run_bytes + one.kept_bytes
+            self._states -= one.kept is not None
             self.on_change(one, True)
 
 

@@ -186,6 +186,7 @@ def check_tree(prefixes):
     assert prefixes.bytes <= prefixes.limit
     nodes = list(prefixes.nodes())
     assert prefixes.bytes == sum(n.run_bytes + n.kept_bytes for n in nodes)
+    assert len(prefixes) == sum(n.kept is not None for n in nodes)
     assert all(n.kept is not None for n in nodes if not n.children)
     for node in nodes:
         assert len(node.tokens) and node.parent.end == node.start
