@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from stree_jax.generation.generate import generate as generate
     from stree_jax.generation.generate import stream as stream
     from stree_jax.generation.generate import tune as tune
+    from stree_jax.generation.past import Past as Past
     from stree_jax.generation.result import Generation as Generation
-    from stree_jax.generation.result import Past as Past
     from stree_jax.generation.scoring import score as score
     from stree_jax.generation.scoring import score_tree as score_tree
     from stree_jax.generation.token_logprobs import token_logprobs as token_logprobs
@@ -48,7 +48,8 @@ _NAMES = {
     "models.sharding.whole_model": "shard unshard",
     "sizing.plan": "plan",
     "verify.certify": "certify",
-    "generation.result": "Generation Past",
+    "generation.result": "Generation",
+    "generation.past": "Past",
     "sampling.settings": "Sampling",
     "generation.scoring": "score score_tree",
     "generation.tokens": "generate_tokens",

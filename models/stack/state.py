@@ -125,6 +125,21 @@ def cache_rows(state: State) -> int | None:
     return rows[0] if rows else None
 
 
+def recurrent_layers(state: State) -> list[str]:
+    """Returns the kinds of token mixers whose states are not only KV caches. If there
+    are none, the state can be cut back to any of its tokens."""
+    mixers = (mixer for layer in state.layers for mixer in layer.values())
+    kinds = (type(x).__name__.removesuffix("State") for x in mixers if not _caches(x))
+    return list(dict.fromkeys(kinds))
+
+
+def _caches(mixer: Any) -> bool:
+    """True if the state of a mixer consists of KV caches."""
+    axes: list[int | None] = []
+    map_leaves(lambda x, leaf: axes.append(leaf.capacity_axis), mixer)
+    return None not in axes
+
+
 def whole_blocks(rows: int) -> int:
     """Rounds `rows` up to whole blocks of the CPU attention (`ATTENTION_BLOCK`)."""
     return -(-rows // ATTENTION_BLOCK) * ATTENTION_BLOCK

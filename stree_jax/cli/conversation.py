@@ -21,7 +21,8 @@ from stree_jax.cli.terminal import coloured, follow
 from stree_jax.constraints.constraint import Constraint
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.generation.generate import Options, stream
-from stree_jax.generation.result import Generation, Past
+from stree_jax.generation.past import Past
+from stree_jax.generation.result import Generation
 from stree_jax.models import Model
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server.chat_format import ChatFormat

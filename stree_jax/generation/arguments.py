@@ -14,7 +14,8 @@ from stree_jax.checkpoints.vocabularies import warn_of_other_tokens
 from stree_jax.common.checks import as_integer, shown
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
-from stree_jax.generation.result import Generation, Past
+from stree_jax.generation.past import Past
+from stree_jax.generation.result import Generation
 from stree_jax.models import Model, ModelConfig, check_model
 from stree_jax.sampling.continuation import encode_continuation
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of

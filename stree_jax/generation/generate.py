@@ -36,7 +36,8 @@ from stree_jax.generation.arguments import (
     stop_token_table,
     warn_of_drafter,
 )
-from stree_jax.generation.result import Generation, HostArguments, Past, summarise
+from stree_jax.generation.past import Past
+from stree_jax.generation.result import Generation, HostArguments, summarise
 from stree_jax.generation.stop_automata import automata_of, searched_pieces
 from stree_jax.models import PREFILL_CHUNK, Model
 from stree_jax.models.sharding.devices import check_agreed

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from stree_jax.generation.notebook import UNKNOWN, HtmlRow, html_of
-from stree_jax.models import Model, State
-from stree_jax.models.stack.memory import size_of
+from stree_jax.generation.past import MOST_ROWS_SHOWN, Past, counted, few
+from stree_jax.models import Model
 from stree_jax.sampling.continuation import UNFINISHED, Continuation, Decoder
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.stop_strings import text_so_far
@@ -24,7 +24,7 @@ from stree_jax.speculation.decoding import (
     Decoding,
 )
 from stree_jax.speculation.draft import DRAFTER, ORIGINS
-from stree_jax.speculation.drafter import DraftState, kept
+from stree_jax.speculation.drafter import kept
 from stree_jax.speculation.loop import commit_jit
 from stree_jax.speculation.on_mesh import to_host
 from stree_jax.speculation.step import Spec
@@ -38,7 +38,6 @@ FINISH_REASONS = {
 }
 
 # `repr` and a notebook show at most so much. The attributes contain everything.
-MOST_ROWS_SHOWN = 8
 MOST_TEXT_SHOWN = 64  # characters of each text in `repr`
 MOST_TOKENS_COLOURED = 2000  # tokens of each text in a notebook
 # Names for the legend: the kind of drafter, by its stage in `Generation.traffic`.
@@ -55,37 +54,6 @@ ORIGIN_NAMES = {
     ORIGINS.index("inner drafter"): "inner draft model",
     ORIGINS.index("earlier text"): "earlier texts",
 }
-
-
-@dataclass(frozen=True)
-class Past:
-    """Cached state of a batch, from which a later call of `generate` continues.
-
-    Attributes:
-      target: state of the target model, on the device.
-      drafter: state of the drafter. It is None after plain decoding.
-      tokens: for each row, all of its tokens so far, with the prompt.
-
-    Example:
-      >>> model = stree_jax.load("demo")
-      >>> first = stree_jax.generate(model, "x = ", max_new_tokens=4, keep_past=True)
-      >>> more = stree_jax.generate(model, " + 1", max_new_tokens=4, past=first.past)
-      >>> more.lengths.tolist()
-      [4]
-    """
-
-    target: State
-    drafter: DraftState
-    tokens: list[list[int]]
-
-    def __repr__(self) -> str:
-        lengths = ", ".join(map(str, _few([len(row) for row in self.tokens])))
-        size = size_of((self.target, self.drafter)) / 1e6
-        drafter = "no drafter" if self.drafter is None else "a drafter"
-        return (
-            f"Past({_count(len(self.tokens), 'row')} of {lengths} tokens, "
-            f"{size:.1f} MB with {drafter})"
-        )
 
 
 @dataclass(frozen=True)
@@ -177,12 +145,12 @@ class Generation:
         lines = [f"Generation: {self._summary()}"]
         for b in range(min(len(self.tokens), MOST_ROWS_SHOWN)):
             if self.texts is None:
-                shown = " ".join(map(str, _few(self.tokens[b], 12)))
+                shown = " ".join(map(str, few(self.tokens[b], 12)))
             else:
                 shown = _shortened(self.texts[b])
             lines.append(f"  [{b}] {self._row_summary(b)}: {shown}")
         if omitted := len(self.tokens) - MOST_ROWS_SHOWN:
-            lines += [f"  ... {_count(omitted, 'more text')}"] * (omitted > 0)
+            lines += [f"  ... {counted(omitted, 'more text')}"] * (omitted > 0)
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -192,7 +160,7 @@ class Generation:
             heading = f"[{b}] {self._row_summary(b)}"
             rows.append(HtmlRow(heading, runs, omitted))
         omitted = len(self.tokens) - len(rows)
-        note = f"... {_count(omitted, 'more text')}" if omitted else ""
+        note = f"... {counted(omitted, 'more text')}" if omitted else ""
         names = ORIGIN_NAMES | {DRAFTER: drafter_name(self.traffic)}
         return html_of(f"Generation: {self._summary()}", rows, names, note)
 
@@ -200,7 +168,7 @@ class Generation:
         """Returns one line about all rows together."""
         tokens, passes = int(self.lengths.sum()), int(self.target_calls.sum())
         return (
-            f"{_count(len(self.tokens), 'text')}, {_count(tokens, 'token')}, "
+            f"{counted(len(self.tokens), 'text')}, {counted(tokens, 'token')}, "
             f"acceptance length {tokens / max(passes, 1):.2f}, "
             f"prefill {self.prefill_s:.2f} s, decoding {self.decode_s:.2f} s"
         )
@@ -214,8 +182,8 @@ class Generation:
         elif stop is not None:
             reason += f" at token {stop}"
         return (
-            f"{_count(int(self.lengths[row]), 'token')}, "
-            f"{_count(int(self.target_calls[row]), 'target pass', 'target passes')}, "
+            f"{counted(int(self.lengths[row]), 'token')}, "
+            f"{counted(int(self.target_calls[row]), 'target pass', 'target passes')}, "
             f"{reason}"
         )
 
@@ -244,16 +212,6 @@ def drafter_name(traffic: Sequence[Traffic]) -> str:
     stages = {one.stage for one in traffic}
     names = (name for stage, name in DRAFTER_NAMES.items() if stage in stages)
     return next(names, "drafter")
-
-
-def _count(n: int, noun: str, plural: str | None = None) -> str:
-    """Returns a number and its noun, such as "1 token" or "2 tokens"."""
-    return f"{n} {noun if n == 1 else plural or noun + 's'}"
-
-
-def _few(values: Sequence[Any], most: int = MOST_ROWS_SHOWN) -> list[Any]:
-    """Returns the first values, and "..." if there are more."""
-    return [*values[:most], *["..."] * (len(values) > most)]
 
 
 def _shortened(text: str) -> str:

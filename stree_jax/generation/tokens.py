@@ -12,7 +12,7 @@ from stree_jax.common.checks import flag, integer, shown, with_hints
 from stree_jax.constraints.constraint import Constraint
 from stree_jax.constraints.rows import constraint_rows, constraints_by_row
 from stree_jax.generation.arguments import lists_by_row
-from stree_jax.generation.result import Past
+from stree_jax.generation.past import Past
 from stree_jax.generation.stop_automata import automata_of, searched_pieces
 from stree_jax.generation.token_arguments import (
     check_automata,

@@ -31,7 +31,8 @@ from stree_jax.sampling.settings import (
 )
 from stree_jax.server.constrained import ConstrainedRows
 from stree_jax.server.earlier import PastAnswers
-from stree_jax.server.prefixes import Prefixes
+from stree_jax.server.host_states import Form
+from stree_jax.server.prefixes import LEAST, Found, Prefixes
 from stree_jax.sizing import step_times
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.batch_rows import (
@@ -79,8 +80,8 @@ class Sizes:
       steps: decoding steps per segment, which is one call of the decoding loop. Rows
         are assigned to texts between segments.
       top_logprobs: maximum number of alternatives with log-probabilities per token.
-      prefixes: limit on the cached states, in units of the bytes of one row's states.
-        If 0, states are not cached. See `prefixes.Prefixes`.
+      prefix_memory: maximum bytes of cached states. If 0, states are not cached. See
+        `prefixes.Prefixes`.
       earlier: tokens of past answers of the same API key from which prompt lookup
         drafts. If 0, it does not.
     """
@@ -89,7 +90,7 @@ class Sizes:
     context: int = 2048
     steps: int = 8
     top_logprobs: int = 5
-    prefixes: int = 0
+    prefix_memory: int = 0
     earlier: int = 0
 
 
@@ -205,7 +206,7 @@ class Layout:
     @classmethod
     def of(cls, config: ModelConfig, spec: Spec, sizes: Sizes) -> "Layout":
         widths = reading_widths(config, sizes.context)
-        depth, resumed = deepest(spec.policy), sizes.prefixes > 0
+        depth, resumed = deepest(spec.policy), sizes.prefix_memory > 0
         capacity = cache_capacity(max(widths), 0, depth, resumed=resumed)
         earlier = sizes.earlier if spec.drafter.looks_up else 0
         return cls(tuple(widths), bucket(sizes.context), capacity, earlier)
@@ -303,7 +304,7 @@ class Batch:
         """
         self.model, self.sizes, self.spare = model, sizes, spare
         self.rows: list[Row | None] = [None] * sizes.rows
-        self.prefixes = Prefixes(sizes.prefixes)
+        self.prefixes = Prefixes(sizes.prefix_memory, spec.drafter.cuts_back)
         self._layout = Layout.of(model.config, spec, sizes)
         self._answers = PastAnswers(self._layout.earlier)
         spec = refilled(spec)
@@ -352,6 +353,7 @@ class Batch:
     def _allocate(self) -> None:
         """Allocates the arrays of the rows."""
         one = self._read(TextRequest([0], 1))
+        self.prefixes.form = Form.of((one.state, drafter_kept(one.drafting)))
         self._decoding = vacant_jit(self.specs[False], one, rows=self.sizes.rows)
         lists = logprobs.empty(
             self.sizes.rows, self._layout.output_size, self.sizes.top_logprobs
@@ -368,48 +370,64 @@ class Batch:
         the text. Returns the number of tokens of the cached prefix."""
         if self._decoding is None:
             self._allocate()
-        kept = self.prefixes.take(request.ids)
-        cached = 0 if kept is None else len(kept.ids)
-        past = None if kept is None else kept.restored()
-        past = self._read_shared(request, cached, past)
-        spec, one = self.specs[False], self._read(request, past)
-        self._keep(request.ids, (one.state, drafter_kept(one.drafting)))
+        one, cached = self._prefilled(request)
         jax.block_until_ready(one.root)  # the caller measures the prefill
+        spec = self.specs[False]
         self._decoding = admit_jit(spec, self._decoding, jnp.int32(row), one)
         self._constrained.set(row, request.constraint)
         self.rows[row] = Row(request)
         return cached
 
-    def _read_shared(self, request: TextRequest, cached: int, past: Any) -> Any:
-        """Prefills the beginning of a prompt that other texts share, and caches the
-        states after it. Does so only if the shared beginning is longer than the cached
-        prefix by a prefill chunk or more.
+    def _prefilled(self, request: TextRequest) -> tuple[Decoding, int]:
+        """Prefills a prompt from its longest cached prefix, and caches the states at
+        `_positions` and at its end. Returns a batch of one row and the number of tokens
+        of the cached prefix."""
+        if not self.sizes.prefix_memory:
+            return self._read(request), 0
+        ids, found = request.ids, self.prefixes.find(request.ids)
+        past = None if found.restored is None else found.restored()
+        for end in self._positions(request, found):
+            text = ids[: end + 1]
+            one = self._read(replace(request, ids=text), past)
+            past = one.state, drafter_kept(one.drafting)
+            self._keep(text, past)
+        one = self._read(request, past)
+        self._keep(ids, (one.state, drafter_kept(one.drafting)))
+        return one, found.length
 
-        Args:
-          request: the request with the prompt.
-          cached: number of tokens that `past` has read.
-          past: cached states after a prefix of the prompt, or None.
+    def _positions(self, request: TextRequest, found: Found) -> list[int]:
+        """Returns the numbers of tokens within a prompt after which states are cached,
+        in ascending order.
 
-        Returns:
-          The states after the shared beginning, or `past` if nothing was prefilled.
+        They are the place where the prompt departs from cached texts, the end of its
+        shared beginning, and places at the distance of `Prefixes.spacing`: the last end
+        of a turn before each of them, if there is one.
         """
-        if not self.sizes.prefixes:
-            return past
-        shared = max(request.shared, self.prefixes.common(request.ids))
-        if not cached + PREFILL_CHUNK <= shared < len(request.ids) - 1:
-            return past
-        text = request.ids[: shared + 1]
-        one = self._read(replace(request, ids=text), past)
-        past = one.state, drafter_kept(one.drafting)
-        self._keep(text, past, shared=True)
-        return past
+        if self.prefixes.cuts:
+            return []  # every token is such a place
+        places = {found.common, request.shared}
+        chunk = reading_chunk(self.model.config, self.sizes.context)
+        step = self.prefixes.spacing(self.sizes.context, chunk)
+        if step is not None:
+            turns = np.flatnonzero(np.isin(request.ids, np.asarray(self._stops))) + 1
+            for place in range(step, len(request.ids), step):
+                before = turns[(turns > place - step) & (turns <= place)]
+                places.add(int(before[-1]) if len(before) else place)
+        kept: list[int] = []
+        for place in sorted(places):
+            last = kept[-1] if kept else found.length
+            if last + LEAST <= place < len(request.ids) - 1:
+                kept.append(place)
+        return kept
 
     def cancel(self, rows: Sequence[int]) -> None:
-        """Frees rows before their texts are finished."""
+        """Frees rows before their texts are finished, and caches their states."""
         marks = np.zeros(self.sizes.rows, bool)
         marks[list(rows)] = True
         self._decoding = cancel_jit(self._decoding, jnp.asarray(marks))
         for row in rows:
+            if self.sizes.prefix_memory:
+                self._keep_row(row, *jax.device_get(self._text_of(row)))
             self._free(row)
 
     def _free(self, index: int) -> None:
@@ -441,25 +459,38 @@ class Batch:
         updates = {i: _row_update(host, i, row) for i, row in rows if row}
         for i, update in updates.items():
             if update.finish != RUNNING:
-                row, tokens = self.rows[i], host["tokens"][i, : host["length"][i]]
-                if row is not None and self.sizes.prefixes:
-                    past = past_jit(self._decoding, jnp.int32(i))
-                    text = (*row.request.ids, *tokens.tolist())
-                    self._keep(text, past, answered=True)
+                if self.sizes.prefix_memory:
+                    self._keep_row(i, host["tokens"][i], host["length"][i])
                 self._free(i)
         return updates
 
-    def _keep(self, text: Sequence[int], past: Any, **marks: bool) -> None:
-        """Caches the states of a row, unless they have read less than a prefill chunk:
-        prefilling such a text again takes a single pass.
+    def _text_of(self, row: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the output buffer [O] of a row, and the number [] of its tokens."""
+        assert self._decoding is not None  # the row is running
+        return self._decoding.tokens[row], self._decoding.length[row]
+
+    def _keep_row(self, i: int, tokens: np.ndarray, length: np.ndarray) -> None:
+        """Caches the states after the text of a row that has ended.
+
+        Args:
+          i: the row.
+          tokens: [O] int32. Its output buffer.
+          length: [] int32. The number of its tokens.
+        """
+        row = self.rows[i]
+        if row is not None and length > 0:
+            past = past_jit(self._decoding, jnp.int32(i))
+            self._keep((*row.request.ids, *tokens[:length].tolist()), past)
+
+    def _keep(self, text: Sequence[int], past: Any) -> None:
+        """Caches the states of a row, unless they have read very few tokens.
 
         Args:
           text: the row's text; the states have read all but its last token.
           past: the states.
-          **marks: see `Prefixes.add`.
         """
-        if self.sizes.prefixes and len(text) > PREFILL_CHUNK:
-            self.prefixes.add(text, past, **marks)
+        if len(text) > LEAST:
+            self.prefixes.add(text, past)
 
     def _parts(self) -> tuple[Spec, Decoding]:
         """Chooses the decoding program for the current rows. Returns its configuration,

@@ -1,6 +1,9 @@
-"""The server's default context: the model's own, as far as memory allows."""
+"""The server's default sizes: the model's own context as far as memory allows, and a
+share of the free memory for cached prefixes."""
 
+import os
 from functools import partial
+from pathlib import Path
 
 import jax
 
@@ -15,6 +18,7 @@ MAX_CONTEXT = 32768  # tokens; prompt lookup searches the whole context at each 
 # The default context is chosen so that the states of all rows take at most this many
 # bytes, or at most as many as the weights if these are larger.
 CACHE_BYTES = 1 << 29
+PREFIX_SHARE = 4  # cached prefixes may take one in so many bytes
 # Names of the number of positions, in Hugging Face's configs.
 POSITIONS = (
     "max_position_embeddings",
@@ -62,3 +66,32 @@ def default_context(
             return context
         context //= 2
     return max(context, UNKNOWN_CONTEXT)
+
+
+def default_prefix_memory(limit: int | None = None) -> int:
+    """Returns the default of --prefix-memory in bytes: a quarter of the limit on memory
+    or, if None, of the free memory of the machine."""
+    return (free_memory() if limit is None else limit) // PREFIX_SHARE
+
+
+def free_memory(
+    meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Returns the bytes of memory that programs can still allocate, by the operating
+    system and the limit of a container. Where the system does not tell, as on macOS,
+    returns all memory.
+
+    Args:
+      meminfo: the kernel's file of memory sizes.
+      group: directory of the container's limits.
+    """
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+        most, used = (
+            int((group / name).read_text()) for name in ("memory.max", "memory.current")
+        )
+        return max(min(free, most - used), 0)
+    except (OSError, KeyError, ValueError):  # no such files, or no limit ("max")
+        return free

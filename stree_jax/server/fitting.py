@@ -18,6 +18,7 @@ from stree_jax.sizing.budget import LoadedTask, Setup
 from stree_jax.sizing.fit import Count
 from stree_jax.sizing.memory import UNFORESEEN, BufferSizes, analysed, parts_of
 from stree_jax.sizing.temporaries import reading_at_most
+from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.batch_rows import refilled
 from stree_jax.speculation.step import Spec
 
@@ -25,8 +26,8 @@ MIN_CONTEXT = 128  # tokens
 
 
 def smaller(wish: Sizes, named: Sequence[str]) -> Iterator[Sizes]:
-    """Yields the wanted sizes and smaller ones, in order of preference: first fewer
-    prefixes, which only save time, then fewer rows, then a smaller context.
+    """Yields the wanted sizes and smaller ones, in order of preference: first less
+    memory for prefixes, which only save time, then fewer rows, then a smaller context.
 
     Args:
       wish: the wanted sizes.
@@ -39,9 +40,11 @@ def smaller(wish: Sizes, named: Sequence[str]) -> Iterator[Sizes]:
             found.append(found[-1] // 2)
         return found
 
-    fields = halves("context", MIN_CONTEXT), halves("rows", 1), halves("prefixes", 0)
-    for context, rows, prefixes in product(*fields):
-        yield replace(wish, context=context, rows=rows, prefixes=prefixes)
+    most, fixed = wish.prefix_memory, "prefix_memory" in named
+    memory = [most] if fixed or not most else [most, most // 4, most // 16, 0]
+    fields = halves("context", MIN_CONTEXT), halves("rows", 1), memory
+    for context, rows, kept in product(*fields):
+        yield replace(wish, context=context, rows=rows, prefix_memory=kept)
 
 
 class ServeTask(LoadedTask[Sizes]):
@@ -56,8 +59,9 @@ class ServeTask(LoadedTask[Sizes]):
         return BufferSizes(request.rows, layout.capacity, layout.output_size)
 
     def described(self, request: Sizes, candidate: Setup) -> str:
-        kept = f"context {request.context}, {request.prefixes} prefixes"
-        return f"{candidate.name}, {request.rows} rows, {kept}"
+        kept = shown_bytes(request.prefix_memory)
+        sizes = f"{request.rows} rows, context {request.context}, {kept} of prefixes"
+        return f"{candidate.name}, {sizes}"
 
     def count(self, request: Sizes, candidate: Setup) -> Count:
         """Predicts the bytes that greedy decoding needs. `Count.promised`, the upper
@@ -81,7 +85,7 @@ class ServeTask(LoadedTask[Sizes]):
             promised=self.weights + int(UNFORESEEN * (held + max(steps, prefill))),
             parts={
                 **memory.parts,
-                "kept prefixes": request.prefixes * size_of(shapes.past),
+                "kept prefixes": request.prefix_memory,
                 "log-probabilities": size_of(shapes.lists),
             },
         )
@@ -90,7 +94,7 @@ class ServeTask(LoadedTask[Sizes]):
         return map(self.at_most, needs(self.model, candidate.spec, request))
 
     def numbers(self, request: Sizes) -> dict[str, tuple[int, int]]:
-        least = {"context": MIN_CONTEXT, "rows": 1, "prefixes": 0}
+        least = {"context": MIN_CONTEXT, "rows": 1, "prefix_memory": 0}
         return {name: (low, getattr(request, name)) for name, low in least.items()}
 
 
@@ -98,7 +102,7 @@ def needs(model: Model, spec: Spec, sizes: Sizes) -> Iterator[int]:
     """Yields for each program of the server the bytes that are allocated while the
     program runs, by XLA's memory analysis. The weights do not count."""
     spec = refilled(spec)
-    shapes, prefixes = batch_shapes(model, spec, sizes), sizes.prefixes > 0
+    shapes, prefixes = batch_shapes(model, spec, sizes), sizes.prefix_memory > 0
     held = shapes.held(sizes)  # includes the cached states
     for program in programs({False: spec, True: spec}, shapes, prefixes):
         yield held + program.extra + analysed(program.lower()).added

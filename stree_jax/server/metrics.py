@@ -27,8 +27,8 @@ class EngineFigures(Collector):
             ("queue_length", "Texts that wait for a row.", engine.waiting),
             ("rows_running", "Rows that are decoding a text.", engine.running),
             ("rows", "Rows of the batch.", engine.batch.sizes.rows),
-            ("prefixes", "Texts whose states are cached.", len(prefixes)),
-            ("prefix_bytes", "Bytes of cached states.", prefixes.bytes),
+            ("prefixes", "Cached states.", len(prefixes)),
+            ("prefix_bytes", "Bytes of cached prefixes.", prefixes.bytes),
             (
                 "tokens_per_second",
                 "Generated tokens per second, over the last ten seconds.",

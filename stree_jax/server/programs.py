@@ -66,7 +66,8 @@ class BatchShapes:
         """Returns the bytes that are always allocated, without the weights. If states
         are cached, they include one more state, which may be in transit to or from the
         cache."""
-        kept = (sizes.prefixes + bool(sizes.prefixes)) * size_of(self.past)
+        kept = sizes.prefix_memory
+        kept += size_of(self.past) if kept else 0
         return size_of(self.whole) + size_of(self.lists) + kept
 
 
@@ -210,7 +211,7 @@ def warm(batch: Batch, say: Callable[[str], None]) -> list[Program]:
     shapes = batch_shapes(batch.model, batch.specs[False], batch.sizes)
     for sampled in (False, True):
         batch.time_steps(for_program(shapes.whole, sampled, None))
-    found = list(programs(batch.specs, shapes, batch.sizes.prefixes > 0))
+    found = list(programs(batch.specs, shapes, batch.sizes.prefix_memory > 0))
     first = [program for program in found if program.when is When.FIRST]
     compiled: list[Future[None]] = []
     try:

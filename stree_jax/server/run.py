@@ -77,12 +77,14 @@ class Ready:
       line: message to print, which says that the server is ready.
       further: functions that compile further programs. They are called in turn once
         requests are answered, until the server stops.
+      closing: functions that are called when the engine has stopped.
     """
 
     app: ASGIApp
     engine: "Engine"
     line: str
     further: Sequence[Callable[[], object]] = ()
+    closing: Sequence[Callable[[], object]] = ()
 
 
 Load = Callable[[Callable[[str], None]], Ready]
@@ -265,6 +267,8 @@ def run(
         sock.close()
         abandoned, ready = loading.abandon(), loading.ready
         ended = ready is None or ready.engine.stop(STOP_S)
+        for close in () if ready is None else ready.closing:
+            close()
     if loading.error is not None:
         raise loading.error
     dead = None if ready is None else ready.engine.dead

@@ -188,11 +188,15 @@ class DrafterBase(Drafter):
         each step, because passes read them after or while others are written. It is
         used to estimate memory.
       looks_up: True if it drafts from `Prompts.earlier`.
+      cuts_back: True if a cached state that has read more than a prefix of the prompts
+        may be passed to `init` after each `models.State` in it was cut back to the
+        prefix. `init` and the next update must then replace all its other arrays.
     """
 
     taps: Taps = ()
     copies_caches: bool = True
     looks_up: bool = False
+    cuts_back: bool = False
 
     @property
     def observes_prompts(self) -> bool:
@@ -259,6 +263,8 @@ def kept(state: DraftState) -> DraftState:
 @struct.dataclass
 class NoDrafter(DrafterBase):
     """The drafter of plain decoding, which drafts only the root and has no state."""
+
+    cuts_back = True
 
     def init(self, prompts: Prompts, past: DraftState | None) -> None:
         return None

@@ -41,9 +41,9 @@ def nothing_is_read(monkeypatch):
         ("--timeout", 0, "more than 0"),
         ("--timeout", "nan", "more than 0"),
         ("--logprobs", -1, "at least 0"),
-        ("--prefixes", -1, "at least 0"),
         ("--earlier", -1, "at least 0"),
         ("--earlier", 2**20 + 1, "at most 1048576 tokens"),
+        ("--prefix-memory", "much", "bytes such as 8GB"),
     ],
 )
 def test_numbers_that_nothing_can_be_served_with(capsys, option, value, least):
@@ -113,11 +113,20 @@ def test_weights_beyond_the_limit_are_not_read(capsys, monkeypatch, limit, probl
 
 
 def test_what_was_named_and_what_is_usual():
-    args = dict(rows=None, context=64, prefixes=0, steps=3, logprobs=2)
+    args = dict(rows=None, context=64, prefix_memory="0", steps=3, logprobs=2)
     args |= dict(earlier=99)
     sizes, named = serve.sizes_of(argparse.Namespace(**args), 512)
-    assert (sizes.rows, sizes.context, sizes.prefixes) == (4, 64, 0)
+    assert (sizes.rows, sizes.context, sizes.prefix_memory) == (4, 64, 0)
     assert (sizes.steps, sizes.top_logprobs, sizes.earlier) == (3, 2, 99)
-    assert named == ["context", "prefixes"]
-    args |= dict(context=None)
-    assert serve.sizes_of(argparse.Namespace(**args), 512)[0].context == 512
+    assert named == ["context", "prefix_memory"]
+    args |= dict(context=None, prefix_memory="2MB")
+    sizes, _ = serve.sizes_of(argparse.Namespace(**args), 512)
+    assert (sizes.context, sizes.prefix_memory) == (512, 2 * 10**6)
+    args |= dict(prefix_memory=None)
+    sizes, named = serve.sizes_of(argparse.Namespace(**args), 512, 10**9)
+    assert sizes.prefix_memory == 10**9 // 4 and not named
+
+
+def test_a_folder_for_no_prefixes(capsys, tmp_path):
+    err = refused(capsys, "--prefix-folder", tmp_path, "--prefix-memory", "0")
+    assert "--prefix-folder: needs more than --prefix-memory 0" in err

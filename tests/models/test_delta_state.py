@@ -176,15 +176,16 @@ def test_no_recurrent_state_has_16_bits(dtype, tmp_path):
     model = stree_jax.load(path, dtype=dtype, mtp=True)
     layers = model.config.kinds.count("delta")
     spec = spec_for(model, model, "chain:2", None, None)
-    batch = Batch(model, spec, Sizes(rows=2, context=128, steps=9, prefixes=2))
+    batch = Batch(model, spec, Sizes(rows=2, context=128, steps=9, prefix_memory=2**20))
     batch.clear()
     batch.admit(0, TextRequest(list(range(8, 80)), 8))
     batch.advance()
-    assert len(batch.prefixes) == 2  # ends of the prompt and of its answer
+    assert len(batch.prefixes) == 3  # a chunk, and ends of the prompt and its answer
     # A state and pending records of the target, and a state of the draft model.
     assert_float32(batch._decoding, 3 * layers)
-    for kept in batch.prefixes._kept:
-        assert_float32(kept.past, 2 * layers)
+    for end in (72, 73):
+        found = batch.prefixes.find(list(range(8, 8 + end)))
+        assert_float32(found.restored(), 2 * layers)
     options = dict(max_new_tokens=5, drafter=model, tree="chain:2", keep_past=True)
     past = stree_jax.generate(model, [[9, 10, 11]], **options).past
     assert_float32((past.target, past.drafter), 2 * layers)

@@ -241,7 +241,7 @@ def test_reasoning_is_rendered_as_by_transformers(tmp_path):
 def service(tmp_path_factory):
     path = write_table(tmp_path_factory.mktemp("cached") / "model")
     model = load(path)
-    sizes = Sizes(rows=2, context=256, steps=8, top_logprobs=2, prefixes=8)
+    sizes = Sizes(rows=2, context=256, steps=8, top_logprobs=2, prefix_memory=2**24)
     batch = Batch(model, spec_for(model, None, None, None, None), sizes)
     engine = Engine(batch, 4)
     service = table_service(path, engine=engine, metrics=Metrics(engine))

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from stree_jax.server.batch import Batch
+from stree_jax.server.batch import Batch, TextRequest
 from stree_jax.speculation.default_tree import spec_for
 from tests.support.dflash import random_dflash, with_bigrams
+from tests.support.heads import random_heads
 from tests.support.served_rows import SIZES, decoded, plain, prompt_of
 from tests.support.tiny import tiny
 
@@ -40,3 +41,29 @@ def test_a_turn_continues_a_cached_prefix(batch, model):
     assert batch.prefixes.hits == hits + 1
     assert found == [plain(model, turn, 30), plain(model, other, 25)]
     assert int(batch._decoding.drafting.passes.max()) < 28  # drafts were accepted
+
+
+@pytest.mark.parametrize("kind", ["block", "heads"])
+def test_an_edited_text_continues_from_any_token_of_attention(kind):
+    """The states of target and drafter are cut back to where a text was edited."""
+    model = tiny(1, layers=("attention", "mlp", "attention", "mlp"))
+    model = replace(model, config=replace(model.config, stop_tokens=()))
+    edited = [*FIRST[:60], *prompt_of(9, 6)]
+    texts = [edited + plain(model, edited, 30)]
+    drafter, tree = random_heads(model), "chain:2"
+    if kind == "block":
+        drafter = with_bigrams(random_dflash(model, pairs="vanilla", rank=8), texts)
+        tree = "A"
+    spec = spec_for(model, drafter, tree, None, None)
+    passes, found = [], []
+    for memory in (SIZES.prefix_memory, 0):
+        batch = Batch(model, spec, replace(SIZES, prefix_memory=memory))
+        batch.admit(0, TextRequest(FIRST, 3))
+        batch.cancel([0])
+        cached = batch.admit(0, TextRequest(edited, 30))
+        assert cached == (59 if memory else 0), "the last token comes from the next"
+        batch.cancel([0])
+        found.append(decoded(batch, [(edited, 30)]))
+        passes.append(int(batch._decoding.drafting.passes.max()))
+    assert found == [[plain(model, edited, 30)]] * 2
+    assert passes[0] == passes[1], "drafts are as good as without a cache"

@@ -69,3 +69,18 @@ def test_the_default_is_halved_until_the_caches_fit(tmp_path, checkpoint, monkey
     limit = size_of(model.params) + 2 * (4 * 8192 * per_token + 100)
     assert found(16384, limit=limit) == 8192
     assert found(16384, limit=0) == 2048
+
+
+def test_free_memory_is_that_of_the_container_if_it_is_less(tmp_path):
+    meminfo, group = tmp_path / "meminfo", tmp_path / "group"
+    everything = contexts.free_memory(meminfo, group)
+    assert everything > 2**26, "without these files, all memory"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:  5000 kB\n")
+    group.mkdir()
+    found = [contexts.free_memory(meminfo, group)]
+    for most, used in (("max", 7), (3_000_000, 1_000_000), (10**9, 0), (5, 9)):
+        (group / "memory.max").write_text(f"{most}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        found.append(contexts.free_memory(meminfo, group))
+    assert found == [5_120_000, 5_120_000, 2_000_000, 5_120_000, 0]
+    assert contexts.default_prefix_memory(8 * 10**9) == 2 * 10**9

@@ -16,7 +16,7 @@ from stree_jax.speculation.default_tree import spec_for
 from tests.server.served import FINE, ask, service_of, tiny_model, until
 
 # No other test has these sizes, and so these programs.
-SIZES = Sizes(rows=2, context=104, steps=3, top_logprobs=1, prefixes=1)
+SIZES = Sizes(rows=2, context=104, steps=3, top_logprobs=1, prefix_memory=2**20)
 PROGRAMS = "init_decoding", "admit", "advance", "past", "vacant", "cancel"
 
 

@@ -7,7 +7,7 @@ from stree_jax.server.batch import Sizes, TextRequest
 from stree_jax.speculation.decoding import RUNNING
 from tests.support.tiny import REAL
 
-SIZES = Sizes(rows=2, context=256, steps=4, prefixes=2)
+SIZES = Sizes(rows=2, context=256, steps=4, prefix_memory=2**20)
 CAPACITY = 512
 
 

@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from stree_jax.models import Model
-    from stree_jax.server.batch import Sizes
+    from stree_jax.server.batch import Batch, Sizes
     from stree_jax.server.chat_format import ChatFormat
+    from stree_jax.server.prefix_folder import PrefixFolder
     from stree_jax.server.protocol import Turn
     from stree_jax.server.run import Ready
     from stree_jax.server.service import Spell
     from stree_jax.speculation.step import Spec
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
-ROWS, PREFIXES, EARLIER = 4, 16, 16384  # defaults
+ROWS, EARLIER = 4, 16384  # defaults
 NOTES = notes(
     f"""
 Paths: / (a page to chat in the browser), /v1/completions, /v1/chat/completions,
@@ -84,8 +85,13 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
     size("--rows", ROWS, "requests decoded together")
     size("--context", "the model's own, if memory allows", CONTEXT_HELP)
-    text = "memory for states that are kept to reuse prefixes, in rows of the batch"
-    size("--prefixes", PREFIXES, text)
+    text = (
+        "memory for cached states of prefixes, such as 2GB; 0 keeps none (default: a "
+        "quarter of the free memory or of --memory; less if --memory requires it)"
+    )
+    add(batching, "--prefix-memory", str, None, text, metavar="SIZE")
+    text = "folder for copies of cached prefixes, which the next start continues with"
+    add(batching, "--prefix-folder", Path, None, text, metavar="DIR")
     text = "tokens of past answers of an API key from which its later answers are "
     text += "drafted; 0 for none"
     add(batching, "--earlier", int, EARLIER, text, metavar="TOKENS")
@@ -194,13 +200,34 @@ def ready(
     )
     service.prepare()
     rest = programs.warm(batch, say)
+    closing = () if args.prefix_folder is None else (saved_prefixes(args, batch).close,)
     return_free_memory()
     seconds = time.perf_counter() - began
     what = f"model {service.name}, {sizes.rows} rows, context {sizes.context}"
     what += f"; chat at {page}" if page else ""
     line = f"ready in {seconds:.1f} s: {what}"
     further = [*(program.compile for program in rest), return_free_memory]
-    return Ready(make_app(service), engine, line, further)
+    return Ready(make_app(service), engine, line, further, closing)
+
+
+def saved_prefixes(args: argparse.Namespace, batch: "Batch") -> "PrefixFolder":
+    """Reads cached prefixes from --prefix-folder, and saves them there from now on."""
+    from stree_jax.server.host_states import Form
+    from stree_jax.server.prefix_folder import PrefixFolder, model_key
+    from stree_jax.server.programs import batch_shapes
+
+    spec, config = batch.specs[False], batch.model.config
+    form = Form.of(batch_shapes(batch.model, spec, batch.sizes).past)
+    batch.prefixes.form = form
+    key = model_key((spec.target.params, str(config), spec.drafter), form)
+    folder = args.prefix_folder.expanduser().absolute()
+    found = PrefixFolder(folder, batch.prefixes, key, config.num_tokens, report_status)
+    size = batch.prefixes.bytes
+    if size:
+        from stree_jax.sizing.units import shown_bytes
+
+        report_status(f"{shown_bytes(size)} of prefixes in {folder}")
+    return found
 
 
 def name_of(args: argparse.Namespace) -> str:
@@ -261,10 +288,11 @@ def check_alternatives(args: argparse.Namespace, tokens: int) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for numbers that are out of range."""
+    if prefix_memory(args) == 0 and args.prefix_folder is not None:
+        raise ValueError("--prefix-folder: needs more than --prefix-memory 0")
     for name, low in (
         ("rows", 1),
         ("context", 2),
-        ("prefixes", 0),
         ("earlier", 0),
         ("queue", 1),
         ("steps", 1),
@@ -346,7 +374,7 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
         report_status("rule typical: answers do not follow the model's distribution")
     files = CheckpointFiles(resolve(args.model))
     context = default_context(files, model, args.rows or ROWS, limit)
-    sizes, named = sizes_of(args, context)
+    sizes, named = sizes_of(args, context, limit)
     warn_of_drafter(model, drafter)
     if limit is None:
         return model, spec_for(model, drafter, args.tree, args.rule, None), sizes, None
@@ -359,21 +387,45 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     return model, found.candidate.spec, found.request, limit - found.size
 
 
-def sizes_of(args: argparse.Namespace, context: int) -> "tuple[Sizes, list[str]]":
+def sizes_of(
+    args: argparse.Namespace, context: int, limit: int | None = None
+) -> "tuple[Sizes, list[str]]":
     """Returns the sizes of the batch, and the names of those that options set.
 
     Args:
       args: the options.
       context: the default of --context.
+      limit: bytes of --memory.
     """
     from stree_jax.server.batch import Sizes
+    from stree_jax.server.context import default_prefix_memory
 
-    defaults = {"rows": ROWS, "context": context, "prefixes": PREFIXES}
-    values = {name: getattr(args, name) for name in defaults}
+    memory = default_prefix_memory(limit)
+    defaults = {"rows": ROWS, "context": context, "prefix_memory": memory}
+    values = {name: getattr(args, name) for name in ("rows", "context")}
+    values["prefix_memory"] = prefix_memory(args)
     named = {name: value for name, value in values.items() if value is not None}
     others = {"steps": args.steps, "top_logprobs": args.logprobs}
     others["earlier"] = args.earlier
     return Sizes(**defaults | named | others), list(named)
+
+
+def prefix_memory(args: argparse.Namespace) -> int | None:
+    """Returns the bytes of --prefix-memory, or None if it is not set.
+
+    Raises:
+      ValueError: it is no number of bytes.
+    """
+    from stree_jax.sizing.units import bytes_named
+
+    if args.prefix_memory is None:
+        return None
+    if args.prefix_memory.strip() == "0":
+        return 0
+    try:
+        return bytes_named(args.prefix_memory)
+    except ValueError as error:
+        raise ValueError(f"--prefix-{error}") from error
 
 
 def check_weights(args: argparse.Namespace, limit: int) -> None:

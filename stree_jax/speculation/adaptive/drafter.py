@@ -111,6 +111,11 @@ class AdaptiveDrafter(DrafterBase):
     def copies_caches(self) -> bool:  # type: ignore[override]
         return self.searcher is not None and self.searcher.copies_caches
 
+    # A property where the base class has a constant, which mypy does not allow.
+    @property
+    def cuts_back(self) -> bool:  # type: ignore[override]
+        return self.searcher is None or self.searcher.cuts_back
+
     def logit_rows(self, tree: Topology) -> int:
         return 0 if self.searcher is None else self.searcher.logit_rows(tree)
 

@@ -40,6 +40,7 @@ class ModelLevels(Searcher):
     text."""
 
     model: Model
+    cuts_back = True
 
     def init(self, prompts: Prompts, past: DraftState | None) -> State:
         """Returns the state after the prompts. If `prompts.read` is False, the prompts

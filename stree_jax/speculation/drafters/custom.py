@@ -46,6 +46,10 @@ class Custom(Searcher, Source):
     def looks_up(self) -> bool:  # type: ignore[override]
         return bool(getattr(self.value, "looks_up", False))
 
+    @property
+    def cuts_back(self) -> bool:  # type: ignore[override]
+        return bool(getattr(self.value, "cuts_back", False))
+
     def check(self, target: Model) -> None:
         for leaf in jax.tree.leaves(self.value):
             if not hasattr(leaf, "dtype") and not isinstance(leaf, NUMBERS):

@@ -245,6 +245,7 @@ class DFlashDrafter(Searcher):
     output: Model
     taps: Taps = struct.field(pytree_node=False)
     ngrams: NGrams | None
+    cuts_back = True
     copies_caches = False  # a step reads them before `commit` writes in place
 
     def init(self, prompts: Prompts, past: DraftState | None) -> ContextState:

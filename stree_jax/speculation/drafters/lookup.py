@@ -245,6 +245,7 @@ class LookupDrafter(DrafterBase):
     """Prompt lookup without another drafter, for trees with a fixed number of nodes."""
 
     looks_up = True
+    cuts_back = True
 
     def init(self, prompts: Prompts, past: DraftState | None) -> History:
         return begin_history(prompts)  # the prompts contain the whole text

@@ -207,6 +207,7 @@ class MedusaDrafter(Searcher):
     heads: Heads
     output: Model
     observes_prompts = True
+    cuts_back = True
 
     def init(self, prompts: Prompts, past: DraftState | None) -> LastHidden:
         """Returns the cached hidden state or, without one, zeros until the prompts are

@@ -129,6 +129,7 @@ class ModelDrafter(DrafterBase):
 
     model: Model
     fill: Fill = struct.field(pytree_node=False)
+    cuts_back = True
 
     def init(self, prompts: Prompts, past: Reading | None) -> Reading:
         return begin_reading(self.model, prompts, past)

@@ -207,6 +207,7 @@ class MTPDrafter(Searcher):
 
     model: Model
     observes_prompts = True
+    cuts_back = True
     passes_by_update = 1
     stage = MTP  # name in reports of tree "auto"
 

@@ -82,6 +82,7 @@ class NGrams(DrafterBase):
     tables: tuple[Table, ...]
     temperature: float = struct.field(pytree_node=False, default=1.0)
     rates: tuple[float, ...] = struct.field(pytree_node=False, default=ASSUMED_RATES)
+    cuts_back = True
 
     @classmethod
     def of(

@@ -132,6 +132,7 @@ class Staged(DrafterBase):
     guesser: Stage | None = None
     ahead: int = struct.field(pytree_node=False, default=AHEAD)
     width: int = struct.field(pytree_node=False, default=WIDTH)
+    cuts_back = True
 
     @property
     def levels_read(self) -> int:
