@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stree_jax.checkpoints.load import load as load
     from stree_jax.checkpoints.save import save as save
     from stree_jax.constraints.constraint import Constraint as Constraint
+    from stree_jax.constraints.reasoning import Reasoning as Reasoning
     from stree_jax.convert.base.errors import CheckpointError as CheckpointError
     from stree_jax.generation.generate import generate as generate
     from stree_jax.generation.generate import stream as stream
@@ -38,6 +39,7 @@ _NAMES = {
     "convert.base.errors": "CheckpointError",
     "checkpoints.load": "load",
     "constraints.constraint": "Constraint",
+    "constraints.reasoning": "Reasoning",
     "models.stack.model": "Model",
     "checkpoints.save": "save",
     "models.sharding.devices": "make_mesh",

@@ -16,6 +16,8 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "top-p": "sample from the likeliest tokens of this total probability; 1 is all",
         "min-p": "drop tokens less likely than this times the most likely one",
         "repetition-penalty": "above 1, tokens of the text so far are less likely",
+        "presence-penalty": "above 0, tokens of the answer so far are less likely",
+        "frequency-penalty": "the same for each time that the answer has a token",
         "seed": "seed of the random numbers",
         "max-new-tokens": "most tokens of an answer; off: until the model ends it",
         "system": "system message; starts a new conversation",

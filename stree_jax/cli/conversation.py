@@ -258,7 +258,7 @@ def options_of_call(
         answer = conversation.fed[-conversation.reply :]
         constraint = replace(constraint, written=tuple(answer))
     sampling: Sampling | None = chat.sampling
-    if chat.sampling.temperature == 0 and chat.sampling.repetition_penalty == 1:
+    if chat.sampling.changes_nothing:
         sampling = None
     elif conversation.draws:
         # Every call of `stream` starts the random numbers from its seed, so each call

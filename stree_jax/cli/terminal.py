@@ -44,7 +44,7 @@ from stree_jax.generation.result import Generation, runs_by_origin
 from stree_jax.generation.scoring import first_difference
 from stree_jax.models import Model
 from stree_jax.sampling.continuation import Decoder, continuation
-from stree_jax.sampling.settings import Sampling
+from stree_jax.sampling.settings import PENALTIES, Sampling
 from stree_jax.sizing.plan import Planned, Request, plan
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.draft import ORIGINS
@@ -156,13 +156,9 @@ def sampling_of(args: argparse.Namespace) -> Sampling | None:
         raise ValueError(
             f"--{name}: greedy decoding draws nothing; add --temperature, 0.8 for one"
         )
-    if args.temperature == 0 and args.repetition_penalty == 1:
-        return None
-    return Sampling(
-        temperature=args.temperature,
-        repetition_penalty=args.repetition_penalty,
-        **given,
-    )
+    penalties = {name: getattr(args, name) for name in PENALTIES}
+    sampling = Sampling(temperature=args.temperature, **penalties, **given)
+    return None if sampling.changes_nothing else sampling
 
 
 def options_of(args: argparse.Namespace) -> Options:

@@ -39,6 +39,10 @@ def add_text_options(
         add(sampling, name, kind, None, text, metavar=letter)
     text = "values above 1 make tokens less likely that the text contains already"
     add(sampling, "--repetition-penalty", float, 1.0, text)
+    text = "values above 0 make tokens less likely that the output contains already"
+    add(sampling, "--presence-penalty", float, 0.0, text)
+    text = "the same for each time that the output contains a token"
+    add(sampling, "--frequency-penalty", float, 0.0, text)
 
     stopping = group(p, STOPPING)
     text = "most new tokens"

@@ -54,6 +54,9 @@ _HINTS: tuple[tuple[str, tuple[Hint, ...]], ...] = (
             ("top_p", "topp"),
             ("min_p", "minp"),
             ("repetition_penalty", "repeat_penalty"),
+            ("presence_penalty", "presencepenalty"),
+            ("frequency_penalty", "frequencypenalty"),
+            ("logit_bias", "logitbias"),
         )
     ),
     (

@@ -8,6 +8,7 @@ from stree_jax.common.checks import as_integer, class_with_hints, flag, shown
 from stree_jax.constraints.expression import byte_automaton
 from stree_jax.constraints.free_text import FreeText
 from stree_jax.constraints.json_schema import json_mode_regex, schema_regex
+from stree_jax.constraints.reasoning import Reasoning
 from stree_jax.constraints.strings import SPECIAL as SPECIAL_CHARACTERS
 
 SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~")  # characters with a meaning in expressions
@@ -26,7 +27,8 @@ class Constraint:
 
     Attributes:
       regex: a regular expression, in the syntax of Rust's regex crate (no look-around
-        and no backreferences). `^` and `$` are not needed.
+        and no backreferences). `^` and `$` are not needed. With `reasoning`, None
+        allows any text.
       name: name of the option from which it comes, for messages.
       special: texts of up to 16 special tokens. The characters U+10FFF0 and following
         stand for them in the expression. All others are never allowed.
@@ -34,6 +36,7 @@ class Constraint:
         the text as a whole must match.
       written: tokens of the text that were generated before, when a later call with
         `past` goes on with the same text.
+      reasoning: the reasoning before the text, which is free up to its limit, or None.
 
     Example:
       >>> person = stree_jax.Constraint.json(
@@ -43,14 +46,19 @@ class Constraint:
       'yes|no'
     """
 
-    regex: str
+    regex: str | None
     name: str = field(default="regex", compare=False)
     special: tuple[str, ...] = ()
     behind: FreeText | None = None
     written: tuple[int, ...] = ()
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.regex, str):
+        if not isinstance(self.reasoning, Reasoning | None):
+            got = shown(self.reasoning)
+            raise ValueError(f"reasoning: want a Reasoning, got {got}")
+        free = self.regex is None and self.reasoning is not None
+        if not isinstance(self.regex, str) and not free:
             raise ValueError(f"{self.name}: want a text, got {shown(self.regex)}")
         special, written = _listed(self.special), _listed(self.written)
         most, ids = len(SPECIAL_CHARACTERS), list(map(as_integer, written or ()))
@@ -108,7 +116,8 @@ class Constraint:
 
     def check(self) -> None:
         """Raises ValueError if the expression does not compile, or matches nothing."""
-        byte_automaton(self.regex, self.name)
+        if self.regex is not None:
+            byte_automaton(self.regex, self.name)
 
 
 def _listed(value: Any) -> list[Any] | None:

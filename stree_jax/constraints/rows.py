@@ -15,6 +15,7 @@ from stree_jax.constraints.constraint import Constraint
 from stree_jax.constraints.expression import byte_automaton
 from stree_jax.constraints.free_text import with_free_text
 from stree_jax.constraints.kept import keep_tables, kept_tables
+from stree_jax.constraints.reasoning import after_reasoning, anything
 from stree_jax.constraints.strings import SPECIAL
 from stree_jax.constraints.token_tables import MOST_FORCED, TokenTables, token_tables
 from stree_jax.models import Model
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**28  # of the automata of a vocabulary that are kept in memory
 LEAST_STATES = LEAST_CLASSES = 64  # sizes are powers of two, so that programs fit more
-_vocabularies: "OrderedDict[tuple[int, int], Vocabulary]" = OrderedDict()
+_vocabularies: "OrderedDict[tuple, Vocabulary]" = OrderedDict()
 
 
 class Vocabulary:
@@ -37,10 +38,14 @@ class Vocabulary:
       tokenizer: the tokenizer.
       pieces: the bytes of each token.
       num_tokens: V.
+      stops: the model's stop tokens.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", num_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: "Tokenizer", num_tokens: int, stops: Sequence[int] = ()
+    ) -> None:
         self.tokenizer, self.num_tokens = tokenizer, num_tokens
+        self.stops = tuple(stops)
         self.pieces = token_bytes(tokenizer)[:num_tokens]
         self._kept: OrderedDict[tuple, TokenTables] = OrderedDict()
         self._lock = threading.Lock()
@@ -58,7 +63,12 @@ class Vocabulary:
           ValueError: the constraint cannot be compiled, or this vocabulary cannot spell
             it.
         """
-        key = constraint.regex, constraint.special, constraint.behind
+        key = (
+            constraint.regex,
+            constraint.special,
+            constraint.behind,
+            constraint.reasoning,
+        )
         with self._lock:
             if (found := self._kept.get(key)) is None:
                 found = self._made(constraint)
@@ -69,12 +79,41 @@ class Vocabulary:
             return found
 
     def _made(self, constraint: Constraint) -> TokenTables:
-        """Returns the automaton of a constraint from disk, or a new one."""
-        what = repr((constraint.regex, constraint.special, constraint.behind))
+        """Returns the automaton of a constraint, with its reasoning."""
+        regex, reasoning = constraint.regex, constraint.reasoning
+        if regex is None:
+            text = anything(self.num_tokens)
+        else:
+            text = self._text(constraint, regex)
+        if reasoning is None:
+            return text
+        end, begin = self._token(reasoning.end), None
+        if reasoning.begin is not None:
+            begin = self._token(reasoning.begin)
+        # A text without a structure may end within its reasoning, as any text may.
+        free = regex is None or constraint.behind is not None
+        stops = () if free else self.stops
+        stops = tuple(token for token in stops if token not in (end, begin))
+        return after_reasoning(
+            text, reasoning.budget, end, begin, stops, constraint.name
+        )
+
+    def _token(self, text: str) -> int:
+        """Returns the token of a text."""
+        token = self.tokenizer.token_to_id(text)
+        if token is None or token >= self.num_tokens:
+            want = f"want the text of one token of this model, got {shown(text)}"
+            raise ValueError(f"reasoning: {want}")
+        return token
+
+    def _text(self, constraint: Constraint, regex: str) -> TokenTables:
+        """Returns the automaton of a constraint without reasoning from disk, or a new
+        one."""
+        what = repr((regex, constraint.special, constraint.behind))
         key = hashlib.sha256(self._digest + what.encode("utf-8", "replace"))
         found = kept_tables(key.hexdigest(), self.num_tokens)
         if found is None:
-            automaton, free = byte_automaton(constraint.regex, constraint.name), None
+            automaton, free = byte_automaton(regex, constraint.name), None
             if constraint.behind is not None:
                 automaton, free = with_free_text(automaton, constraint.behind)
             pieces = self.pieces
@@ -135,10 +174,10 @@ def vocabulary_of(model: Model, name: str = "constraint") -> Vocabulary:
     """
     if model.tokenizer is None:
         raise ValueError(f"{name}: this model has no tokenizer.json")
-    key = id(model.tokenizer), model.config.num_tokens
+    key = id(model.tokenizer), model.config.num_tokens, model.config.stop_tokens
     if key not in _vocabularies:
         try:
-            found = Vocabulary(model.tokenizer, model.config.num_tokens)
+            found = Vocabulary(model.tokenizer, *key[1:])
         except ValueError as error:
             reason = str(error).replace("stop strings need", "constraints need")
             raise ValueError(f"{name}: {reason}") from None

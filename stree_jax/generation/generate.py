@@ -156,7 +156,8 @@ def checked(
     constraints = constraints_by_row(constraint, count)
     rows = None
     if sampling is not None:
-        rows = sampling_rows(by_row("sampling", sampling, count, Sampling), key, n)
+        settings = by_row("sampling", sampling, count, Sampling)
+        rows = sampling_rows(settings, key, n, num_tokens=V)
     elif key is not None:
         raise ValueError("key: greedy decoding uses no random numbers; give sampling=")
 

@@ -159,10 +159,16 @@ def check_automata(automata: StopAutomata, batch: int, num_tokens: int) -> None:
 
 
 def rows_of_sampling(
-    sampling: Any, key: jax.Array | None, batch: int, n: int
+    sampling: Any, key: jax.Array | None, batch: int, n: int, num_tokens: int
 ) -> SamplingRows | None:
     """Returns the sampling settings of B prompts with n samples each, or None for
     greedy decoding.
+
+    Args:
+      sampling: what a user gave.
+      key: base of the random numbers, or None.
+      batch, n: B and n.
+      num_tokens: V, the size of the vocabulary.
 
     Raises:
       ValueError: `sampling` has another type or number of rows, or `key` is given
@@ -175,7 +181,7 @@ def rows_of_sampling(
     ):
         if len(sampling) != batch:
             raise ValueError(f"sampling: {len(sampling)} rows, but {batch} prompts")
-        return sampling_rows(sampling, key, n)
+        return sampling_rows(sampling, key, n, num_tokens=num_tokens)
     if key is not None:
         raise ValueError("key: only used with Sampling; give sampling=Sampling(...)")
     if sampling is None:
@@ -189,4 +195,7 @@ def rows_of_sampling(
     if rows != batch * n:
         each = "" if n == 1 else f" with {n} samples each"
         raise ValueError(f"sampling: {rows} rows, but {batch} prompts{each}")
+    if (bias := sampling.bias) is not None and bias.shape[1] != num_tokens:
+        want = f"one number for each of the {num_tokens} tokens of the vocabulary"
+        raise ValueError(f"sampling: logit_bias: want {want}, got {bias.shape[1]}")
     return sampling

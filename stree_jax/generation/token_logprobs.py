@@ -43,8 +43,10 @@ def token_logprobs(
       tokens: [B, T] ints, padded on the right.
       lengths: [B] ints in 1 .. T. If None, T.
       sampling: a `Sampling` for all rows, or `SamplingRows` of B rows: the
-        log-probabilities are those after temperature, filters and penalty, -inf for
-        tokens that these exclude. Its keys are not used. If None, those of the model.
+        log-probabilities are those after temperature, filters, biases and repetition
+        penalty, -inf for tokens that these exclude. Its keys are not used. Presence and
+        frequency penalties of `SamplingRows` count the prompt, too; `Sampling` with
+        them is refused. If None, those of the model.
 
     Returns:
       [B, T] float32. 0 for the first token, which nothing precedes, and from `lengths`
@@ -65,7 +67,11 @@ def token_logprobs(
         raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
     batch, T = tokens.shape
     lengths = counts("lengths", T if lengths is None else lengths, batch, 1, T)
-    rows = rows_of_sampling(sampling, None, batch, 1)
+    if isinstance(sampling, Sampling):
+        for name in ("presence_penalty", "frequency_penalty"):
+            if getattr(sampling, name):
+                raise ValueError(f"sampling: want no {name}, which counts outputs only")
+    rows = rows_of_sampling(sampling, None, batch, 1, model.config.num_tokens)
     padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)), mode="edge")
     found = _token_logprobs(model, padded, rows)[:, : T - 1]
     found = jnp.pad(found, ((0, 0), (1, 0)))
@@ -83,28 +89,31 @@ def _token_logprobs(
 
 def _chunks(model: Model, tokens: jax.Array, rows: SamplingRows | None) -> jax.Array:
     batch, V = tokens.shape[0], model.config.num_tokens
-    seen = None
+    so_far = None
     if rows is not None:
         # Nothing is drawn; chunks cannot carry typed keys through `lax.map`.
         rows = replace(rows, key=jnp.zeros((batch,), jnp.int32))
-        if rows.penalty is not None:
-            seen = jnp.broadcast_to(tokens[:, :1] < 0, (batch, V))  # nothing
+        if rows.penalties is not None:
+            so_far = jnp.broadcast_to(0 * tokens[:, :1], (batch, V))
 
     def read(carry: Any, hidden: jax.Array, both: Any) -> tuple[Any, jax.Array]:
-        (seen, rows), (part, following) = carry, both
-        args, size = (hidden, part, following, seen, rows), part.shape[0]
+        (so_far, rows), (part, following) = carry, both
+        size = part.shape[0]
+        row = jnp.arange(size, dtype=jnp.int32)[:, None]
+        if so_far is not None:
+            so_far = so_far.at[row, part[:, :1]].add(2, mode="drop")
+        args = hidden, part, following, so_far, rows
         if at_most(part.size * V, MOST_LOGITS):
             found = _of_chunk(model, *args)
         else:
             each = jax.tree.map(lambda x: x[:, None], args)
             found = jax.lax.map(lambda one: _of_chunk(model, *one), each)[:, 0]
-        if seen is not None:
-            row = jnp.arange(size, dtype=jnp.int32)[:, None]
-            seen = seen.at[row, part].set(True, mode="drop")
-        return (seen, rows), found
+        if so_far is not None:
+            so_far = so_far.at[row, part[:, 1:]].add(2, mode="drop")
+        return (so_far, rows), found
 
     both = tokens, jnp.roll(tokens, -1, axis=1)
-    return read_chunks(model, tokens, read, (seen, rows), both)
+    return read_chunks(model, tokens, read, (so_far, rows), both)
 
 
 def _of_chunk(
@@ -112,7 +121,7 @@ def _of_chunk(
     hidden: jax.Array,
     tokens: jax.Array,
     following: jax.Array,
-    seen: jax.Array | None,
+    so_far: jax.Array | None,
     rows: SamplingRows | None,
 ) -> jax.Array:
     """Returns the log-probabilities [B, chunk] of the tokens after each of a chunk.
@@ -121,7 +130,8 @@ def _of_chunk(
       model: the model.
       hidden: [B, chunk, d] float32.
       tokens, following: [B, chunk] int32, the chunk and the tokens after each of it.
-      seen: [B, V] bool, tokens before the chunk; None without a penalty.
+      so_far: [B, V] int32, of the text up to the chunk's first token; None without
+        penalties.
       rows: sampling settings, or None.
     """
     V, (batch, width) = model.config.num_tokens, tokens.shape
@@ -131,6 +141,6 @@ def _of_chunk(
         zeros = jnp.zeros((batch,), jnp.int32)
         requests = Requests(zeros, None, zeros[:, None], None, rows)
         path = tokens[:, jnp.minimum(place[:, None], place[None])]
-        dist = Distribution(requests, zeros, seen, V)
+        dist = Distribution(requests, zeros, so_far, V)
         logits = dist.scores(logits, place[None], path)
     return of_tokens(log_softmax(logits), following)

@@ -257,7 +257,7 @@ def generate_tokens(
     if not (isinstance(min_new_tokens, int) and min_new_tokens == 0):
         least = counts("min_new_tokens", min_new_tokens, batch, 0, max_new_tokens)
         by_prompt["min_new_tokens"] = least
-    rows = rows_of_sampling(sampling, key, batch, n)
+    rows = rows_of_sampling(sampling, key, batch, n, V)
     requests = Requests(**_repeated(by_prompt, n), sampling=rows)
     source = source_of(drafter, model.config)
     states = None

@@ -1,6 +1,7 @@
 """Turns logits into the distribution from which the next token is drawn, row by row.
 
-The order is that of Hugging Face: repetition penalty, temperature, top-k, top-p, min-p.
+The order is that of Hugging Face and vLLM: biases, repetition penalty, frequency and
+presence penalty, temperature, top-k, top-p, min-p.
 Target and drafter are processed by the same function, so that an acceptance rule
 compares the distributions from which the tokens are really drawn.
 
@@ -56,8 +57,9 @@ class Distribution:
     Attributes:
       requests: the requests of the B rows.
       output_place: [B] int32. Index in the output of the token after the root.
-      seen: [B, V] bool. Tokens in the text, including the root. None if no row has a
-        repetition penalty.
+      counts: [B, V] int32. How often the text, up to the root, contains each token: 1
+        if the prompt contains it, and 2 for each time that the output contains it. None
+        if no row has a penalty.
       num_tokens: V. Logits beyond it are padding of the vocabulary.
       state: [B] int32. States of the automata of constraints after the text. None if no
         row has a constraint.
@@ -67,7 +69,7 @@ class Distribution:
 
     requests: Requests
     output_place: jax.Array
-    seen: jax.Array | None
+    counts: jax.Array | None
     num_tokens: int = struct.field(pytree_node=False)
     state: jax.Array | None = None
     depth: jax.Array | None = None
@@ -94,7 +96,7 @@ class Distribution:
           logits: [B, Q, W] float32. The W of a drafter may be less than V.
           depth: [B, Q] or [1, Q] int32. Depths of the nodes; the root has depth 0.
           path: [B, Q, D] int32. Tokens from the root to each node, entry j at depth j;
-            those beyond the node repeat others of its path. If None, `seen` contains
+            those beyond the node repeat others of its path. If None, `counts` has
             them, and constraints apply only to nodes at the depth of `state`.
           normalised: if False, only differences of scores matter, and the largest score
             may be 0.
@@ -200,15 +202,20 @@ class Distribution:
     def _punished(
         self, logits: jax.Array, depth: jax.Array, path: jax.Array | None
     ) -> jax.Array:
-        """Returns logits [B, Q, V] after the repetition penalty, -inf for tokens that
-        are not allowed."""
+        """Returns logits [B, Q, V] after biases and penalties, -inf for tokens that are
+        not allowed."""
         assert self.sampling is not None
-        logits, seen = self._allowed(logits, depth, path), self._seen(path)
-        if self.sampling.penalty is None or seen is None:
+        logits, counts = self._allowed(logits, depth, path), self._counts(depth, path)
+        if self.sampling.bias is not None:
+            logits = logits + self.sampling.bias[:, None, : self.num_tokens]
+        if (own := self.sampling.penalties) is None or counts is None:
             return logits
-        penalty = _by_row(self.sampling.penalty)
-        less = jnp.where(logits > 0, logits / penalty, logits * penalty)
-        return jnp.where(seen, less, logits)
+        repetition = _by_row(own.repetition)
+        less = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        times = (counts >> 1).astype(jnp.float32)  # in the output
+        less -= _by_row(own.frequency) * times
+        less -= jnp.where(times > 0, _by_row(own.presence), 0.0)
+        return jnp.where(counts > 0, less, logits)
 
     def _allowed(
         self, logits: jax.Array, depth: jax.Array, path: jax.Array | None
@@ -277,25 +284,27 @@ class Distribution:
         after = jnp.take_along_axis(after, last, axis=2)[..., 0]
         return jnp.where(depth > 0, after, before)
 
-    def _seen(self, path: jax.Array | None) -> jax.Array | None:
-        """Returns a mask [B, Q, V] (or [B, 1, V]) bool of the tokens in the text up to
-        each node."""
-        if self.seen is None:
+    def _counts(self, depth: jax.Array, path: jax.Array | None) -> jax.Array | None:
+        """Returns `counts` [B, Q, V] (or [B, 1, V]) of the text up to each node."""
+        if self.counts is None:
             return None
         if path is None:
-            return self.seen[:, None]
-        batch, Q, _ = path.shape
+            return self.counts[:, None]
+        batch, Q, D = path.shape
         b = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
         q = jnp.arange(Q, dtype=jnp.int32)[None, :, None]
-        here = jnp.broadcast_to(self.seen[:, None], (batch, Q, self.num_tokens))
-        return here.at[b, q, path].set(True)
+        here = jnp.broadcast_to(self.counts[:, None], (batch, Q, self.num_tokens))
+        # `counts` has the token of the root, at place 0, already.
+        place = jnp.arange(D, dtype=jnp.int32)[None, None]
+        below = (place > 0) & (place <= depth[..., None])
+        return here.at[b, q, path].add(jnp.where(below, 2, 0))
 
     def after(self, token: jax.Array) -> "Distribution":
         """Returns the distribution after one more token [B]."""
         found = self
-        if self.seen is not None:
+        if self.counts is not None:
             row = jnp.arange(token.shape[0], dtype=jnp.int32)
-            found = replace(found, seen=self.seen.at[row, token].set(True))
+            found = replace(found, counts=self.counts.at[row, token].add(2))
         if self.state is not None and self.depth is not None:
             assert self.requests.constraints is not None
             after = self.requests.constraints.after(self.state, token)

@@ -1,6 +1,6 @@
 """Sampling settings, as users write them and as arrays on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,8 @@ from stree_jax.sampling.threefry import as_threefry, is_typed
 
 _FLOAT32 = np.finfo(np.float32)
 LEAST, MOST = float(_FLOAT32.tiny), float(_FLOAT32.max)  # devices flush less to 0
+MOST_BIAS = 1e6  # adding more would round logits away
+PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 RANGE = f"{LEAST:.2g}..{MOST:.2g} (float32)"
 
 
@@ -42,6 +44,12 @@ class Sampling:
         is off.
       repetition_penalty: divides positive and multiplies negative logits of tokens that
         occur in the text, including the prompt; 1 is off.
+      presence_penalty: is subtracted from the logits of tokens that occur in the output
+        so far; 0 is off.
+      frequency_penalty: is subtracted as many times as a token occurs in the output so
+        far; 0 is off.
+      logit_bias: pairs of a token id and a number that is added to its logit, or a
+        mapping; -100 in effect forbids a token.
       seed: seed of the random numbers. If None, the index of the prompt is used. The
         same seed gives the same text, whatever else is in the batch.
 
@@ -55,6 +63,9 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -77,9 +88,52 @@ class Sampling:
         )
         check("min_p", as_real, lambda p: 0 <= p < 1, "a number in [0, 1)")
         check("repetition_penalty", as_real, in_range, f"a number in {RANGE}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check(name, as_real, _is_bias, f"a number in -{MOST_BIAS:g}..{MOST_BIAS:g}")
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         if self.seed is not None:
             of_32_bits = "an integer in [0, 2^32)"
             check("seed", as_integer, lambda s: 0 <= s < 2**32, of_32_bits)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """True if the most likely token is chosen, whatever the text so far."""
+        return self == Sampling(temperature=0, seed=self.seed)
+
+    @property
+    def penalised(self) -> bool:
+        """True if the logits of tokens depend on the text so far."""
+        off = self.repetition_penalty == 1 and self.presence_penalty == 0
+        return not off or self.frequency_penalty != 0
+
+
+def _is_bias(number: float) -> bool:
+    """True for numbers that can be added to logits."""
+    return -MOST_BIAS <= number <= MOST_BIAS
+
+
+def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Returns `Sampling.logit_bias` as pairs, ordered by token.
+
+    Raises:
+      ValueError: it has another form, or names a token twice.
+    """
+    items = bias.items() if isinstance(bias, Mapping) else bias
+    want = f"pairs of a token id and a number in -{MOST_BIAS:g}..{MOST_BIAS:g}"
+    try:
+        pairs = [(as_integer(token), as_real(add)) for token, add in items]
+    except (TypeError, ValueError):
+        pairs = [(None, None)]
+    found = [
+        (token, add)
+        for token, add in pairs
+        if token is not None and add is not None and token >= 0 and _is_bias(add)
+    ]
+    if len(found) != len(pairs):
+        raise ValueError(f"logit_bias: want {want}, got {shown(bias)}")
+    if len(dict(found)) != len(found):
+        raise ValueError(f"logit_bias: want each token once, got {shown(bias)}")
+    return tuple(sorted(found))
 
 
 @register_for_export
@@ -109,6 +163,20 @@ def no_filters(rows: int) -> Filters:
 
 @register_for_export
 @struct.dataclass
+class Penalties:
+    """Penalties of B rows on tokens that the text contains already.
+
+    Attributes:
+      repetition, presence, frequency: [B] float32.
+    """
+
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+
+
+@register_for_export
+@struct.dataclass
 class SamplingRows:
     """`Sampling` of B rows as arrays on the device.
 
@@ -116,14 +184,16 @@ class SamplingRows:
       temperature: [B] float32.
       filters: filters of the rows, or None if no row has a filter, which makes programs
         smaller.
-      penalty: [B] float32. None if no row has a repetition penalty.
+      penalties: penalties of the rows, or None if no row has any.
       key: [B] typed keys.
+      bias: [B, V] float32. Added to the logits, or None if no row has a bias.
     """
 
     temperature: jax.Array
     filters: Filters | None
-    penalty: jax.Array | None
+    penalties: Penalties | None
     key: jax.Array
+    bias: jax.Array | None = None
 
     @property
     def greedy(self) -> jax.Array:
@@ -153,6 +223,7 @@ def sampling_rows(
     samples: int = 1,
     *,
     filters: bool = False,
+    num_tokens: int | None = None,
 ) -> SamplingRows:
     """Converts the settings of B prompts to arrays of B * `samples` rows, prompt by
     prompt.
@@ -164,9 +235,10 @@ def sampling_rows(
       samples: rows per prompt.
       filters: if True, filters are present even if no row uses them, so that rows can
         be replaced by others later.
+      num_tokens: V, the size of the vocabulary. Needed if a prompt has a `logit_bias`.
 
     Raises:
-      ValueError: `key` is not a single key.
+      ValueError: `key` is not a single key, or a bias is for a token >= V.
     """
     texts = isinstance(settings, str | bytes)
     if texts or not isinstance(settings, Sequence):
@@ -184,7 +256,7 @@ def sampling_rows(
     def rows(name: str, dtype: type) -> np.ndarray:
         return np.array([getattr(s, name) for s in settings], dtype)
 
-    penalised = any(s.repetition_penalty != 1 for s in settings)
+    penalised = any(s.penalised for s in settings)
     filters = filters or any(s.top_k or s.top_p != 1 or s.min_p for s in settings)
     return sampling_arrays(
         len(settings),
@@ -192,13 +264,30 @@ def sampling_rows(
         top_k=rows("top_k", np.int32) if filters else None,
         top_p=rows("top_p", np.float32) if filters else None,
         min_p=rows("min_p", np.float32) if filters else None,
-        repetition_penalty=rows("repetition_penalty", np.float32)
-        if penalised
-        else None,
+        **{name: rows(name, np.float32) for name in PENALTIES if penalised},
+        logit_bias=_bias_table(settings, num_tokens),
         key=key,
         seeds=seeds,
         samples=samples,
     )
+
+
+def _bias_table(
+    settings: Sequence[Sampling], num_tokens: int | None
+) -> np.ndarray | None:
+    """Returns the biases [B, V] float32 of B prompts, or None if none has any."""
+    if not any(one.logit_bias for one in settings):
+        return None
+    if num_tokens is None:
+        raise ValueError("num_tokens: needed for logit_bias, got None")
+    found = np.zeros((len(settings), num_tokens), np.float32)
+    for row, one in zip(found, settings, strict=True):
+        for token, add in one.logit_bias:
+            if token >= num_tokens:
+                want = f"token ids below {num_tokens}, the size of the vocabulary"
+                raise ValueError(f"logit_bias: want {want}, got {token}")
+            row[token] = add
+    return found
 
 
 @with_hints
@@ -210,6 +299,9 @@ def sampling_arrays(
     top_p: Any = None,
     min_p: Any = None,
     repetition_penalty: Any = None,
+    presence_penalty: Any = None,
+    frequency_penalty: Any = None,
+    logit_bias: Any = None,
     key: jax.Array | None = None,
     seeds: Any = None,
     samples: int = 1,
@@ -217,12 +309,15 @@ def sampling_arrays(
     """Makes the settings of B prompts from arrays, which `jax.jit` may trace.
 
     Each setting is one number, or [B] numbers. A program contains filters if one of
-    `top_k`, `top_p` and `min_p` is given, and a penalty if that is given. Inside `jit`
-    values are unknown: those outside the ranges of `Sampling` give texts of no meaning.
+    `top_k`, `top_p` and `min_p` is given, and penalties if one of them is given. Inside
+    `jit` values are unknown: those outside the ranges of `Sampling` give texts of no
+    meaning.
 
     Args:
       prompts: B, static.
-      temperature, top_k, top_p, min_p, repetition_penalty: as in `Sampling`.
+      temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+        frequency_penalty: as in `Sampling`.
+      logit_bias: [V] or [B, V] numbers that are added to the logits.
       key: base of all random numbers; or [B] typed keys, one for each prompt. If None,
         the key of seed 0.
       seeds: [B] ints, folded into a single `key`. If None, 0 .. B - 1.
@@ -258,14 +353,25 @@ def sampling_arrays(
             rows("top_p", top_p, 1.0, jnp.float32),
             rows("min_p", min_p, 0.0, jnp.float32),
         )
-    penalty = None
-    if repetition_penalty is not None:
-        penalty = rows("repetition_penalty", repetition_penalty, 1.0, jnp.float32)
+    given = repetition_penalty, presence_penalty, frequency_penalty
+    penalties = None
+    if any(value is not None for value in given):
+        off = zip(PENALTIES, given, (1.0, 0.0, 0.0), strict=True)
+        penalties = Penalties(*(rows(*one, jnp.float32) for one in off))
+    bias = None
+    if logit_bias is not None:
+        bias = jnp.asarray(logit_bias, jnp.float32)
+        if bias.ndim not in (1, 2) or bias.shape[:-1] not in ((), (prompts,)):
+            want = f"[V] numbers, or [{prompts}, V], one row for each prompt"
+            raise ValueError(f"logit_bias: want {want}, got {shown(logit_bias)}")
+        bias = jnp.broadcast_to(bias, (prompts, bias.shape[-1]))
+        bias = jnp.repeat(bias, samples, axis=0)
     return SamplingRows(
         temperature=rows("temperature", temperature, 1.0, jnp.float32),
         filters=filters,
-        penalty=penalty,
+        penalties=penalties,
         key=_keys(key, seeds, prompts, samples),
+        bias=bias,
     )
 
 

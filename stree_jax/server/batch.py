@@ -2,9 +2,10 @@
 
 Prompts are padded to a few widths. There are three decoding programs: for batches with
 greedy rows only, for batches with sampled rows, too, and for batches with rows that
-have log-probabilities or a repetition penalty; and as many for batches with constrained
-rows. The rows of the batch decide which program runs, but a row's tokens do not depend
-on the program. The module `programs` compiles those without constraints in advance.
+have log-probabilities, penalties, biases or a minimum length; and as many for batches
+with constrained rows. The rows of the batch decide which program runs, but a row's
+tokens do not depend on the program. The module `programs` compiles those without
+constraints in advance.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,13 @@ from stree_jax.models import PREFILL_CHUNK, Model, ModelConfig, reading_chunk
 from stree_jax.models.base.keys import key_of
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
-from stree_jax.sampling.settings import Sampling, row_key, sampling_rows
+from stree_jax.sampling.settings import (
+    PENALTIES,
+    Penalties,
+    Sampling,
+    row_key,
+    sampling_rows,
+)
 from stree_jax.server.constrained import ConstrainedRows
 from stree_jax.server.prefixes import Prefixes
 from stree_jax.sizing import step_times
@@ -47,6 +54,7 @@ from stree_jax.speculation.step import Spec
 GREEDY = Sampling(temperature=0)
 _SAMPLED = Sampling(temperature=1.0, seed=0)
 NO_TOKEN = -1  # padding of lists of stop tokens
+MAX_STOP_IDS = 16  # stop tokens of a request, in addition to the model's own
 
 
 @jax.jit
@@ -93,6 +101,8 @@ class TextRequest:
         numbers.
       seed_high: the upper 32 bits of a 64-bit seed. `sampling` has the lower 32 bits.
       ignore_eos: if True, the model's stop tokens do not end the text.
+      min_new_tokens: number of new tokens before a stop token may end the text.
+      stop_ids: up to `MAX_STOP_IDS` further tokens that end the text.
       logprobs: True if log-probabilities are requested.
       shared: number of tokens at the beginning of the prompt that other conversations
         may share, such as a system prompt. The states after them are cached.
@@ -105,9 +115,17 @@ class TextRequest:
     sample: int = 0
     seed_high: int = 0
     ignore_eos: bool = False
+    min_new_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
     logprobs: bool = False
     shared: int = 0
     constraint: TokenTables | None = None
+
+    @property
+    def needs_all(self) -> bool:
+        """True if only the program with all arrays can decode the text."""
+        own = self.sampling.penalised or self.sampling.logit_bias
+        return bool(self.logprobs or self.min_new_tokens or own)
 
 
 @dataclass(frozen=True)
@@ -182,30 +200,39 @@ class Layout:
         return cls(tuple(widths), bucket(sizes.context), capacity)
 
 
-def requests_of(request: TextRequest, stops: jax.Array, key: jax.Array) -> Requests:
-    """Returns the decoding options of one row as arrays for the device.
+def requests_of(
+    request: TextRequest, stops: jax.Array, key: jax.Array, num_tokens: int
+) -> Requests:
+    """Returns the decoding options of one row as arrays for the device. All arrays are
+    present, because other rows of the batch may need them.
 
     Args:
       request: the request for the row's text.
       stops: [1, n] int32. The model's stop tokens.
       key: base key of the random numbers.
+      num_tokens: V, the size of the vocabulary.
     """
-    # With filters, because other rows of the batch may have some.
-    sampling = sampling_rows([request.sampling], filters=True)
-    penalty = np.float32(request.sampling.repetition_penalty)
+    own = request.sampling
+    sampling = sampling_rows([own], filters=True, num_tokens=num_tokens)
+    penalties = Penalties(*(jnp.float32([getattr(own, name)]) for name in PENALTIES))
+    bias = sampling.bias
+    if bias is None:
+        bias = jnp.zeros((1, num_tokens), jnp.float32)
     low, high = (
         jnp.asarray(np.uint32(word))
         for word in (request.sampling.seed or 0, request.seed_high)
     )
-    own = seeded_key(key, low, high, jnp.int32(request.sample))
+    own_key = seeded_key(key, low, high, jnp.int32(request.sample))
     if request.ignore_eos:
         stops = jnp.full_like(stops, NO_TOKEN)
+    further = np.full((1, MAX_STOP_IDS), NO_TOKEN, np.int32)
+    further[0, : len(request.stop_ids)] = request.stop_ids
     return Requests(
         max_new_tokens=jnp.asarray([request.max_new_tokens], jnp.int32),
-        min_new_tokens=None,
-        stop_tokens=stops,
+        min_new_tokens=jnp.asarray([request.min_new_tokens], jnp.int32),
+        stop_tokens=jnp.concatenate([stops, jnp.asarray(further)], axis=1),
         stop_strings=None,
-        sampling=replace(sampling, key=own[None], penalty=jnp.asarray([penalty])),
+        sampling=replace(sampling, key=own_key[None], penalties=penalties, bias=bias),
     )
 
 
@@ -216,13 +243,14 @@ def for_program(d: Decoding, sampled: bool, lists: Any) -> Decoding:
     Args:
       d: the batch with all fields.
       sampled: True if any row is sampled.
-      lists: the arrays of log-probabilities, if any row has log-probabilities or a
-        repetition penalty (the same program computes both). Otherwise None.
+      lists: the arrays of log-probabilities, if any row has `TextRequest.needs_all`.
+        Otherwise None.
     """
     if lists is None:
         own = d.requests.sampling if sampled else None
-        sampling = None if own is None else replace(own, penalty=None)
-        d = replace(d, requests=replace(d.requests, sampling=sampling), seen=None)
+        sampling = None if own is None else replace(own, penalties=None, bias=None)
+        requests = replace(d.requests, sampling=sampling, min_new_tokens=None)
+        d = replace(d, requests=requests, counts=None)
     return replace(d, logprobs=lists)
 
 
@@ -231,18 +259,17 @@ def with_parts(d: Decoding, whole: Decoding) -> Decoding:
 
     Args:
       d: the batch that a decoding program returned.
-      whole: the batch before the program ran, with all fields. Its sampling settings,
-        repetition penalties and `seen` are used where `d` has None.
+      whole: the batch before the program ran, with all fields.
     """
     own, sampling = d.requests.sampling, whole.requests.sampling
     assert sampling is not None  # set by `requests_of`
-    if own is not None and own.penalty is None:
-        sampling = replace(own, penalty=sampling.penalty)
-    elif own is not None:
-        sampling = own
-    requests = replace(d.requests, sampling=sampling)
-    seen = whole.seen if d.seen is None else d.seen
-    return replace(d, requests=requests, seen=seen, logprobs=None)
+    if d.counts is not None:  # the program had all fields
+        return replace(d, logprobs=None)
+    if own is not None:
+        sampling = replace(own, penalties=sampling.penalties, bias=sampling.bias)
+    least = whole.requests.min_new_tokens
+    requests = replace(d.requests, sampling=sampling, min_new_tokens=least)
+    return replace(d, requests=requests, counts=whole.counts, logprobs=None)
 
 
 class Batch:
@@ -422,7 +449,7 @@ class Batch:
         and the batch with only the fields that the program needs."""
         assert self._decoding is not None  # set by `admit`
         requests = [row.request for row in self.rows if row is not None]
-        lists = any(r.logprobs or r.sampling.repetition_penalty != 1 for r in requests)
+        lists = any(request.needs_all for request in requests)
         sampled = lists or any(r.sampling.temperature > 0 for r in requests)
         d = for_program(self._decoding, sampled, self._lists if lists else None)
         return self.specs[sampled], self._constrained.part_of(d)
@@ -442,7 +469,7 @@ class Batch:
             self.specs[False],
             jnp.asarray(padded),
             jnp.asarray([len(request.ids)], jnp.int32),
-            requests_of(request, self._stops, self._key),
+            requests_of(request, self._stops, self._key, self.model.config.num_tokens),
             max_new_tokens=self._layout.output_size,
             capacity=self._layout.capacity,
             past=past,

@@ -11,6 +11,8 @@ Kind = Literal["completion", "chat"]
 # Names of the maximum number of tokens of an answer. The first one in a request
 # counts, as in llama.cpp (`n_predict` is its own) and vLLM.
 MAX_TOKENS = ("n_predict", "max_completion_tokens", "max_tokens")
+# Names of the maximum number of tokens of the reasoning, in vLLM and llama.cpp.
+BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens")
 # Fields that OpenAI, vLLM or llama.cpp accept and that do not change the text here.
 WITHOUT_EFFECT = {
     "user",
@@ -52,8 +54,6 @@ WITHOUT_EFFECT |= {
 }
 # Unsupported fields, with values that have no effect. Other values are errors.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -88,19 +88,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "lora": ([],),
     "image_data": ([],),
     "response_fields": ([],),
-    "reasoning_budget_tokens": (-1,),
     "reasoning_control": (False,),
     "timings_per_token": (False,),
     "return_progress": (False,),
     "return_tokens": (False,),
     "detokenize": (True,),  # vLLM and SGLang, like all of these
     "include_reasoning": (True,),
-    "thinking_token_budget": (),
-    "min_tokens": (0,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
-    "stop_token_ids": ([],),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
@@ -124,7 +120,6 @@ NEUTRAL_OF: dict[Kind, dict[str, tuple[Any, ...]]] = {
         "tool_choice": ("none", "auto"),  # "auto" chooses none of an empty list
         "reasoning_format": ("none", "auto"),  # completions have no reasoning
         "separate_reasoning": (False,),
-        "echo": (False,),
         "suffix": ("",),
         "add_special_tokens": (True,),
     },
@@ -147,6 +142,11 @@ READ = {
     "min_p",
     "repetition_penalty",
     "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",  # vLLM, like the one below
+    "stop_token_ids",
+    *BUDGETS,
     "n",
     "stream",
     "stream_options",
@@ -164,7 +164,7 @@ READ = {
     "json_schema",  # SGLang and llama.cpp
 }
 READ_OF: dict[Kind, set[str]] = {
-    "completion": {"prompt", "best_of"},
+    "completion": {"prompt", "best_of", "echo"},
     "chat": {
         "messages",
         "top_logprobs",

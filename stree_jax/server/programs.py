@@ -80,7 +80,8 @@ def batch_shapes(model: Model, spec: Spec, sizes: Sizes) -> BatchShapes:
     """
     layout = Layout.of(model.config, spec, sizes)
     stops = jnp.asarray(stop_token_table(model, None, 1))
-    requests = requests_of(TextRequest([0], 1, GREEDY), stops, key_of(0))
+    V = model.config.num_tokens
+    requests = requests_of(TextRequest([0], 1, GREEDY), stops, key_of(0), V)
     text = _text(layout.widths[0])
     one = init_decoding_jit.shapes(spec, *text, requests, **_sizes(layout), past=None)
     whole = vacant_jit.shapes(spec, one, rows=sizes.rows)
@@ -174,7 +175,12 @@ def programs(
     for name, sampled, lists, when in (
         ("greedy texts", False, None, When.FIRST),
         ("sampled texts", True, None, When.FIRST),
-        ("with log-probabilities and penalties", True, shapes.lists, When.NEEDED),
+        (
+            "with log-probabilities, penalties or biases",
+            True,
+            shapes.lists,
+            When.NEEDED,
+        ),
     ):
         d = for_program(shapes.whole, sampled, lists)
         step = specs[sampled], d, NUMBER

@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 
 from stree_jax.constraints.constraint import Constraint
+from stree_jax.constraints.reasoning import MOST_TOKENS
 from stree_jax.sampling.settings import Sampling
+from stree_jax.server.batch import MAX_STOP_IDS
 from stree_jax.server.errors import invalid, shown
 from stree_jax.server.fields import (
+    BUDGETS,
     MAX_TOKENS,
     NEUTRAL,
     NEUTRAL_OF,
@@ -31,6 +34,8 @@ MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_SAMPLES = 128
 DEFAULT_TOKENS = 16  # max_tokens of completions; a chat answer may fill the context
 MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # beyond, logits overflow or underflow
+MOST_BIAS, MAX_BIASES = 100, 1024  # of `logit_bias`: size and number, as OpenAI's
+FORBIDDING = 1e6  # a bias that leaves no other choice
 SMALLEST = float(np.finfo(np.float32).tiny)  # smaller numbers are 0 on the device
 
 
@@ -65,11 +70,15 @@ class Request:
       structure: constraint on the text of an answer, or None.
       parse_calls: False if tool calls stay in the content.
       split_reasoning: False if reasoning stays in the content.
+      thinking_budget: maximum number of tokens of the reasoning, or None (chat).
       max_tokens: maximum number of tokens of an answer. If None, the context limits it.
-      temperature, top_p, top_k, min_p, penalty: see `Sampling`. With temperature 0,
-        only the penalty is used.
+      temperature, top_p, top_k, min_p: see `Sampling`; not used with temperature 0.
+      logits: the penalties and the bias, as fields of `Sampling`.
       seed: 0..2^64-1. If None, the server draws a seed.
       ignore_eos: if True, the model's stop tokens do not end an answer.
+      min_tokens: number of tokens before a stop token or string may end an answer.
+      stop_ids: further tokens that end an answer.
+      echo: True if the text of an answer begins with the prompt (completions).
       n: number of answers per prompt.
       stops: strings that end an answer.
       top_logprobs: number of alternatives with log-probabilities per token. If None, no
@@ -87,14 +96,18 @@ class Request:
     structure: Constraint | None
     parse_calls: bool
     split_reasoning: bool
+    thinking_budget: int | None
     max_tokens: int | None
     temperature: float
     top_p: float
     top_k: int
     min_p: float
-    penalty: float
+    logits: Mapping[str, Any]
     seed: int | None
     ignore_eos: bool
+    min_tokens: int
+    stop_ids: tuple[int, ...]
+    echo: bool
     n: int
     stops: tuple[str, ...]
     top_logprobs: int | None
@@ -110,10 +123,10 @@ class Request:
         """
         own = (self.seed if self.seed is not None else seed) % 2**32
         if self.temperature == 0:
-            return Sampling(0.0, repetition_penalty=self.penalty)
+            return Sampling(0.0, **self.logits)
         return Sampling(
             self.temperature,
-            repetition_penalty=self.penalty,
+            **self.logits,
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
@@ -151,21 +164,36 @@ def parse(kind: Kind, body: Any) -> Request:
         structure=structure_of(fields),
         parse_calls=not chat or _boolean(fields, "parse_tool_calls", True),
         split_reasoning=not chat or _split_reasoning(fields),
+        thinking_budget=_thinking_budget(kind, fields),
         max_tokens=_max_tokens(kind, fields),
         temperature=temperature,
         top_p=top_p or 1.0,
         top_k=_top_k(fields),
         min_p=_min_p(fields),
-        penalty=_penalty(fields),
+        logits={
+            "repetition_penalty": _repetition_penalty(fields),
+            "presence_penalty": _number(fields, "presence_penalty", 0.0, -2.0, 2.0),
+            "frequency_penalty": _number(fields, "frequency_penalty", 0.0, -2.0, 2.0),
+            "logit_bias": _logit_bias(fields),
+        },
         seed=_seed(fields),
         ignore_eos=_boolean(fields, "ignore_eos"),
+        min_tokens=_integer(fields, "min_tokens", 0, 0, 2**31 - 1) or 0,
+        stop_ids=_stop_ids(fields),
+        echo=_boolean(fields, "echo"),
         n=_integer(fields, "n", 1, 1, MAX_SAMPLES) or 1,
         stops=_stops(fields),
         top_logprobs=_chat_logprobs(fields) if chat else _logprobs(fields),
         stream=stream,
         usage=_usage(fields, stream),
     )
-    _check_logit_bias(fields)
+    if request.echo and request.top_logprobs is not None:
+        problem = "echo: cannot be combined with logprobs, which prompts do not have"
+        raise invalid(problem, "echo")
+    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+        problem = f"want at most max_tokens, {request.max_tokens}"
+        problem = f"min_tokens: {problem}, got {request.min_tokens}"
+        raise invalid(problem, "min_tokens")
     best_of = _integer(fields, "best_of", request.n, 1, MAX_SAMPLES)
     if best_of != request.n:
         raise invalid(
@@ -268,7 +296,7 @@ def _min_p(fields: Mapping[str, Any]) -> float:
     return min(_number(fields, "min_p", 0.0, 0.0, 1.0), below_1)
 
 
-def _penalty(fields: Mapping[str, Any]) -> float:
+def _repetition_penalty(fields: Mapping[str, Any]) -> float:
     """Returns the repetition penalty, under vLLM's or llama.cpp's name."""
     names = [n for n in ("repetition_penalty", "repeat_penalty") if n in fields]
     if len(names) == 2:
@@ -297,14 +325,53 @@ def _max_tokens(kind: Kind, fields: Mapping[str, Any]) -> int | None:
     return None if given[0] == -1 else min(given[0], 2**31 - 1)
 
 
-def _check_logit_bias(fields: Mapping[str, Any]) -> None:
-    """Raises ApiError unless every token's bias is 0."""
+def _thinking_budget(kind: Kind, fields: Mapping[str, Any]) -> int | None:
+    """Returns the maximum number of tokens of the reasoning, or None for -1 and in
+    completions, which have no reasoning."""
+    values = {n: _integer(fields, n, None, -1, MOST_TOKENS) for n in BUDGETS}
+    given = [value for value in values.values() if value is not None]
+    return None if kind == "completion" or given[:1] in ([], [-1]) else given[0]
+
+
+def _logit_bias(fields: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    """Returns pairs of a token and its bias: from an object, whose keys are token ids
+    as texts, or from llama.cpp's list of pairs, in which false forbids a token."""
     value = fields.get("logit_bias", {})
-    if value == []:  # llama.cpp's form of an empty value
-        return
-    if not isinstance(value, dict) or any(v != 0 for v in value.values()):
-        problem = "logit_bias: this server does not support it"
-        raise invalid(problem, "logit_bias", "unsupported_value")
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    wanted = f"want an object of token ids and numbers in -{MOST_BIAS}..{MOST_BIAS}"
+    if not isinstance(pairs, list):
+        raise invalid(f"logit_bias: {wanted}, got {shown(value)}", "logit_bias")
+    if len(pairs) > MAX_BIASES:
+        problem = f"logit_bias: want at most {MAX_BIASES} tokens, got {len(pairs)}"
+        raise invalid(problem, "logit_bias")
+    found = {}
+    for pair in pairs:
+        token, bias = (
+            pair if isinstance(pair, list | tuple) and len(pair) == 2 else ("", 0)
+        )
+        if isinstance(token, str) and token.isascii() and token.isdigit():
+            token = int(token)
+        if bias is False and isinstance(value, list):
+            bias = -FORBIDDING
+        elif not _is_number(bias) or not -MOST_BIAS <= bias <= MOST_BIAS:
+            raise invalid(f"logit_bias: {wanted}, got {shown(bias)}", "logit_bias")
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise invalid(f"logit_bias: {wanted}, got {shown(token)}", "logit_bias")
+        found[token] = float(bias)
+    return tuple(sorted((token, bias) for token, bias in found.items() if bias))
+
+
+def _stop_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the tokens that end an answer in addition to the model's own."""
+    value = fields.get("stop_token_ids", [])
+    if value != [] and not _are_ids(value):
+        problem = f"stop_token_ids: want a list of token ids, got {shown(value)}"
+        raise invalid(problem, "stop_token_ids")
+    ids = tuple(dict.fromkeys(value))
+    if len(ids) > MAX_STOP_IDS:
+        problem = f"stop_token_ids: want at most {MAX_STOP_IDS}, got {len(ids)}"
+        raise invalid(problem, "stop_token_ids")
+    return ids
 
 
 def _turn(fields: Mapping[str, Any]) -> Turn:

@@ -160,7 +160,11 @@ def _tables(service: Service, request: Request, prompt: Prompt) -> TokenTables |
     added = tokenizer.get_added_tokens_decoder().values()
     special = frozenset(token.content for token in added if token.special)
     opened = in_reasoning(service.form, tokenizer, request, prompt.ids)
-    constraint = constraint_of(request, service.form, opened, special)
+
+    def is_token(text: str) -> bool:
+        return tokenizer.token_to_id(text) is not None
+
+    constraint = constraint_of(request, service.form, opened, special, is_token)
     if constraint is None:
         return None
     try:
@@ -231,6 +235,7 @@ def text_requests(
     if request.stops and service.reader.pieces is None:
         problem = "stop: needs a byte-level or sentencepiece tokenizer"
         raise invalid(problem, "stop")
+    _check_ids(service, request)
     seed = secrets.randbelow(2**32)
     texts: list[TextRequest] = []
     for prompt in prompts:
@@ -248,12 +253,25 @@ def text_requests(
                     sample=0 if greedy else sample,
                     seed_high=0 if greedy else request.seed_high,
                     ignore_eos=request.ignore_eos,
+                    min_new_tokens=min(request.min_tokens, new),
+                    stop_ids=request.stop_ids,
                     logprobs=request.top_logprobs is not None,
                     shared=prompt.shared,
                     constraint=prompt.constraint,
                 )
             )
     return texts
+
+
+def _check_ids(service: Service, request: Request) -> None:
+    """Raises ApiError if a field has tokens that the model does not have."""
+    V = service.model.config.num_tokens
+    biased = [token for token, _ in request.logits["logit_bias"]]
+    for name, ids in (("logit_bias", biased), ("stop_token_ids", request.stop_ids)):
+        for token in ids:
+            if not 0 <= token < V:
+                problem = f"{name}: want token ids in 0..{V - 1}, got {token}"
+                raise invalid(problem, name)
 
 
 def _max_new_tokens(service: Service, request: Request, prompt: int) -> int:
@@ -272,6 +290,17 @@ def _max_new_tokens(service: Service, request: Request, prompt: int) -> int:
             "context_length_exceeded",
         )
     return left if request.max_tokens is None else min(request.max_tokens, left)
+
+
+def _text_of(
+    reader: Reader, request: Request, prompts: Sequence[Prompt], index: int
+) -> str:
+    """Returns the text of a prompt of completions."""
+    given = request.prompts[index]
+    if isinstance(given, str):
+        return given
+    ids = prompts[index].ids
+    return reader.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class Exchange:
@@ -309,8 +338,13 @@ class Exchange:
         decoders = [continuation(tokenizer, p.ids) for p in prompts]
         self.jobs = []
         for i, one in enumerate(texts):  # prompt by prompt, n texts each
-            writer = Writer(reader, request.stops, top, decoders[i // request.n])
+            after, least = decoders[i // request.n], one.min_new_tokens
+            writer = Writer(reader, request.stops, top, after, least)
             self.jobs.append(Job(one, writer, self._sender(i)))
+        if request.echo:
+            for i in range(count):
+                text = _text_of(reader, request, prompts, i // request.n)
+                self._queue.put_nowait((i, Piece(text, 0, (), None)))
         if request.max_tokens == 0:
             for i in range(count):
                 self._queue.put_nowait((i, Piece("", 0, (), "length")))

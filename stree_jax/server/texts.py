@@ -112,6 +112,7 @@ class Writer:
       stops: the stop strings.
       top: number of likeliest tokens to return with log-probabilities.
       after: decodes tokens after the prompt. If None, the text starts without a prompt.
+      least: number of tokens before the first one in which a stop string may start.
       tokens: the tokens so far.
       shown: number of characters that were returned.
       state: state of the automaton of the stop strings.
@@ -126,6 +127,7 @@ class Writer:
     stops: Sequence[str] = ()
     top: int = 0
     after: Continuation | None = None
+    least: int = 0
     tokens: list[int] = field(default_factory=list)
     shown: int = 0
     state: int = 0
@@ -153,6 +155,7 @@ class Writer:
             running=finish == RUNNING,
             stops=self.stops,
             pieces=self.reader.searched,
+            begin=self.least,
         )
         new = found.text[self.shown : found.final]
         self.shown = max(self.shown, found.final)
@@ -165,7 +168,8 @@ class Writer:
         `Decoding.finish` after them."""
         if self.steps is None:
             return len(update.tokens), update.finish
-        for i, token in enumerate(update.tokens):
+        first = max(0, self.least - len(self.tokens))
+        for i, token in enumerate(update.tokens[first:], first):
             piece = _searched(self.reader, token)
             self.state = follow(self.steps, self.state, piece)
             if self.state == HIT:

@@ -49,8 +49,8 @@ class Decoding:
       root: [B] int32. The last token of the text, which the target reads next.
       tokens: [B, O] int32. The output so far, padded with 0.
       length: [B] int32. Number of valid tokens in the output.
-      seen: [B, V] bool. Tokens in the prompt and the output. None if no row has a
-        repetition penalty.
+      counts: [B, V] int32. How often the text contains each token, see
+        `Distribution.counts`. None if no row has a penalty.
       stop_state: [B] int32. States of the automata of the stop strings. None if there
         are no stop strings.
       constraint_state: [B] int32. States of the automata of constraints. None if no row
@@ -75,7 +75,7 @@ class Decoding:
     root: jax.Array
     tokens: jax.Array
     length: jax.Array
-    seen: jax.Array | None
+    counts: jax.Array | None
     stop_state: jax.Array | None
     constraint_state: jax.Array | None
     logprobs: LogProbs | None
@@ -103,7 +103,7 @@ class Decoding:
         state = self.constraint_state
         depth = None if state is None else jnp.int32(0)
         return Distribution(
-            self.requests, self.length, self.seen, num_tokens, state, depth
+            self.requests, self.length, self.counts, num_tokens, state, depth
         )
 
     def __repr__(self) -> str:
@@ -266,8 +266,8 @@ def record_step(
       dist: the distribution of the tokens below the root.
       trees: [] or [B] int32. Index in the menu of the tree that each row used.
     """
-    seen, lists = d.seen, d.logprobs
-    if lists is not None or seen is not None:
+    counts, lists = d.counts, d.logprobs
+    if lists is not None or counts is not None:
         places = _places(d.length, accepted.length, accepted.tokens, d.tokens.shape[1])
     if lists is not None:
         depth = jnp.arange(accepted.tokens.shape[1], dtype=jnp.int32)
@@ -277,10 +277,10 @@ def record_step(
         chosen_by = dist.scores(on_path, depth[None], above)
         raw = on_path[..., : dist.num_tokens]
         lists = logprobs.write(lists, raw, chosen_by, accepted.tokens, places)
-    if seen is not None:
-        row = jnp.arange(seen.shape[0], dtype=jnp.int32)[:, None]
-        text = jnp.where(places < d.tokens.shape[1], accepted.tokens, seen.shape[1])
-        seen = seen.at[row, text].set(True, mode="drop")
+    if counts is not None:
+        row = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None]
+        text = jnp.where(places < d.tokens.shape[1], accepted.tokens, counts.shape[1])
+        counts = counts.at[row, text].add(2, mode="drop")
     origin = draft.origin
     if origin is None:
         origin = jnp.full_like(draft.tokens, DRAFTER, jnp.uint8)
@@ -290,7 +290,7 @@ def record_step(
     return replace(
         d,
         **after._asdict(),
-        seen=seen,
+        counts=counts,
         **stop._asdict(),
         logprobs=lists,
     )

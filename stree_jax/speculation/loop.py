@@ -158,10 +158,10 @@ def _begin(
     zeros = jnp.zeros((batch,), jnp.int32)
     finish = jnp.where(requests.max_new_tokens > 0, RUNNING, OUT_OF_LENGTH)
     records = init_records(target.config, batch, max(t.size for t in menu), dtype)
-    seen = None
-    if requests.sampling is not None and requests.sampling.penalty is not None:
-        seen = tokens_of(token_ids, lengths, target.config.num_tokens)
-        seen = jnp.repeat(seen, samples, axis=0)
+    counts = None
+    if requests.sampling is not None and requests.sampling.penalties is not None:
+        found = tokens_of(token_ids, lengths, target.config.num_tokens)
+        counts = jnp.repeat(found.astype(jnp.int32), samples, axis=0)
     return Decoding(
         requests=requests,
         state=state,
@@ -172,7 +172,7 @@ def _begin(
         root=root,
         tokens=jnp.zeros((batch, max_new_tokens), jnp.int32),
         length=zeros,
-        seen=seen,
+        counts=counts,
         stop_state=None if requests.stop_strings is None else zeros,
         constraint_state=None
         if requests.constraints is None

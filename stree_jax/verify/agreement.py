@@ -193,8 +193,8 @@ def agreement(
 
 def _rows_of(sampling: Sampling) -> SamplingRows | None:
     """Returns the settings as arrays, or None if they are greedy."""
-    if sampling.repetition_penalty != 1:
-        raise ValueError("sampling: want no repetition penalty")
+    if sampling.penalised or sampling.logit_bias:
+        raise ValueError("sampling: want no penalty and no logit_bias")
     if sampling.seed is None:
         raise ValueError("sampling: want the seed that was used")
     return None if sampling.temperature == 0 else sampling_rows([sampling])

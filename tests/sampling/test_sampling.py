@@ -46,7 +46,9 @@ def dist_of(sampling, places, V, seen=None):
     places = jnp.asarray(places, jnp.int32)
     none = jnp.full((len(places), 1), -1, jnp.int32)
     requests = Requests(places + 1, None, none, None, sampling)
-    return Distribution(requests, places, seen, V)
+    return Distribution(
+        requests, places, None if seen is None else seen.astype(jnp.int32), V
+    )
 
 
 def processed(sampling, logits, seen):

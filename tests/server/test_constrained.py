@@ -79,6 +79,10 @@ def plain(tmp_path_factory):
         yield service
 
 
+def no_token(text):
+    return False
+
+
 def content_of(service, **changes):
     status, _, found = ask(service, PATH, CHAT | changes)
     assert status == 200, found
@@ -251,7 +255,9 @@ def test_structure_or_a_call(service):
     """With tools and "auto", the answer is the structure or calls of the tools."""
     request = parse("chat", BODY | dict(response_format=FORMAT))
     none = frozenset()
-    automaton = byte_automaton(constraint_of(request, service.form, False, none).regex)
+    automaton = byte_automaton(
+        constraint_of(request, service.form, False, none, no_token).regex
+    )
 
     def ends(text):
         state = 0
@@ -268,16 +274,22 @@ def test_structure_or_a_call(service):
     assert not ends("hello") and not ends("<tool_call>hello</tool_call>")
     assert not ends(now.replace("now", "later")) and not ends(now.replace("{}", "7"))
     one = replace(request, tool_use=replace(request.tool_use, parallel=False))
-    automaton = byte_automaton(constraint_of(one, service.form, False, none).regex)
+    automaton = byte_automaton(
+        constraint_of(one, service.form, False, none, no_token).regex
+    )
     assert ends(now) and not ends(now + now)
-    special = constraint_of(request, service.form, False, frozenset(["<tool_call>"]))
+    special = constraint_of(
+        request, service.form, False, frozenset(["<tool_call>"]), no_token
+    )
     assert special.special == ("<tool_call>",) and "\U0010fff0" in special.regex
 
 
 def test_reasoning_is_not_constrained():
     request = parse("chat", CHAT | dict(guided_choice=["yes"]))
     form = ChatFormat(reasoning=REASONING[0])
-    automaton = byte_automaton(constraint_of(request, form, True, frozenset()).regex)
+    automaton = byte_automaton(
+        constraint_of(request, form, True, frozenset(), no_token).regex
+    )
     for text, good in (
         ("I think.</think>\n\nyes", True),
         ("a < b <i> [x]</think>yes", True),
@@ -402,7 +414,7 @@ def test_calls_as_models_write_them_are_allowed(form, text):
     schema = {"type": "object", "properties": properties, "required": ["city", "days"]}
     tools = [strict_tool(schema), NOW]
     request = parse("chat", dict(messages=[USER], tools=tools))
-    constraint = constraint_of(request, form, False, frozenset())
+    constraint = constraint_of(request, form, False, frozenset(), no_token)
     part = byte_automaton(constraint.regex)
     steps, may_end = with_free_text(part, constraint.behind)[0]
     for around in ("", "I look.\n"):
@@ -422,8 +434,8 @@ def test_other_formats_are_free():
     others = [f for f in FORMATS if not isinstance(f.read, JsonCalls) or f.at_start]
     for format_ in (None, *others):
         form = ChatFormat(tools=True, calls=format_)
-        assert constraint_of(request, form, False, frozenset()) is None
+        assert constraint_of(request, form, False, frozenset(), no_token) is None
     form = ChatFormat(tools=True, calls=next(f for f in FORMATS if f not in others))
-    assert constraint_of(request, form, False, frozenset()).behind is not None
+    assert constraint_of(request, form, False, frozenset(), no_token).behind is not None
     off = replace(request, parse_calls=False)
-    assert constraint_of(off, form, False, frozenset()) is None
+    assert constraint_of(off, form, False, frozenset(), no_token) is None

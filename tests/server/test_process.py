@@ -84,7 +84,7 @@ def test_a_client_that_stops_reading_frees_its_row(served):
         (openai.AuthenticationError, dict(client=served.client("another"))),
         (openai.NotFoundError, dict(model="other")),
         (openai.BadRequestError, dict(prompt=["x" * 9 * CONTEXT])),
-        (openai.BadRequestError, dict(frequency_penalty=1)),
+        (openai.BadRequestError, dict(frequency_penalty=3)),
     ):
         with pytest.raises(refused):
             wrong.pop("client", client).completions.create(**long | wrong)

@@ -366,3 +366,31 @@ def test_templates_without_tools(tmp_path, template, word):
         status, _, answer = ask(service, PATH, BODY)
         assert (status, answer["error"]["param"]) == (400, "tools")
         assert word in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "reasoning_budget_tokens"])
+def test_a_budget_ends_reasoning(thinking, name):
+    """The model goes on behind the end of its reasoning as usual."""
+    body = dict(messages=[USER], temperature=0)
+    opened = dict(chat_template_kwargs={"enable_thinking": True})
+    for budget, reasoning in ((1, "Let me"), (0, None), (99, "Let me think."), (-1, 1)):
+        answer = ask(thinking, PATH, body | opened | {name: budget})[2]
+        message = answer["choices"][0]["message"]
+        wanted = "Let me think." if reasoning == 1 else reasoning
+        assert message.get("reasoning_content") == wanted, budget
+        assert message["content"] == "It rains."
+    typed = dict(guided_choice=["yes", "no"], temperature=1, seed=3)
+    answer = ask(thinking, PATH, body | opened | typed | {name: 1})[2]
+    message = answer["choices"][0]["message"]
+    assert message["content"] in ("yes", "no")
+    assert ask(thinking, PATH, body | {name: 5})[0] == 200  # without reasoning
+
+
+def test_a_budget_needs_tokens_of_reasoning(service):
+    for wrong in (-2, "5", 2**15 + 1):
+        body = BODY | dict(thinking_token_budget=wrong)
+        status, _, answer = ask(service, PATH, body)
+        assert status == 400 and answer["error"]["param"] == "thinking_token_budget"
+    body = dict(messages=[USER], temperature=0, thinking_token_budget=5)
+    status, _, answer = ask(service, PATH, body)
+    assert status == 400 and "does not mark the end" in answer["error"]["message"]

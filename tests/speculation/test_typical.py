@@ -47,14 +47,17 @@ class Case:
             p = 0.5 ** np.arange(V)
             rank = rng.choice(V, len(children), replace=False, p=p / p.sum())
             self.tokens[b, children] = best[b, node, rank]
-        self.seen = rng.random((ROWS, V)) < 0.2
-        self.seen[np.arange(ROWS), self.tokens[:, 0]] = True
+        seen = (rng.random((ROWS, V)) < 0.2).astype(np.int32)
+        self.counts = seen + 2 * (rng.random((ROWS, V)) < 0.1)
+        self.counts[np.arange(ROWS), self.tokens[:, 0]] += 2
         self.settings = [
             Sampling(
                 [0.4, 1.0, 2.0, 0.0][i % 4],
                 top_k=[0, 3, 0][i % 3],
                 top_p=[1.0, 0.8][i % 2],
                 repetition_penalty=penalty,
+                presence_penalty=0.4 * (penalty != 1),
+                frequency_penalty=0.3 * (penalty != 1),
             )
             for i in range(ROWS)
         ]
@@ -72,20 +75,22 @@ class Case:
         requests = Requests(
             zeros, None, zeros[:, None] - 1, None, sampling_rows(self.settings)
         )
-        seen = None
-        if requests.sampling.penalty is not None:
-            seen = jnp.asarray(self.seen)
+        counts = None
+        if requests.sampling.penalties is not None:
+            counts = jnp.asarray(self.counts)
         layout = tree_layout(Budget(T, DEPTH), jnp.asarray(self.parents, jnp.int32))
         draft = Draft(layout, jnp.asarray(self.tokens))
-        return draft, jnp.asarray(self.logits), Distribution(requests, zeros, seen, V)
+        return draft, jnp.asarray(self.logits), Distribution(requests, zeros, counts, V)
 
     def p(self, b, node):
         """Returns probabilities after a node (one-hot for greedy rows), and logits."""
         s, path = self.settings[b], self.tokens[b, path_to(self.parents[b], node)]
-        z, there = self.logits[b, node].astype(np.float64), self.seen[b].copy()
-        there[path] = True
+        z, counts = self.logits[b, node].astype(np.float64), self.counts[b].copy()
+        np.add.at(counts, path[1:], 2)  # it includes the root
         punished = np.where(z > 0, z / s.repetition_penalty, z * s.repetition_penalty)
-        z = np.where(there, punished, z)
+        times = counts // 2
+        punished -= s.frequency_penalty * times + s.presence_penalty * (times > 0)
+        z = np.where(counts > 0, punished, z)
         if s.temperature == 0:
             return np.eye(V)[z.argmax()], z
         return processed(z, s), z

@@ -140,13 +140,24 @@ def test_chat_values_that_other_servers_accept(service, fields):
         dict(top_k=-2),
         dict(min_p=1.5),
         dict(best_of=2),
-        dict(presence_penalty=0.5),
+        dict(presence_penalty=2.5),
+        dict(frequency_penalty="1"),
         dict(repetition_penalty=0),
-        dict(logit_bias={"5": 1}),
+        dict(logit_bias={"5": 101}),
+        dict(logit_bias={"y": 1}),
+        dict(logit_bias={"99999": 1}),
+        dict(logit_bias=[["y", 1]]),
+        dict(logit_bias=[[5, True]]),
+        dict(logit_bias=7),
         dict(logprobs=True),
-        dict(echo=True),
+        dict(echo="yes"),
         dict(suffix="x"),
-        dict(min_tokens=2),
+        dict(min_tokens=-1),
+        dict(min_tokens=17),
+        dict(stop_token_ids=[99999]),
+        dict(stop_token_ids=[-1]),
+        dict(stop_token_ids=["y"]),
+        dict(stop_token_ids=list(range(17))),
         dict(response_format=7),
         dict(stream="yes"),
         dict(stop=[7]),
@@ -208,6 +219,71 @@ def test_repetition_penalty_divides_logits_of_earlier_tokens(service):
     drawn = dict(temperature=1, top_k=1, seed=5, repetition_penalty=1.2)
     assert text_of(service, body | drawn) == "sz"
     assert text_of(service, body) == "srsrsr"  # later requests have no penalty
+
+
+def id_of(service, letter):
+    return service.reader.tokenizer.token_to_id(letter)
+
+
+def test_penalties_count_the_tokens_of_the_output(service):
+    """The logits of r and z after s differ by 0.1 sqrt(V), which is between 1.5 and 2.
+    The r of the prompt does not count."""
+    assert 1.5 < 0.1 * service.model.config.num_tokens**0.5 < 2
+    body = dict(prompt="r", temperature=0, max_tokens=6)
+    assert text_of(service, body | dict(presence_penalty=1.5)) == "srsrsr"
+    assert text_of(service, body | dict(presence_penalty=2)) == "srsz"
+    assert text_of(service, body | dict(frequency_penalty=1)) == "srsrsz"
+    both = dict(presence_penalty=1, frequency_penalty=1)
+    assert text_of(service, body | both) == "srsz"
+    drawn = dict(temperature=1, top_k=1, seed=5, frequency_penalty=1)
+    assert text_of(service, body | drawn) == "srsrsz"
+    assert text_of(service, body) == "srsrsr"
+
+
+def test_a_bias_is_added_to_logits(service):
+    body = dict(prompt="r", temperature=0, max_tokens=6)
+    z, r = id_of(service, "z"), id_of(service, "r")
+    assert text_of(service, body | dict(logit_bias={str(z): 2})) == "sz"
+    assert text_of(service, body | dict(logit_bias={str(z): 1.5})) == "srsrsr"
+    assert text_of(service, body | dict(logit_bias=[[r, False]])) == "sz"
+    only = dict(logit_bias={str(r): 100}, max_tokens=3)
+    assert text_of(service, body | only) == "rrr"
+    both = dict(logit_bias={str(z): 1}, presence_penalty=1)
+    assert text_of(service, body | both) == "srsz"
+
+
+def test_stop_tokens_of_a_request(service):
+    """They belong to the text, as in vLLM; the model's own still end it."""
+    y, p = id_of(service, "y"), id_of(service, "p")
+    assert text_of(service, GREEDY | dict(stop_token_ids=[y, p])) == "y"
+    assert text_of(service, GREEDY | dict(stop_token_ids=[p])) == "yz"
+    body = dict(prompt="p", temperature=0, max_tokens=9, ignore_eos=True)
+    assert text_of(service, body | dict(stop_token_ids=[p])) == LOOP[1:3]
+    late = dict(stop_token_ids=[p], min_tokens=3)
+    assert text_of(service, body | late) != LOOP[1:3]
+
+
+def test_min_tokens_delay_every_end(service):
+    for fields in ({}, dict(stop="z"), dict(stop_token_ids=[id_of(service, "z")])):
+        answer = answer_to(service, GREEDY | fields | dict(min_tokens=5))
+        assert answer["usage"]["completion_tokens"] >= 5
+    assert text_of(service, GREEDY | dict(stop="z", min_tokens=1)) == "y"
+    loop = dict(prompt="p", temperature=0, max_tokens=9, stop="p")
+    assert text_of(service, loop) == "q"
+    assert text_of(service, loop | dict(min_tokens=4)) == "qpqpq"
+
+
+def test_echo_begins_the_text_with_the_prompt(service):
+    assert text_of(service, GREEDY | dict(echo=True)) == "xyz"
+    assert text_of(service, GREEDY | dict(echo=True, max_tokens=0)) == "x"
+    ids = [id_of(service, letter) for letter in "px"]
+    answer = answer_to(service, GREEDY | dict(prompt=[ids, ids], echo=True, n=2))
+    assert [choice["text"] for choice in answer["choices"]] == ["pxyz"] * 4
+    stream = ask(service, "/v1/completions", GREEDY | dict(echo=True, stream=True))[2]
+    assert '"text":"x"' in stream
+    body = GREEDY | dict(echo=True, logprobs=1)
+    status, _, answer = ask(service, "/v1/completions", body)
+    assert status == 400 and answer["error"]["param"] == "echo"
 
 
 def test_every_bit_of_the_seed_matters(service):

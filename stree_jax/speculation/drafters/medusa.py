@@ -312,6 +312,6 @@ def drawn_alike(dist: Distribution, rule: Rule) -> bool:
     """True if all nodes of a level have the same children, given the same logits: the
     probabilities do not depend on the path, and there are no separate draws per
     node."""
-    if dist.seen is not None or dist.state is not None:
+    if dist.counts is not None or dist.state is not None:
         return False
     return dist.sampling is None or rule.drafting in ("top_k", "coupled")
