@@ -60,6 +60,7 @@ NAMES = (
     (r"^response_format(\.json_schema)?", "output_config.format"),
     (r"^reasoning_effort$", "output_config.effort"),
     (r"^stop$", "stop_sequences"),
+    (r"^thinking_token_budget$", "thinking.budget_tokens"),
 )
 
 
@@ -302,8 +303,7 @@ def _of_output(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_thinking(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a chat for `thinking`. The budget of tokens is a hint for
-    the model, which chat templates cannot express; `max_tokens` is the limit."""
+    """Returns the fields of a chat for `thinking`."""
     if "thinking" not in fields:
         return {}
     thinking = _object("thinking", fields["thinking"])
@@ -316,7 +316,10 @@ def _of_thinking(fields: Mapping[str, Any]) -> dict[str, Any]:
         problem = "thinking.display: this server shows all reasoning"
         raise invalid(f'{problem}; want "summarized"', "thinking.display")
     variables = _object("chat_template_kwargs", fields.get("chat_template_kwargs", {}))
-    return {"chat_template_kwargs": {"enable_thinking": THINKING[kind]} | variables}
+    return {
+        "chat_template_kwargs": {"enable_thinking": THINKING[kind]} | variables,
+        "thinking_token_budget": thinking.get("budget_tokens"),
+    }
 
 
 def _object(where: str, value: Any) -> dict[str, Any]:

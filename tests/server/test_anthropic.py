@@ -227,6 +227,8 @@ def test_reasoning(thinking):
     again = streamed(thinking, body)
     assert without_ids(again) == without_ids(found)
     assert again["content"][0]["signature"]
+    few = body | dict(thinking={"type": "enabled", "budget_tokens": 1})
+    assert message_of(thinking, few)["content"][0]["thinking"] == "Let me"
     cut = message_of(thinking, body | dict(max_tokens=1))
     assert [block["type"] for block in cut["content"]] == ["thinking"]
     history = [USER, {"role": "assistant", "content": found["content"]}, USER]
@@ -417,6 +419,14 @@ def formatted(schema):
         (dict(thinking={"type": "always"}), "thinking.type"),
         (dict(thinking={"type": "adaptive", "x": 1}), "thinking.x"),
         (
+            dict(thinking={"type": "enabled", "budget_tokens": "x"}),
+            "thinking.budget_tokens",
+        ),
+        (  # the model has no token for the end of reasoning
+            dict(thinking={"type": "enabled", "budget_tokens": 1024}),
+            "thinking.budget_tokens",
+        ),
+        (
             dict(thinking={"type": "adaptive", "display": "omitted"}),
             "thinking.display",
         ),
@@ -558,7 +568,7 @@ RECORDED = {
         "end_turn",
     ),
     "thinking": (
-        MODEL | dict(thinking={"type": "enabled", "budget_tokens": 1024}),
+        MODEL | dict(thinking={"type": "adaptive"}),
         "end_turn",
     ),
 }
