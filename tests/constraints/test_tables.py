@@ -125,7 +125,7 @@ def test_forced_text_has_the_tokenizer_s_tokens():
         ("", "matches only the empty text"),
         ("a{0}", "matches only the empty text"),
         (r"[^\x00-\x{10FFFF}]", "matches no text|does not compile"),
-        ("(?:a{900}b{900}){90}", "states|does not compile"),
+        ("(?:a{900}b{900}){90}", "states|does not compile|too large"),
         ("a" * (expression.MOST_CHARACTERS + 1), "want at most"),
         ("\ud800", "not UTF-8"),
     ],

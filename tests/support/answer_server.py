@@ -58,6 +58,6 @@ def answer_service(path, context=2048):
     model = load(path)
     sizes = Sizes(rows=2, context=context, steps=2, top_logprobs=2)
     batch = Batch(model, spec_for(model, None, None, None, None), sizes)
-    engine = Engine(batch, 4)
+    engine = Engine(batch, 8)
     form = template_format(str(path))
     return table_service(path, engine=engine, metrics=Metrics(engine), form=form)
