@@ -8,7 +8,7 @@ tokens do not depend on the program. The module `programs` compiles those withou
 constraints in advance.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from stree_jax.sampling.settings import (
 from stree_jax.server.constrained import ConstrainedRows
 from stree_jax.server.earlier import PastAnswers
 from stree_jax.server.host_states import Form
-from stree_jax.server.prefixes import LEAST, Found, Prefixes
+from stree_jax.server.prefixes import LEAST, NOTHING, Found, Prefixes
 from stree_jax.sizing import step_times
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.batch_rows import (
@@ -50,11 +50,13 @@ from stree_jax.speculation.loop import (
     cache_capacity,
     deepest,
     init_decoding_jit,
+    resume_decoding_jit,
 )
 from stree_jax.speculation.step import Spec
 
 GREEDY = Sampling(temperature=0)
 _SAMPLED = Sampling(temperature=1.0, seed=0)
+PIECE_PER_STEP = 32  # see `Batch.piece`
 NO_TOKEN = -1  # padding of lists of stop tokens
 MAX_STOP_IDS = 16  # stop tokens of a request, in addition to the model's own
 
@@ -206,8 +208,8 @@ class Layout:
     @classmethod
     def of(cls, config: ModelConfig, spec: Spec, sizes: Sizes) -> "Layout":
         widths = reading_widths(config, sizes.context)
-        depth, resumed = deepest(spec.policy), sizes.prefix_memory > 0
-        capacity = cache_capacity(max(widths), 0, depth, resumed=resumed)
+        depth = deepest(spec.policy)
+        capacity = cache_capacity(max(widths), 0, depth, resumed=True)
         earlier = sizes.earlier if spec.drafter.looks_up else 0
         return cls(tuple(widths), bucket(sizes.context), capacity, earlier)
 
@@ -361,6 +363,11 @@ class Batch:
         # Separate buffers, because they are donated.
         self._lists = jax.tree.map(jnp.copy, lists)
 
+    @property
+    def decoding(self) -> bool:
+        """True if any row is assigned to a text."""
+        return any(row is not None for row in self.rows)
+
     def free_rows(self) -> list[int]:
         """Returns the indices of the free rows."""
         return [i for i, row in enumerate(self.rows) if row is None]
@@ -368,32 +375,60 @@ class Batch:
     def admit(self, row: int, request: TextRequest) -> int:
         """Prefills the part of a prompt that has no cached state, and assigns a row to
         the text. Returns the number of tokens of the cached prefix."""
+        pieces = self.admission(row, request)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                return end.value
+
+    def admission(self, row: int, request: TextRequest) -> Generator[int, None, int]:
+        """Does what `admit` does, in pieces of at most `piece` tokens, between which
+        other rows may be decoded. Caches the states at `_positions` and at the end.
+
+        Yields:
+          The number of tokens of each piece but the last, after it was prefilled.
+
+        Returns:
+          The number of tokens of the cached prefix.
+        """
         if self._decoding is None:
             self._allocate()
-        one, cached = self._prefilled(request)
-        jax.block_until_ready(one.root)  # the caller measures the prefill
+        ids, found, keeps = request.ids, NOTHING, bool(self.sizes.prefix_memory)
+        if keeps:
+            found = self.prefixes.find(ids)
+        past = None if found.restored is None else found.restored()
+        kept = self._positions(request, found) if keeps else []
+        before = found.length
+        for end in self._ends(before, [*kept, len(ids) - 1]):
+            one = self._read(request, past, end)
+            past = one.state, drafter_kept(one.drafting)
+            if keeps and (end in kept or end == len(ids) - 1):
+                self._keep(ids[: end + 1], past)
+            jax.block_until_ready(one.root)  # the caller measures the prefill
+            if end < len(ids) - 1:
+                yield end - before
+            before = end
         spec = self.specs[False]
         self._decoding = admit_jit(spec, self._decoding, jnp.int32(row), one)
         self._constrained.set(row, request.constraint)
         self.rows[row] = Row(request)
-        return cached
+        return found.length
 
-    def _prefilled(self, request: TextRequest) -> tuple[Decoding, int]:
-        """Prefills a prompt from its longest cached prefix, and caches the states at
-        `_positions` and at its end. Returns a batch of one row and the number of tokens
-        of the cached prefix."""
-        if not self.sizes.prefix_memory:
-            return self._read(request), 0
-        ids, found = request.ids, self.prefixes.find(request.ids)
-        past = None if found.restored is None else found.restored()
-        for end in self._positions(request, found):
-            text = ids[: end + 1]
-            one = self._read(replace(request, ids=text), past)
-            past = one.state, drafter_kept(one.drafting)
-            self._keep(text, past)
-        one = self._read(request, past)
-        self._keep(ids, (one.state, drafter_kept(one.drafting)))
-        return one, found.length
+    @property
+    def piece(self) -> int:
+        """Tokens of prompts that are prefilled between two segments, if rows are being
+        decoded: it takes about as long as a segment."""
+        return PIECE_PER_STEP * self.sizes.steps
+
+    def _ends(self, start: int, places: Sequence[int]) -> list[int]:
+        """Returns the ends of the pieces of a prompt, from `start` on: all `places`,
+        and others between them, so that no piece is too long."""
+        ends = []
+        for place in places:
+            ends += [*range(start + self.piece, place, self.piece), place]
+            start = place
+        return ends
 
     def _positions(self, request: TextRequest, found: Found) -> list[int]:
         """Returns the numbers of tokens within a prompt after which states are cached,
@@ -502,21 +537,28 @@ class Batch:
         d = for_program(self._decoding, sampled, self._lists if lists else None)
         return self.specs[sampled], self._constrained.part_of(d)
 
-    def _read(self, request: TextRequest, past: Any = None) -> Decoding:
+    def _read(
+        self, request: TextRequest, past: Any = None, end: int | None = None
+    ) -> Decoding:
         """Prefills a prompt. Returns a batch of one row whose buffers have the sizes of
         this batch.
 
         Args:
           request: the request with the prompt.
-          past: cached states after a prefix of the prompt, or None.
+          past: cached states after a prefix of the prompt, or None. Their arrays are
+            reused.
+          end: number of tokens after which to stop; the next one is the root. If None,
+            all but the last one are read.
         """
+        ids = request.ids if end is None else request.ids[: end + 1]
         width = next(w for w in self._layout.widths if len(request.ids) <= w)
         padded = np.zeros((1, width), np.int32)
-        padded[0, : len(request.ids)] = request.ids
-        return init_decoding_jit(
+        padded[0, : len(ids)] = ids
+        read = init_decoding_jit if past is None else resume_decoding_jit
+        return read(
             self.specs[False],
             jnp.asarray(padded),
-            jnp.asarray([len(request.ids)], jnp.int32),
+            jnp.asarray([len(ids)], jnp.int32),
             requests_of(request, self._stops, self._key, self.model.config.num_tokens),
             max_new_tokens=self._layout.output_size,
             capacity=self._layout.capacity,

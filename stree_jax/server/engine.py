@@ -3,14 +3,15 @@
 It calls the compiled decoding loop again and again. One call is a segment: a fixed
 number of decoding steps of all rows (`batch.Sizes.steps`). Between two segments the
 engine frees the rows of finished and cancelled texts, and assigns free rows to waiting
-texts in the order of their arrival.
+texts in the order of their arrival. A long prompt is prefilled in pieces between
+segments, so that it does not stop the texts of other rows.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -140,6 +141,8 @@ class Engine:
         self._waiting: deque[Job] = deque()
         # The running jobs by batch row; only the engine's thread uses it.
         self._held: dict[int, Job] = {}
+        # The row whose prompt is being prefilled, and what does that piece by piece.
+        self._reading: tuple[int, Generator[int, None, int]] | None = None
         self._wake = threading.Condition()
         self.closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -234,27 +237,57 @@ class Engine:
             return_free_memory()
 
     def _turn(self) -> None:
-        """Frees the rows of finished texts, assigns waiting texts to them, and runs a
-        segment of decoding steps."""
-        cancelled = [row for row, job in self._held.items() if job.cancelled]
-        if cancelled:
-            self.batch.cancel(cancelled)
-            for row in cancelled:
-                del self._held[row]
-        for row in self.batch.free_rows():
-            job = self._next()
-            if job is None:
-                break
-            self._held[row] = job  # from here on, `_recover` reports its failure
-            job.began = time.monotonic()
-            job.cached = self.batch.admit(row, job.request)
-            job.prefilled = time.monotonic()
-        if not self._held:
+        """Frees the rows of cancelled texts, assigns free rows to waiting texts, and
+        runs a segment of decoding steps."""
+        self._free_cancelled()
+        self._admit()
+        if not self.batch.decoding:
             return
         updates = self.batch.advance()
         self.counts.add(list(updates.values()))
         for row, update in updates.items():
             self._send(row, update)
+
+    def _free_cancelled(self) -> None:
+        """Frees the rows of cancelled texts."""
+        cancelled = [row for row, job in self._held.items() if job.cancelled]
+        if self._reading is not None and self._reading[0] in cancelled:
+            row, self._reading = self._reading[0], None
+            cancelled.remove(row)
+            del self._held[row]
+        if cancelled:
+            self.batch.cancel(cancelled)
+            for row in cancelled:
+                del self._held[row]
+
+    def _admit(self) -> None:
+        """Assigns free rows to waiting texts, whose prompts are prefilled first. While
+        other rows are being decoded, it prefills `Batch.piece` tokens at most, and the
+        next turn goes on."""
+        read = 0
+        while self._reading is not None or self._begin():
+            assert self._reading is not None  # set by `_begin`
+            row, pieces = self._reading
+            try:
+                read += next(pieces)
+            except StopIteration as end:
+                job, self._reading = self._held[row], None
+                job.cached, job.prefilled = end.value, time.monotonic()
+                read += min(len(job.request.ids) - job.cached, self.batch.piece)
+            if read >= self.batch.piece and self.batch.decoding:
+                return
+
+    def _begin(self) -> bool:
+        """Begins to prefill the next waiting prompt. Returns False if there is none, or
+        no free row."""
+        free = self.batch.free_rows()
+        job = self._next() if free else None
+        if job is None:
+            return False
+        self._held[free[0]] = job  # from here on, `_recover` reports its failure
+        job.began = time.monotonic()
+        self._reading = free[0], self.batch.admission(free[0], job.request)
+        return True
 
     def _next(self) -> Job | None:
         """Returns the next job of the queue, or None if it is empty."""
@@ -285,7 +318,7 @@ class Engine:
         """Fails all jobs that have a row, and clears the batch for waiting jobs."""
         self.counts.failures += 1
         log.error("decoding failed, its texts are lost: %s", _one_line(error))
-        held, self._held = list(self._held.values()), {}
+        held, self._held, self._reading = list(self._held.values()), {}, None
         for job in held:
             job.send(Failed(f"decoding failed: {_one_line(error)}"))
         self.batch.clear()

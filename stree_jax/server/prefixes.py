@@ -130,6 +130,9 @@ class Found:
     restored: Callable[[], Any] | None = None
 
 
+NOTHING = Found(0, 0)
+
+
 class Prefixes:
     """A cache of texts with their states, whose bytes are limited.
 

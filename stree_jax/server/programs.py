@@ -34,7 +34,11 @@ from stree_jax.server.batch import (
 )
 from stree_jax.speculation.batch_rows import admit_jit, past_jit, past_of, vacant_jit
 from stree_jax.speculation.decoding import Decoding
-from stree_jax.speculation.loop import advance_jit, init_decoding_jit
+from stree_jax.speculation.loop import (
+    advance_jit,
+    init_decoding_jit,
+    resume_decoding_jit,
+)
 from stree_jax.speculation.step import Spec
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
@@ -63,11 +67,11 @@ class BatchShapes:
     past: Any
 
     def held(self, sizes: Sizes) -> int:
-        """Returns the bytes that are always allocated, without the weights. If states
-        are cached, they include one more state, which may be in transit to or from the
-        cache."""
-        kept = sizes.prefix_memory
-        kept += size_of(self.past) if kept else 0
+        """Returns the bytes that are always allocated, without the weights. They
+        include a state of the prompt that is being prefilled, and if states are cached,
+        one that may be in transit to or from the cache."""
+        states = 1 + bool(sizes.prefix_memory)
+        kept = sizes.prefix_memory + states * size_of(self.past)
         return size_of(self.whole) + size_of(self.lists) + kept
 
 
@@ -166,13 +170,12 @@ def programs(
       prefixes: True if the server caches states of prefixes.
     """
     spec, layout = specs[False], shapes.layout
-    pasts = [None, shapes.past] if prefixes else [None]
-    for width, past in product(layout.widths, pasts):
+    for width, past in product(layout.widths, (None, shapes.past)):
         args = spec, *_text(width), shapes.requests
         short = width == layout.widths[0] and past is None
         yield Program(
             f"prefill of {width - 1} tokens" + (" after a prefix" if past else ""),
-            init_decoding_jit,
+            resume_decoding_jit if past else init_decoding_jit,
             args,
             _sizes(layout) | {"past": past},
             When.FIRST if short else When.LATER,

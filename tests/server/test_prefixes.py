@@ -367,8 +367,8 @@ def test_a_cancelled_answer_is_kept(batch):
 
 
 def test_counted_bytes_are_those_of_a_batch(batch, model, monkeypatch):
-    """To the byte: rows, lists, the space for cached prefixes, and one that is
-    copied."""
+    """To the byte: rows, lists, the space for cached prefixes, one that is copied, and
+    one of the prompt that is read."""
     batch.clear()
     spec = batch.specs[False]
     shapes = fitting.batch_shapes(model, spec, SIZES)
@@ -376,7 +376,7 @@ def test_counted_bytes_are_those_of_a_batch(batch, model, monkeypatch):
         decoded_together(batch, TextRequest(prompt_of(seed, 200), 2))
     assert 0 < batch.prefixes.bytes <= SIZES.prefix_memory
     held = size_of((batch._decoding, batch._lists))
-    held += SIZES.prefix_memory + size_of(shapes.past)
+    held += SIZES.prefix_memory + 2 * size_of(shapes.past)
     assert shapes.held(SIZES) == held
     monkeypatch.setattr(fitting, "analysed", lambda _: CompiledBytes(1000, 5, 7))
     needs = list(fitting.needs(model, spec, SIZES))
