@@ -95,13 +95,13 @@ def test_keys_of_requests_reach_the_batch(model):
     batch = batch_of(model, "auto:1,4")
     programs.warm(batch, lambda line: None)
     service = service_of(batch, keys=(b"first", b"second"))
-    owners, admit = [], batch.admit
+    owners, admission = [], batch.admission
 
     def noted(row, request):
         owners.append(request.owner)
-        return admit(row, request)
+        return admission(row, request)
 
-    batch.admit = noted
+    batch.admission = noted
 
     async def ask(key):
         async with client_of(service, key) as client:
