@@ -20,8 +20,9 @@ import numpy as np
 
 from stree_jax.checkpoints.load import load
 from stree_jax.models import Model
-from stree_jax.server.batch import Batch, Sizes, TextRequest
+from stree_jax.server.batch import Batch
 from stree_jax.server.prefixes import common_length
+from stree_jax.server.rows import Sizes, TextRequest
 from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.decoding import RUNNING
 from stree_jax.speculation.default_tree import spec_for

@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from stree_jax.common.heap import return_free_memory
-from stree_jax.server.batch import Batch, RowUpdate, TextRequest
+from stree_jax.server.batch import Batch
+from stree_jax.server.rows import RowUpdate, TextRequest
 from stree_jax.server.texts import Piece, Writer
 from stree_jax.speculation.draft import ORIGINS
 

@@ -12,8 +12,8 @@ import jax
 
 from stree_jax.models import Model
 from stree_jax.models.stack.memory import size_of
-from stree_jax.server.batch import Layout, Sizes, for_program
 from stree_jax.server.programs import batch_shapes, programs
+from stree_jax.server.rows import Layout, Sizes, for_program
 from stree_jax.sizing.budget import LoadedTask, Setup
 from stree_jax.sizing.fit import Count
 from stree_jax.sizing.memory import UNFORESEEN, BufferSizes, analysed, parts_of

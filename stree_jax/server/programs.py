@@ -23,9 +23,9 @@ from stree_jax.models import Model
 from stree_jax.models.base.keys import key_of
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling import logprobs
-from stree_jax.server.batch import (
+from stree_jax.server.batch import Batch
+from stree_jax.server.rows import (
     GREEDY,
-    Batch,
     Layout,
     Sizes,
     TextRequest,

@@ -14,7 +14,6 @@ import numpy as np
 from stree_jax.constraints.constraint import Constraint
 from stree_jax.constraints.reasoning import MOST_TOKENS
 from stree_jax.sampling.settings import Sampling
-from stree_jax.server.batch import MAX_STOP_IDS
 from stree_jax.server.errors import invalid, shown
 from stree_jax.server.fields import (
     BUDGETS,
@@ -27,6 +26,7 @@ from stree_jax.server.fields import (
     Kind,
 )
 from stree_jax.server.messages import is_text, messages_of
+from stree_jax.server.rows import MAX_STOP_IDS
 from stree_jax.server.structured import structure_of
 from stree_jax.server.tools import ToolUse, tools_of
 

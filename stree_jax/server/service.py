@@ -17,7 +17,6 @@ from stree_jax.models import Model
 from stree_jax.sampling.continuation import continuation
 from stree_jax.sampling.stop_strings import searched_bytes, token_bytes
 from stree_jax.server.answers import Timings, empty_answer
-from stree_jax.server.batch import TextRequest
 from stree_jax.server.chat_format import ChatFormat
 from stree_jax.server.chat_requests import check_tools, in_reasoning, splitter_of
 from stree_jax.server.constraints import constraint_of
@@ -27,6 +26,7 @@ from stree_jax.server.marks import showing
 from stree_jax.server.metrics import Metrics
 from stree_jax.server.prefixes import common_length
 from stree_jax.server.protocol import Request, Turn
+from stree_jax.server.rows import TextRequest
 from stree_jax.server.texts import Piece, Reader, Writer
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from stree_jax.sampling.stop_strings import (
     follow,
     text_so_far,
 )
-from stree_jax.server.batch import RowUpdate
+from stree_jax.server.rows import RowUpdate
 from stree_jax.speculation.decoding import RUNNING, STOP_STRING
 
 if TYPE_CHECKING:

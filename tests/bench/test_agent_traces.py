@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from bench.agent_traces import TURNS, Trace, replayed
-from stree_jax.server.batch import Batch, Sizes
+from stree_jax.server.batch import Batch
+from stree_jax.server.rows import Sizes
 from stree_jax.speculation.default_tree import spec_for
 from tests.support.tiny import tiny
 

@@ -18,7 +18,8 @@ from stree_jax.models import (
 )
 from stree_jax.models.mixers.delta import DeltaRecord, DeltaState
 from stree_jax.models.stack.config import named
-from stree_jax.server.batch import Batch, Sizes, TextRequest
+from stree_jax.server.batch import Batch
+from stree_jax.server.rows import Sizes, TextRequest
 from stree_jax.speculation.default_tree import spec_for
 from tests.support.long_texts import TOKENS, VOCAB, WAYS, rms, sigmoid, text, unit
 from tests.support.reference import MODEL_TOLERANCE, assert_near

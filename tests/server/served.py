@@ -11,9 +11,10 @@ from openai import AsyncOpenAI
 
 from stree_jax.server import programs
 from stree_jax.server.app import make_app
-from stree_jax.server.batch import Batch, Sizes
+from stree_jax.server.batch import Batch
 from stree_jax.server.engine import Engine
 from stree_jax.server.metrics import Metrics
+from stree_jax.server.rows import Sizes
 from stree_jax.server.service import Limits, Service, reader_of
 from stree_jax.speculation.default_tree import spec_for
 from tests.support.pieces import piece_tokenizer

@@ -20,11 +20,12 @@ from openai.types.chat import (
 )
 
 from stree_jax.checkpoints.load import load
-from stree_jax.server.batch import Batch, Sizes
+from stree_jax.server.batch import Batch
 from stree_jax.server.engine import Engine
 from stree_jax.server.errors import ApiError
 from stree_jax.server.metrics import Metrics
 from stree_jax.server.protocol import Turn, parse
+from stree_jax.server.rows import Sizes
 from stree_jax.speculation.default_tree import spec_for
 from tests.support.table_server import (
     CHATML,

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from stree_jax.server.batch import Batch, TextRequest
+from stree_jax.server.batch import Batch
+from stree_jax.server.rows import TextRequest
 from stree_jax.speculation.default_tree import spec_for
 from tests.support.dflash import random_dflash, with_bigrams
 from tests.support.heads import random_heads

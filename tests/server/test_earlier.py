@@ -7,8 +7,9 @@ import pytest
 
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server import programs
-from stree_jax.server.batch import Batch, Sizes, TextRequest
+from stree_jax.server.batch import Batch
 from stree_jax.server.earlier import CONTEXT, PastAnswers
+from stree_jax.server.rows import Sizes, TextRequest
 from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.draft import EARLIER
 from tests.server.served import FINE, client_of, service_of, tiny_model

@@ -8,8 +8,8 @@ import pytest
 
 import stree_jax
 from stree_jax.server import batch as batches
-from stree_jax.server.batch import TextRequest
 from stree_jax.server.engine import Engine, Job
+from stree_jax.server.rows import TextRequest
 from stree_jax.server.texts import Writer
 from tests.server.served import SIZES
 from tests.support.tiny import REAL

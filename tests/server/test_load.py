@@ -10,8 +10,8 @@ import pytest
 
 from stree_jax.server import run
 from stree_jax.server.app import make_app
-from stree_jax.server.batch import TextRequest, reading_widths
 from stree_jax.server.engine import MAX_FAILURES, Closed, Engine, Failed, Job
+from stree_jax.server.rows import TextRequest, reading_widths
 from stree_jax.server.service import Limits
 from stree_jax.server.texts import Writer
 from tests.server import served

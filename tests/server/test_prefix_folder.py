@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from stree_jax.server import prefix_folder
-from stree_jax.server.batch import Batch, TextRequest
+from stree_jax.server.batch import Batch
 from stree_jax.server.host_states import Form
 from stree_jax.server.prefix_folder import (
     ABOUT,
@@ -23,6 +23,7 @@ from stree_jax.server.prefix_folder import (
     PrefixFolder,
     model_key,
 )
+from stree_jax.server.rows import TextRequest
 from stree_jax.speculation.decoding import RUNNING
 from stree_jax.speculation.default_tree import spec_for
 from tests.server import served

@@ -11,8 +11,9 @@ from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server import batch as batches
 from stree_jax.server import fitting, programs
-from stree_jax.server.batch import Batch, Sizes, TextRequest
+from stree_jax.server.batch import Batch
 from stree_jax.server.prefixes import LEAST, common_length
+from stree_jax.server.rows import Sizes, TextRequest
 from stree_jax.sizing import step_times
 from stree_jax.sizing.fit import fastest
 from stree_jax.sizing.memory import CompiledBytes

@@ -10,8 +10,8 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.server.batch import RowUpdate, TextRequest
 from stree_jax.server.engine import Job
+from stree_jax.server.rows import RowUpdate, TextRequest
 from stree_jax.server.texts import Writer
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
 from tests.server import served

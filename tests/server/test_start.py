@@ -10,7 +10,8 @@ from stree_jax.models.stack.memory import size_of
 from stree_jax.server import batch as batches
 from stree_jax.server import engine as engines
 from stree_jax.server import programs
-from stree_jax.server.batch import Batch, Sizes
+from stree_jax.server.batch import Batch
+from stree_jax.server.rows import Sizes
 from stree_jax.sizing import step_times
 from stree_jax.speculation.default_tree import spec_for
 from tests.server.served import FINE, ask, service_of, tiny_model, until

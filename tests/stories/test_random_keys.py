@@ -17,7 +17,8 @@ from stree_jax.models import init_params
 from stree_jax.models.base.keys import key_of
 from stree_jax.sampling.settings import sampling_rows
 from stree_jax.sampling.threefry import as_threefry, uniform
-from stree_jax.server.batch import Batch, Sizes, TextRequest, requests_of
+from stree_jax.server.batch import Batch
+from stree_jax.server.rows import Sizes, TextRequest, requests_of
 from stree_jax.speculation.default_tree import spec_for
 from stree_jax.training import losses, train
 from stree_jax.training.ngrams import sample_text

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models
 
 import stree_jax
 from stree_jax.sampling.continuation import continuation
-from stree_jax.server.batch import Batch, RowUpdate, Sizes
+from stree_jax.server.batch import Batch
+from stree_jax.server.rows import RowUpdate, Sizes
 from stree_jax.server.texts import Writer
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
 from stree_jax.speculation.default_tree import spec_for

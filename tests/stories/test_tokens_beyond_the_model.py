@@ -13,7 +13,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import stree_jax
 from stree_jax.cli.main import main
-from stree_jax.server.batch import Batch, Sizes
+from stree_jax.server.batch import Batch
+from stree_jax.server.rows import Sizes
 from stree_jax.speculation.default_tree import spec_for
 from stree_jax.training.corpus import encode_corpus
 from stree_jax.training.recipe import Job, prepare_for

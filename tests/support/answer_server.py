@@ -2,9 +2,10 @@
 
 from stree_jax.checkpoints.load import load
 from stree_jax.cli.commands.serve import template_format
-from stree_jax.server.batch import Batch, Sizes
+from stree_jax.server.batch import Batch
 from stree_jax.server.engine import Engine
 from stree_jax.server.metrics import Metrics
+from stree_jax.server.rows import Sizes
 from stree_jax.speculation.default_tree import spec_for
 from tests.support import table_models
 from tests.support.table_server import table_service

@@ -3,7 +3,7 @@
 import numpy as np
 
 import stree_jax
-from stree_jax.server.batch import Sizes, TextRequest
+from stree_jax.server.rows import Sizes, TextRequest
 from stree_jax.speculation.decoding import RUNNING
 from tests.support.tiny import REAL
 

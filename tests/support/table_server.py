@@ -13,10 +13,11 @@ import uvicorn
 import stree_jax
 from stree_jax.cli.commands.serve import speller
 from stree_jax.server.app import make_app
-from stree_jax.server.batch import Batch, Sizes
+from stree_jax.server.batch import Batch
 from stree_jax.server.connection import Connection
 from stree_jax.server.engine import Engine
 from stree_jax.server.metrics import Metrics
+from stree_jax.server.rows import Sizes
 from stree_jax.server.service import Limits, Service, reader_of
 from stree_jax.speculation.default_tree import spec_for
 from tests.support import table_models

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from stree_jax.models import Model
-    from stree_jax.server.batch import Batch, Sizes
+    from stree_jax.server.batch import Batch
     from stree_jax.server.chat_format import ChatFormat
     from stree_jax.server.prefix_folder import PrefixFolder
     from stree_jax.server.protocol import Turn
+    from stree_jax.server.rows import Sizes
     from stree_jax.server.run import Ready
     from stree_jax.server.service import Spell
     from stree_jax.speculation.step import Spec
@@ -397,8 +398,8 @@ def sizes_of(
       context: the default of --context.
       limit: bytes of --memory.
     """
-    from stree_jax.server.batch import Sizes
     from stree_jax.server.context import default_prefix_memory
+    from stree_jax.server.rows import Sizes
 
     memory = default_prefix_memory(limit)
     defaults = {"rows": ROWS, "context": context, "prefix_memory": memory}
