@@ -1,4 +1,4 @@
-"""What the rows of the server's batch are asked for, and the sizes of its arrays."""
+"""The requests of the rows of a server's batch, and the sizes of its arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
