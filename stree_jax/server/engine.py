@@ -3,14 +3,15 @@
 It calls the compiled decoding loop again and again. One call is a segment: a fixed
 number of decoding steps of all rows (`batch.Sizes.steps`). Between two segments the
 engine frees the rows of finished and cancelled texts, and assigns free rows to waiting
-texts in the order of their arrival. A long prompt is prefilled in pieces between
-segments, so that it does not stop the texts of other rows.
+texts: those of API keys with fewer rows first, else in the order of their arrival. A
+long prompt is prefilled in pieces between segments, so that it does not stop the texts
+of other rows.
 """
 
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
@@ -165,6 +166,8 @@ class Engine:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Adds all of the jobs to the queue, or none.
 
+        Each API key has the queue's space for itself.
+
         Raises:
           QueueFull: the queue has too little space.
           Closed: the engine is shutting down, or has failed.
@@ -172,7 +175,9 @@ class Engine:
         with self._wake:
             if self.closing or self.dead is not None:
                 raise Closed(self.dead or "the server is shutting down")
-            if len(self._waiting) + len(jobs) > self.max_waiting:
+            owners = {job.request.owner for job in jobs}
+            own = sum(job.request.owner in owners for job in self._waiting)
+            if own + len(jobs) > self.max_waiting:
                 raise QueueFull
             self._waiting.extend(jobs)
             self._wake.notify()
@@ -291,9 +296,15 @@ class Engine:
         return True
 
     def _next(self) -> Job | None:
-        """Returns the next job of the queue, or None if it is empty."""
+        """Returns the next job of the queue, or None if it is empty: the first one of
+        an API key that has the fewest rows."""
         with self._wake:
-            return self._waiting.popleft() if self._waiting else None
+            if not self._waiting:
+                return None
+            rows = Counter(job.request.owner for job in self._held.values())
+            job = min(self._waiting, key=lambda job: rows[job.request.owner])
+            self._waiting.remove(job)
+            return job
 
     def _send(self, row: int, update: RowUpdate) -> None:
         """Sends the new piece of a row's text."""

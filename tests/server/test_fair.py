@@ -8,10 +8,10 @@ import pytest
 
 import stree_jax
 from stree_jax.server import batch as batches
-from stree_jax.server.engine import Engine, Job
+from stree_jax.server.engine import Engine, Job, QueueFull
 from stree_jax.server.rows import TextRequest
 from stree_jax.server.texts import Writer
-from tests.server.served import SIZES
+from tests.server.served import SIZES, Paused
 from tests.support.tiny import REAL
 
 SHORT, LONG = 3, 100  # tokens of prompts
@@ -57,9 +57,9 @@ def test_a_prompt_in_pieces_is_the_same_text(model, batch, pieces):
 class Client:
     """A text, and the time of each of its pieces."""
 
-    def __init__(self, service, ids, new):
+    def __init__(self, service, ids, new, owner=0):
         self.pieces, self.done = [], threading.Event()
-        request = TextRequest(ids, new, ignore_eos=True)
+        request = TextRequest(ids, new, ignore_eos=True, owner=owner)
         self.job = Job(request, Writer(service.reader), self.send)
 
     def send(self, piece):
@@ -123,3 +123,26 @@ def test_a_prompt_whose_client_left_is_not_read_to_its_end(service, batch, piece
     assert third.done.wait(60) and first.done.wait(60)
     assert not second.pieces and not second.job.prefilled
     assert batch.free_rows() == [0, 1, 2]
+
+
+def test_a_key_with_many_requests_does_not_delay_another(service, batch):
+    """The texts of the first key wait; that of the second takes the next free row."""
+    many = [Client(service, prompt(SHORT, n), 20) for n in range(8)]
+    other = Client(service, prompt(SHORT, 9), 20, owner=1)
+    service.engine.submit([client.job for client in many])
+    service.engine.submit([other.job])
+    assert other.done.wait(60) and all(client.done.wait(60) for client in many)
+    began = sorted(client.job.began for client in many)
+    assert other.job.began < began[4]  # three of the first key had rows before it
+
+
+def test_each_key_has_a_queue(service, batch):
+    engine = service.engine
+    with Paused(service):
+        full = [Client(service, prompt(SHORT, n), 2) for n in range(engine.max_waiting)]
+        engine.submit([client.job for client in full])
+        with pytest.raises(QueueFull):
+            engine.submit([Client(service, prompt(SHORT, 1), 2).job for _ in range(4)])
+        others = [Client(service, prompt(SHORT, n), 2, owner=1) for n in range(4)]
+        engine.submit([client.job for client in others])
+    assert all(client.done.wait(60) for client in (*full, *others))

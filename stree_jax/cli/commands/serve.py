@@ -100,7 +100,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     add(batching, "--steps", int, 8, text)
 
     limits = group(p, "Limits")
-    text = "requests that may wait; further ones are refused (429)"
+    text = "requests of an API key that may wait; further ones are refused (429)"
     add(limits, "--queue", int, 64, text)
     text = "seconds that a request may take (504)"
     add(limits, "--timeout", float, 600.0, text)
