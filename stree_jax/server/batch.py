@@ -53,6 +53,7 @@ from stree_jax.speculation.loop import (
     init_decoding_jit,
     resume_decoding_jit,
 )
+from stree_jax.speculation.on_mesh import everywhere
 from stree_jax.speculation.step import Spec
 
 _SAMPLED = Sampling(temperature=1.0, seed=0)
@@ -82,6 +83,8 @@ class Batch:
         self.prefixes = Prefixes(sizes.prefix_memory, spec.drafter.cuts_back)
         self._layout = Layout.of(model.config, spec, sizes)
         self._answers = PastAnswers(self._layout.earlier)
+        if model.mesh is not None:
+            spec = everywhere(model.mesh, spec)
         spec = refilled(spec)
         self.specs = {False: spec, True: spec}  # key: True if any row is sampled
         self._stops = jnp.asarray(stop_token_table(model, None, 1))

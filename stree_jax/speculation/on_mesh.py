@@ -160,6 +160,15 @@ def decoding_specs(d: Decoding, policy: Policy, place: Place) -> Decoding:
     )
 
 
+def with_shards(d: Decoding, policy: Policy, place: Place) -> Decoding:
+    """Gives what all rows have in common, such as the policy's statistics, an axis of
+    shards, for a new batch on a mesh."""
+    if place.rows is None:
+        return d
+    n = axis_size(place.mesh or _context(), place.rows)
+    return _map_shared(lambda x: jnp.repeat(x[None], n, axis=0), d, policy)
+
+
 def _with_shards(d: Decoding, policy: Policy, place: Place) -> Decoding:
     """Gives what a shard has for all its rows an axis of shards."""
     return d if place.rows is None else _map_shared(lambda x: x[None], d, policy)

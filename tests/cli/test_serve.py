@@ -5,6 +5,7 @@ import builtins
 import socket
 
 import pytest
+from jax.sharding import AbstractMesh
 
 from stree_jax.cli import main as cli
 from stree_jax.cli.chat import given_template
@@ -130,3 +131,24 @@ def test_what_was_named_and_what_is_usual():
 def test_a_folder_for_no_prefixes(capsys, tmp_path):
     err = refused(capsys, "--prefix-folder", tmp_path, "--prefix-memory", "0")
     assert "--prefix-folder: needs more than --prefix-memory 0" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "data=99"], "mesh: data=99 is 99 devices"),
+        (["--mesh", "rows=2"], "mesh: "),
+        (["--mesh", "model=1", "--memory", "8GB"], "--memory: limits are for one dev"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_before_loading(capsys, options, message):
+    assert message in refused(capsys, *options)
+
+
+def test_rows_must_divide_over_the_mesh(monkeypatch):
+    mesh = AbstractMesh((2, 2), ("data", "model"))
+    monkeypatch.setattr(serve, "mesh_of", lambda args: mesh)
+    args = argparse.Namespace(rows=3, memory=None)
+    with pytest.raises(ValueError, match="--rows: want a multiple of 2"):
+        serve.checked_mesh(args)
+    assert serve.checked_mesh(argparse.Namespace(rows=None, memory=None)) is mesh

@@ -16,6 +16,9 @@ from bench.registry import parse_bench
 from stree_jax.generation.generate import begin
 from stree_jax.models import cast_params
 from stree_jax.models.sharding.whole_model import abstract_model
+from stree_jax.server.batch import Batch
+from stree_jax.server.rows import Sizes, TextRequest
+from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.on_mesh import to_host
 from tests.mesh_check import DEVICES, check_family
@@ -187,6 +190,37 @@ def blocks():
     return {"same": texts[0] == texts[1] == texts[2]}
 
 
+def served():
+    """Decodes four rows as the server does, on one device and on meshes, with prompts
+    that continue cached prefixes."""
+    model = tiny(1, layers=("mamba", "attention", "mlp"))
+    sizes = Sizes(rows=4, context=128, steps=3, prefix_memory=10**7)
+    rng = np.random.default_rng(0)
+    first = [rng.integers(8, 40, n).tolist() for n in (5, 70, 33, 12)]
+
+    def texts(model):
+        spec = spec_for(model, "lookup", "auto:1,4", None, None)
+        batch, found, cached = Batch(model, spec, sizes), [], []
+        for round_ in (first, [[*ids, 9, 10] for ids in first]):
+            rows = [[] for _ in round_]
+            for row, ids in enumerate(round_):
+                request = TextRequest(ids, 12 + row, ignore_eos=True)
+                cached.append(batch.admit(row, request))
+            while batch.decoding:
+                for row, update in batch.advance().items():
+                    rows[row] += update.tokens
+            found += rows
+        return found, cached
+
+    one = texts(model)
+    meshes = ("data=2", "model=4", "data=2,model=4")
+    same = [
+        texts(stree_jax.shard(model, stree_jax.make_mesh(mesh))) == one
+        for mesh in meshes
+    ]
+    return {"same": same, "cached": one[1]}
+
+
 PARTS = (
     blocks,
     tapped,
@@ -198,6 +232,7 @@ PARTS = (
     held,
     counted,
     refusals,
+    served,
 )
 
 if __name__ == "__main__":

@@ -169,6 +169,12 @@ def test_bytes_per_device(results):
     assert part < whole / 3  # norms, and B and C of shared groups, are copied
 
 
+def test_a_server_on_a_mesh_has_the_same_texts(results):
+    told = results["served"]
+    assert told["same"] == [True] * 3
+    assert told["cached"][:4] == [0] * 4 and min(told["cached"][5:7]) >= 32
+
+
 def test_taps_on_a_mesh(results):
     """Every device has the whole residual stream."""
     told = results["tapped"]

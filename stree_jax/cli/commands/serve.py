@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stree_jax.cli.common import notes, print_status, vocabulary_of
+from stree_jax.cli.devices import add_mesh_option, mesh_of
 from stree_jax.cli.options import (
     CONTEXT_HELP,
     DEVICES,
@@ -54,6 +55,7 @@ PACKAGES = "starlette uvicorn h11 prometheus-client outlines-core"  # extra "ser
 def add_options(p: argparse.ArgumentParser) -> None:
     p.epilog = NOTES
     add_pair_options(p)
+    add_mesh_option(p)
     add_rule(p, "naive/coupled, with which a seed gives the same text in every batch")
     model = group(p, MODEL)
     text = "name of the model for clients (default: the value of --model)"
@@ -288,7 +290,8 @@ def check_alternatives(args: argparse.Namespace, tokens: int) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raises ValueError for numbers that are out of range."""
+    """Raises ValueError for numbers that are out of range, and for a mesh that does not
+    fit."""
     if prefix_memory(args) == 0 and args.prefix_folder is not None:
         raise ValueError("--prefix-folder: needs more than --prefix-memory 0")
     for name, low in (
@@ -320,6 +323,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--start-timeout: want 0 seconds or more, got {args.start_timeout}"
         )
+    checked_mesh(args)
 
 
 def api_keys(file: Path | None) -> tuple[bytes, ...]:
@@ -365,11 +369,12 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     from stree_jax.speculation.default_tree import spec_for
 
     limit = None if args.memory is None else bytes_named(args.memory)
+    mesh = checked_mesh(args)
     if limit is not None:
         check_weights(args, limit)
     with waiting(f"reading {args.model}"):
         pair = args.model, args.drafter, args.dtype, *ngrams_of(args)
-        model, drafter = load_pair(*pair, vocabulary=vocabulary_of(args))
+        model, drafter = load_pair(*pair, mesh, vocabulary=vocabulary_of(args))
     check_alternatives(args, model.config.num_tokens)
     if (args.rule or "").partition("/")[0] == "typical":
         report_status("rule typical: answers do not follow the model's distribution")
@@ -386,6 +391,27 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
         f"using {setup} ({shown_bytes(found.size)} of the {shown_bytes(limit)} limit)"
     )
     return model, found.candidate.spec, found.request, limit - found.size
+
+
+def checked_mesh(args: argparse.Namespace) -> Any:
+    """Returns the mesh of --mesh, or None for one device.
+
+    Raises:
+      ValueError: the devices do not suffice, or other options do not fit the mesh.
+    """
+    if (mesh := mesh_of(args)) is None:
+        return None
+    from stree_jax.models.sharding.placement import axis_size
+
+    if args.memory is not None:
+        raise ValueError(
+            "--memory: limits are for one device; leave it out with --mesh"
+        )
+    rows, shards = args.rows or ROWS, axis_size(mesh, "data")
+    if rows % shards:
+        want = f"a multiple of {shards}, for data={shards} of --mesh"
+        raise ValueError(f"--rows: want {want}, got {rows}")
+    return mesh
 
 
 def sizes_of(
