@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 from stree_jax.cli import main as cli
 from stree_jax.cli.chat import given_template
 from stree_jax.cli.commands import serve
+from stree_jax.cli.served_template import speller
 from stree_jax.server.protocol import Turn
 
 LOADED = serve.loaded
@@ -94,10 +95,10 @@ def test_a_template_spells_a_conversation(tmp_path):
     file.write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
-    spell = serve.speller("demo", model, given_template(file))
+    spell = speller("demo", model, given_template(file))
     ids = spell([{"role": "user", "content": "import os"}], Turn())
     assert model.tokenizer.decode(ids) == "user: import os\n"
-    own = serve.speller("demo", model)
+    own = speller("demo", model)
     ids = own([{"role": "user", "content": "import os"}], Turn())
     assert model.tokenizer.decode(ids).startswith("import os")  # by the model's own
 

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 import stree_jax
 from stree_jax.checkpoints import load as checkpoint
 from stree_jax.cli.chat import next_turn
-from stree_jax.cli.commands.serve import speller
 from stree_jax.cli.main import main
+from stree_jax.cli.served_template import speller
 from stree_jax.convert import convert_checkpoint
 from stree_jax.convert.export import export_hf
 from stree_jax.server.protocol import Turn

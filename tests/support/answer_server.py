@@ -1,7 +1,7 @@
 """A server whose model answers every chat with the same text."""
 
 from stree_jax.checkpoints.load import load
-from stree_jax.cli.commands.serve import template_format
+from stree_jax.cli.served_template import template_format
 from stree_jax.server.batch import Batch
 from stree_jax.server.engine import Engine
 from stree_jax.server.metrics import Metrics

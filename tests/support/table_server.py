@@ -11,7 +11,7 @@ import httpx2
 import uvicorn
 
 import stree_jax
-from stree_jax.cli.commands.serve import speller
+from stree_jax.cli.served_template import speller
 from stree_jax.server.app import make_app
 from stree_jax.server.batch import Batch
 from stree_jax.server.connection import Connection

@@ -4,11 +4,11 @@ import argparse
 import ipaddress
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from stree_jax.cli.common import notes, print_status, vocabulary_of
 from stree_jax.cli.devices import add_mesh_option, mesh_of
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 
     from stree_jax.models import Model
     from stree_jax.server.batch import Batch
-    from stree_jax.server.chat_format import ChatFormat
     from stree_jax.server.prefix_folder import PrefixFolder
-    from stree_jax.server.protocol import Turn
     from stree_jax.server.rows import Sizes
     from stree_jax.server.run import Ready
-    from stree_jax.server.service import Spell
     from stree_jax.speculation.step import Spec
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
@@ -178,6 +175,7 @@ def ready(
       began: when the command began, by `time.perf_counter`.
       say: prints the progress.
     """
+    from stree_jax.cli.served_template import speller, template_format
     from stree_jax.common.heap import return_free_memory
     from stree_jax.server import programs
     from stree_jax.server.app import make_app
@@ -473,62 +471,3 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
             f"{shown_bytes(size)}; use a smaller model or --dtype"
             + (", or --drafter lookup, which needs no MTP layers" if mtp else "")
         )
-
-
-def speller(name: str, model: "Model", template: str | None = None) -> "Spell | None":
-    """Returns a function that encodes conversations, or None without a chat template.
-
-    Args:
-      name: the model's name, as in --model.
-      template: a template to use in place of the model's.
-    """
-    from stree_jax.cli.chat import Message
-    from stree_jax.cli.template_use import format_of, render_checked
-    from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
-
-    tokenizer = model.tokenizer
-    template, special = template_of(name, template)
-    if template is None or tokenizer is None:
-        return None
-    form = format_of(template, special)
-
-    def prepared(messages: Sequence[Message]) -> Sequence[Message]:
-        return cast(Sequence[Message], form.prepared(messages))
-
-    def spell(messages: Sequence[dict[str, Any]], turn: "Turn") -> list[int]:
-        checked = cast(Sequence[Message], messages)
-        options = vars(turn) | {"prepared": prepared}
-        text = render_checked(template, checked, special, **options)
-        whole = for_whole_texts(tokenizer)
-        return whole.encode(text, add_special_tokens=False).ids
-
-    return spell
-
-
-def template_of(name: str, template: str | None) -> tuple[str | None, dict[str, str]]:
-    """Returns the chat template (None without one) and the texts of special tokens.
-
-    Args:
-      name: the model's name, as in --model.
-      template: a template to use in place of the model's.
-    """
-    from stree_jax.checkpoints.resolve import resolve
-    from stree_jax.cli.chat import read_chat_template, read_special_tokens
-    from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-
-    files = CheckpointFiles(resolve(name))
-    if template is None:
-        template = read_chat_template(files)
-    return template, read_special_tokens(files) if template is not None else {}
-
-
-def template_format(name: str, template: str | None = None) -> "ChatFormat":
-    """Returns what a model's chat template supports.
-
-    Args:
-      name: the model's name, as in --model.
-      template: a template to use in place of the model's.
-    """
-    from stree_jax.cli.template_use import format_of
-
-    return format_of(*template_of(name, template))
