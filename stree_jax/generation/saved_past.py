@@ -19,7 +19,7 @@ from stree_jax.common.whole_file import write_whole
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.models import Model, State, init_state, param_dtype
 from stree_jax.models.layers.mixer import Leaf, map_leaves
-from stree_jax.models.stack.state import recurrent_layers
+from stree_jax.models.stack.state import cache_rows, recurrent_layers
 
 FORMAT = "stree-jax past 1"
 TOKENS, LENGTHS = "tokens", "lengths"
@@ -91,7 +91,10 @@ def load_past(path: Path, model: Model) -> tuple[State, list[list[int]]]:
             rows.append(ids[:n])
             ids = ids[n:]
         state = _filled(model, len(lengths), arrays)
-        if ids or [n - 1 for n in lengths] != state.length.tolist():
+        rows_of_caches = cache_rows(state)
+        most = np.inf if rows_of_caches is None else rows_of_caches + 1
+        whole = bool(lengths) and all(1 <= n <= most for n in lengths)
+        if ids or not whole or [n - 1 for n in lengths] != state.length.tolist():
             raise ValueError("lengths")
         if not all(0 <= x < model.config.num_tokens for row in rows for x in row):
             raise ValueError("tokens")
@@ -108,6 +111,7 @@ def _filled(model: Model, rows: int, arrays: dict[str, np.ndarray]) -> State:
     """
     dtype = param_dtype(model.params)
     shapes = jax.eval_shape(partial(init_state, model.config, rows, 1, dtype))
+    capacities = set()
 
     def placed(name: str, x: Any, leaf: Leaf) -> jax.Array:
         found, wanted = arrays[name], np.dtype(x.dtype)
@@ -119,11 +123,15 @@ def _filled(model: Model, rows: int, arrays: dict[str, np.ndarray]) -> State:
         ]
         if found.dtype != wanted or sizes[0] != sizes[1] or found.ndim != x.ndim:
             raise ValueError(f"{name} has another shape or dtype")
+        if leaf.capacity_axis is not None:
+            capacities.add(found.shape[leaf.capacity_axis])
         return jnp.array(found)
 
     names = iter([name for name, _ in _named(shapes)])
     leaves = map_leaves(lambda x, leaf: placed(next(names), x, leaf), shapes)
     state: State = leaves
+    if len(capacities) > 1:
+        raise ValueError("caches with different numbers of rows")
     return state
 
 

@@ -179,6 +179,38 @@ def test_damaged_files_are_refused(attention, tmp_path):
             Past.load(file, attention)
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_files_whose_lengths_do_not_fit_are_refused(kind, tmp_path):
+    """All lengths agree with each other; the caches have too few rows, or there is no
+    token that the state has not read."""
+    file, model = tmp_path / "past", tiny(1, layers=LAYERS[kind])
+    run(model, [[9]], max_new_tokens=1).past.save(file, model)
+    about = {"format": "stree-jax past 1", "model": saved_key(file.read_bytes())}
+    arrays, sizes = load(file.read_bytes()), [0]
+    if kind != "mamba":  # which has no caches
+        sizes.append(500)
+    for n in sizes:
+        changed = {
+            "lengths": np.array([n], np.int32),
+            "length": np.array([n - 1], np.int32),
+            "tokens": np.full(n, 9, np.int32),
+        }
+        file.write_bytes(save(arrays | changed, about))
+        with pytest.raises(CheckpointError, match=r"a damaged past \(lengths\)"):
+            Past.load(file, model)
+
+
+def test_a_file_with_a_short_cache_is_refused(attention, tmp_path):
+    file = tmp_path / "past"
+    run(attention, PROMPTS).past.save(file, attention)
+    about = {"format": "stree-jax past 1", "model": saved_key(file.read_bytes())}
+    arrays = load(file.read_bytes())
+    name = "layers[2]['attention'].k"
+    file.write_bytes(save(arrays | {name: arrays[name][:, :, :3]}, about))
+    with pytest.raises(CheckpointError, match="different numbers of rows"):
+        Past.load(file, attention)
+
+
 def saved_key(data):
     """Returns the digest of the model in a file."""
     return data[data.index(b'"model":"') + 9 :][:64].decode()
