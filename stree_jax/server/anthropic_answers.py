@@ -51,7 +51,7 @@ def counted(service: Service, body: Any) -> dict[str, Any]:
 def error_body(error: ApiError) -> dict[str, Any]:
     """Returns the JSON body of an error, whose `details` name the field."""
     kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    about = {"error_code": error.code, "param": error.param}
+    about = {"error_code": error.code, "param": error.field}
     fields = {
         "type": ERRORS.get(error.status, kind),
         "message": error.text(),

@@ -127,7 +127,7 @@ def mapped(file: Path, form: Form) -> tuple[Entry, Callable[[], bool]]:
         if not (whole and count and type(parent) is str and type(has_kept) is bool):
             raise ValueError
         shapes = list(_shapes(form, count, sizes, has_kept))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{file.name} has a damaged header") from error
     at = first = -(-(16 + size) // ALIGNED) * ALIGNED
     places = []

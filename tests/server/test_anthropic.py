@@ -362,8 +362,12 @@ def formatted(schema):
         (said(USE), f"{BLOCK}.type"),
         (said({"type": "redacted_thinking"}, role="assistant"), f"{BLOCK}.type"),
         (said({"type": "thinking"}, role="assistant"), f"{BLOCK}.thinking"),
+        (
+            said({"type": "thinking", "thinking": HALF}, role="assistant"),
+            f"{BLOCK}.thinking",
+        ),
         (said({"type": "tool_result"}), f"{BLOCK}.tool_use_id"),
-        (said({"type": "tool_result", "tool_use_id": 7}), f"{BLOCK}.tool_call_id"),
+        (said({"type": "tool_result", "tool_use_id": 7}), f"{BLOCK}.tool_use_id"),
         (
             said({"type": "tool_result", "tool_use_id": "a", "content": [{}]}),
             f"{BLOCK}.content",
@@ -384,6 +388,7 @@ def formatted(schema):
         (dict(stop_sequences=["x"] * 17), "stop_sequences"),
         (dict(stream="yes"), "stream"),
         (dict(prompt="x"), "prompt"),
+        ({HALF: 1}, "?"),
         (dict(container="x"), "container"),
         (dict(mcp_servers=[{}]), "mcp_servers"),
         (dict(tools=7), "tools"),

@@ -123,3 +123,24 @@ def test_a_prompt_whose_client_left_is_not_read_to_its_end(service, batch, piece
     assert third.done.wait(60) and first.done.wait(60)
     assert not second.pieces and not second.job.prefilled
     assert batch.free_rows() == [0, 1, 2]
+
+
+def test_an_idle_server_does_not_read_on_for_a_client_that_left(
+    service, batch, pieces, monkeypatch
+):
+    client = Client(service, prompt(LONG, 7), 4)
+    whole, read = batch._read, []
+
+    def cancelling(*args):
+        read.append(args)
+        if len(read) == 2:
+            service.engine.cancel([client.job])
+        return whole(*args)
+
+    monkeypatch.setattr(batch, "_read", cancelling)
+    service.engine.submit([client.job])
+    other = Client(service, prompt(SHORT, 8), 4)
+    service.engine.submit([other.job])
+    assert other.done.wait(60)
+    assert not client.pieces and not client.job.prefilled
+    assert len(read) < LONG // PIECE

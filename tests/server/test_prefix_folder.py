@@ -19,6 +19,8 @@ from stree_jax.server.host_states import Form
 from stree_jax.server.prefix_folder import (
     ABOUT,
     FOLDER,
+    MAGIC,
+    MOST_HEADER,
     SET_ASIDE,
     PrefixFolder,
     model_key,
@@ -148,6 +150,9 @@ def damage(path, kind):
         data = bytearray(files[0].read_bytes())
         data[20] ^= 255
         files[0].write_bytes(data)
+    elif kind == "nested":
+        size = MOST_HEADER.to_bytes(8, "little")
+        files[0].write_bytes(MAGIC + size + b"[" * MOST_HEADER)
     elif kind == "exchanged":
         files[0].write_bytes(files[-1].read_bytes())
     elif kind == "file":
@@ -160,7 +165,7 @@ def damage(path, kind):
 
 
 KINDS = (
-    "older foreign short empty header exchanged file open another".split()
+    "older foreign short empty header nested exchanged file open another".split()
     + ["no about"]
 )  # fmt: skip
 
