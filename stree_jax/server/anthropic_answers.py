@@ -36,10 +36,10 @@ def counted(service: Service, body: Any) -> dict[str, Any]:
 
     Args:
       service: the service.
-      body: the JSON body: the fields of a message. It needs no `max_tokens`.
+      body: the JSON body: the fields of a message. `max_tokens` is ignored.
     """
     limit = {"max_tokens": 1}
-    request = parse_message(limit | body if isinstance(body, dict) else body)
+    request = parse_message(body | limit if isinstance(body, dict) else body)
     check_name(service, request.model or service.name)
     try:
         (prompt,) = encoded_prompts(service, request)

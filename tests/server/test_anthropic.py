@@ -180,6 +180,8 @@ def test_the_number_of_tokens(calling):
     status, _, found = ask(calling, f"{PATH}/count_tokens", body)
     assert status == 200
     assert found == {"input_tokens": total(message_of(calling, CALLS)["usage"])}
+    null = body | dict(max_tokens=None)
+    assert ask(calling, f"{PATH}/count_tokens", null)[2] == found
     status, _, found = ask(calling, f"{PATH}/count_tokens", body | dict(messages=7))
     assert (status, found["error"]["details"]["param"]) == (400, "messages")
     status, _, found = ask(calling, f"{PATH}/count_tokens", body | dict(model="x"))
