@@ -111,7 +111,7 @@ def _filled(model: Model, rows: int, arrays: dict[str, np.ndarray]) -> State:
     """
     dtype = param_dtype(model.params)
     shapes = jax.eval_shape(partial(init_state, model.config, rows, 1, dtype))
-    capacities = set()
+    capacities: set[int] = set()
 
     def placed(name: str, x: Any, leaf: Leaf) -> jax.Array:
         found, wanted = arrays[name], np.dtype(x.dtype)
