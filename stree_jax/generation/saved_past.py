@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.common.digests import digest_of
-from stree_jax.common.whole_file import write_whole
+from stree_jax.common.whole_file import PRIVATE, write_whole
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.models import Model, State, init_state, param_dtype
 from stree_jax.models.layers.mixer import Leaf, map_leaves
@@ -53,7 +53,7 @@ def save_past(path: Path, state: State, tokens: Sequence[list[int]], key: str) -
     arrays[LENGTHS] = np.asarray([len(row) for row in tokens], np.int32)
     body = save(arrays, {"format": FORMAT, "model": key})
     try:
-        write_whole(path, body)
+        write_whole(path, body, PRIVATE)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written ({error})") from error
 

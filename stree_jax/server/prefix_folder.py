@@ -29,7 +29,7 @@ from stree_jax import cpu_kernels
 from stree_jax.common.cache_folder import only_the_user_writes
 from stree_jax.common.digests import digest_of
 from stree_jax.common.version import __version__
-from stree_jax.common.whole_file import write_whole
+from stree_jax.common.whole_file import PRIVATE, write_whole
 from stree_jax.server.host_states import Arrays, Form
 from stree_jax.server.prefixes import Node, Prefixes
 
@@ -362,7 +362,7 @@ class PrefixFolder:
                 if entry is None:
                     (self.path / name).unlink(missing_ok=True)
                 else:
-                    write_whole(self.path / name, written(entry))
+                    write_whole(self.path / name, written(entry), PRIVATE)
             except OSError as error:
                 self._stop(error)
             with self._wake:

@@ -53,6 +53,7 @@ MORE = [prompt_of(3, 5), prompt_of(4, 12)]
 def test_a_loaded_past_continues_as_before(model, tmp_path):
     file, past = tmp_path / "past.safetensors", run(model, PROMPTS).past
     past.save(file, model)
+    assert file.stat().st_mode & 0o777 == 0o600, "it contains the texts"
     loaded = Past.load(str(file), model)
     assert loaded.tokens == past.tokens and loaded.drafter is None
     assert_same(run(model, MORE, loaded), run(model, MORE, past))

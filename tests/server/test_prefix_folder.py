@@ -58,6 +58,8 @@ def filled(path, recurrent=True, limit=10**6):
 @pytest.mark.parametrize("recurrent", [True, False])
 def test_a_restart_continues(tmp_path, recurrent):
     texts, said = filled(tmp_path / "kept", recurrent), []
+    files = list((tmp_path / "kept" / FOLDER).glob("*.prefix"))
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     prefixes = cache_of(10**6, recurrent)
     folder = opened(tmp_path / "kept", prefixes, said=said)
     assert not said
@@ -234,7 +236,7 @@ def test_a_full_disk_stops_the_saving(tmp_path, monkeypatch):
     said, written, prefixes = [], [], cache_of(10**6, True)
     folder = opened(tmp_path, prefixes, said=said)
 
-    def full(dst, body):
+    def full(dst, body, mode):
         written.append(dst)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
