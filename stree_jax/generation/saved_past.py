@@ -77,13 +77,15 @@ def load_past(path: Path, model: Model) -> tuple[State, list[list[int]]]:
     try:
         with safe_open(path, framework="np") as file:
             about = file.metadata() or {}
+            if about.get("format") != FORMAT:
+                raise CheckpointError(f"{path}: no past that `Past.save` wrote")
+            if about.get("model") != key_of_target(model):
+                problem = "a past of another model or other weights"
+                raise CheckpointError(f"{path}: {problem}")
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, AttributeError) as error:
+        # NumPy does not have all dtypes.
         raise CheckpointError(f"{path}: not readable as a past ({error})") from error
-    if about.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: no past that `Past.save` wrote")
-    if about.get("model") != key_of_target(model):
-        raise CheckpointError(f"{path}: a past of another model or other weights")
     try:
         lengths = arrays[LENGTHS].tolist()
         ids, rows = arrays[TOKENS].tolist(), []

@@ -1,5 +1,7 @@
 """Test `Past`: saved in a file, cut back, branched, and shared among rows."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -199,6 +201,21 @@ def test_files_whose_lengths_do_not_fit_are_refused(kind, tmp_path):
         file.write_bytes(save(arrays | changed, about))
         with pytest.raises(CheckpointError, match=r"a damaged past \(lengths\)"):
             Past.load(file, model)
+
+
+def test_dtypes_that_numpy_does_not_have_are_refused(attention, tmp_path):
+    file = tmp_path / "past"
+    run(attention, PROMPTS).past.save(file, attention)
+    key = saved_key(file.read_bytes())
+    for about, problem in (
+        ({"format": "pt"}, "no past that"),
+        ({"format": "stree-jax past 1", "model": key}, "not readable as a past"),
+    ):
+        place = {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}
+        header = json.dumps({"__metadata__": about, "x": place}).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+        with pytest.raises(CheckpointError, match=problem):
+            Past.load(file, attention)
 
 
 def test_a_file_with_a_short_cache_is_refused(attention, tmp_path):
