@@ -78,7 +78,7 @@ def load_past(path: Path, model: Model) -> tuple[State, list[list[int]]]:
         with safe_open(path, framework="np") as file:
             about = file.metadata() or {}
             if about.get("format") != FORMAT:
-                raise CheckpointError(f"{path}: no past that `Past.save` wrote")
+                raise CheckpointError(f"{path}: not a file that `Past.save` wrote")
             if about.get("model") != key_of_target(model):
                 problem = "a past of another model or other weights"
                 raise CheckpointError(f"{path}: {problem}")

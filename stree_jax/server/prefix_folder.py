@@ -117,7 +117,7 @@ def mapped(file: Path, form: Form) -> tuple[Entry, Callable[[], bool]]:
         begin = stream.read(16)
         size = int.from_bytes(begin[8:], "little")
         if begin[:8] != MAGIC or size > MOST_HEADER:
-            raise Damaged(f"{file.name} is no file of a prefix")
+            raise Damaged(f"{file.name} is not a prefix file")
         text = stream.read(size)
     try:
         header = json.loads(text)
@@ -262,15 +262,15 @@ class PrefixFolder:
           Damaged: it is not that of this model, or not as it was written.
         """
         if self.path.is_symlink() or not self.path.is_dir():
-            raise Damaged("no folder")
+            raise Damaged("not a folder")
         if not only_the_user_writes(self.path):
             raise Damaged("others can write to it")
         try:
             about = json.loads((self.path / ABOUT).read_bytes())
         except (OSError, ValueError) as error:
-            raise Damaged("no folder of prefixes") from error
+            raise Damaged(f"{ABOUT} is missing or damaged") from error
         if about != {"format": FORMAT, "key": self.key}:
-            raise Damaged("of another model, version or machine")
+            raise Damaged("written for another model, version or machine")
         files = []
         for file in self.path.iterdir():
             if LEFT.fullmatch(file.name):

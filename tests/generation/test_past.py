@@ -140,7 +140,7 @@ def test_a_file_of_another_model_is_refused(attention, tmp_path):
         with pytest.raises(CheckpointError, match="another model or other weights"):
             Past.load(tmp_path / "past", other)
     (tmp_path / "other").write_bytes(save({"x": np.zeros(3)}))
-    with pytest.raises(CheckpointError, match="no past that"):
+    with pytest.raises(CheckpointError, match="not a file that"):
         Past.load(tmp_path / "other", attention)
     with pytest.raises(CheckpointError, match="not readable as a past"):
         Past.load(tmp_path / "missing", attention)
@@ -208,7 +208,7 @@ def test_dtypes_that_numpy_does_not_have_are_refused(attention, tmp_path):
     run(attention, PROMPTS).past.save(file, attention)
     key = saved_key(file.read_bytes())
     for about, problem in (
-        ({"format": "pt"}, "no past that"),
+        ({"format": "pt"}, "not a file that"),
         ({"format": "stree-jax past 1", "model": key}, "not readable as a past"),
     ):
         place = {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}
