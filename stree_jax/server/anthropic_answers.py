@@ -208,9 +208,12 @@ def _content(parts: Parts, signature: str, call_id: CallId) -> Iterator[dict[str
 
 def _input(call: Call) -> dict[str, Any]:
     """Returns the arguments of a call. If they are not a JSON object, because the model
-    made a mistake or was cut, their text is the value of the field `INVALID_JSON`."""
+    made a mistake or was cut, their text is the value of the field `INVALID_JSON`. Lone
+    surrogates, which UTF-8 cannot encode, become "?"."""
     try:
         found = json.loads(call.arguments)
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        found = json.loads(text.encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {NOT_JSON: call.arguments}
