@@ -254,9 +254,8 @@ def stacked(
       tables: the automata.
       states, classes: smallest S and C.
     """
-    S = power_of_two(max([LEAST_STATES, states, *(len(t.may_end) for t in tables)]))
-    widths = (t.following.shape[1] for t in tables)
-    C = power_of_two(max([LEAST_CLASSES, classes, *widths]))
+    shapes = [(states, classes), *(t.following.shape for t in tables)]
+    S, C = padded_shape(*(max(sizes) for sizes in zip(*shapes, strict=True)))
     tables = [*tables, *[tables[-1]] * (power_of_two(len(tables)) - len(tables))]
 
     def padded(name: str, shape: tuple[int, ...], fill: Any) -> np.ndarray:
@@ -273,6 +272,12 @@ def stacked(
         padded("may_end", (S,), False),
         padded("forced", (S, MOST_FORCED), NONE),
     )
+
+
+def padded_shape(states: int, classes: int) -> tuple[int, int]:
+    """Returns the shape of the table of an automaton in `Constraints`."""
+    S, C = max(LEAST_STATES, states), max(LEAST_CLASSES, classes)
+    return power_of_two(S), power_of_two(C)
 
 
 def power_of_two(n: int) -> int:

@@ -45,7 +45,8 @@ class Past:
 
     def save(self, path: str | os.PathLike[str], model: Model) -> None:
         """Writes the state to a safetensors file, or replaces it. The drafter's state
-        is not saved: a draft model reads the text again when it next drafts.
+        is not saved: a draft model reads the text again when it next drafts. Only the
+        user may read the file, because it contains the texts.
 
         Args:
           path: the file.

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.common.digests import digest_of
-from stree_jax.common.whole_file import write_whole
+from stree_jax.common.whole_file import PRIVATE, write_whole
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.models import Model, State, init_state, param_dtype
 from stree_jax.models.layers.mixer import Leaf, map_leaves
-from stree_jax.models.stack.state import recurrent_layers
+from stree_jax.models.stack.state import cache_rows, recurrent_layers
 
 FORMAT = "stree-jax past 1"
 TOKENS, LENGTHS = "tokens", "lengths"
@@ -53,7 +53,7 @@ def save_past(path: Path, state: State, tokens: Sequence[list[int]], key: str) -
     arrays[LENGTHS] = np.asarray([len(row) for row in tokens], np.int32)
     body = save(arrays, {"format": FORMAT, "model": key})
     try:
-        write_whole(path, body)
+        write_whole(path, body, PRIVATE)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written ({error})") from error
 
@@ -77,13 +77,15 @@ def load_past(path: Path, model: Model) -> tuple[State, list[list[int]]]:
     try:
         with safe_open(path, framework="np") as file:
             about = file.metadata() or {}
+            if about.get("format") != FORMAT:
+                raise CheckpointError(f"{path}: not a file that `Past.save` wrote")
+            if about.get("model") != key_of_target(model):
+                problem = "a past of another model or other weights"
+                raise CheckpointError(f"{path}: {problem}")
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, AttributeError) as error:
+        # NumPy does not have all dtypes.
         raise CheckpointError(f"{path}: not readable as a past ({error})") from error
-    if about.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: no past that `Past.save` wrote")
-    if about.get("model") != key_of_target(model):
-        raise CheckpointError(f"{path}: a past of another model or other weights")
     try:
         lengths = arrays[LENGTHS].tolist()
         ids, rows = arrays[TOKENS].tolist(), []
@@ -91,7 +93,10 @@ def load_past(path: Path, model: Model) -> tuple[State, list[list[int]]]:
             rows.append(ids[:n])
             ids = ids[n:]
         state = _filled(model, len(lengths), arrays)
-        if ids or [n - 1 for n in lengths] != state.length.tolist():
+        rows_of_caches = cache_rows(state)
+        most = np.inf if rows_of_caches is None else rows_of_caches + 1
+        whole = bool(lengths) and all(1 <= n <= most for n in lengths)
+        if ids or not whole or [n - 1 for n in lengths] != state.length.tolist():
             raise ValueError("lengths")
         if not all(0 <= x < model.config.num_tokens for row in rows for x in row):
             raise ValueError("tokens")
@@ -108,6 +113,7 @@ def _filled(model: Model, rows: int, arrays: dict[str, np.ndarray]) -> State:
     """
     dtype = param_dtype(model.params)
     shapes = jax.eval_shape(partial(init_state, model.config, rows, 1, dtype))
+    capacities: set[int] = set()
 
     def placed(name: str, x: Any, leaf: Leaf) -> jax.Array:
         found, wanted = arrays[name], np.dtype(x.dtype)
@@ -119,11 +125,15 @@ def _filled(model: Model, rows: int, arrays: dict[str, np.ndarray]) -> State:
         ]
         if found.dtype != wanted or sizes[0] != sizes[1] or found.ndim != x.ndim:
             raise ValueError(f"{name} has another shape or dtype")
+        if leaf.capacity_axis is not None:
+            capacities.add(found.shape[leaf.capacity_axis])
         return jnp.array(found)
 
     names = iter([name for name, _ in _named(shapes)])
     leaves = map_leaves(lambda x, leaf: placed(next(names), x, leaf), shapes)
     state: State = leaves
+    if len(capacities) > 1:
+        raise ValueError("caches with different numbers of rows")
     return state
 
 

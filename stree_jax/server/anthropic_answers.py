@@ -36,10 +36,10 @@ def counted(service: Service, body: Any) -> dict[str, Any]:
 
     Args:
       service: the service.
-      body: the JSON body: the fields of a message. It needs no `max_tokens`.
+      body: the JSON body: the fields of a message. `max_tokens` is ignored.
     """
     limit = {"max_tokens": 1}
-    request = parse_message(limit | body if isinstance(body, dict) else body)
+    request = parse_message(body | limit if isinstance(body, dict) else body)
     check_name(service, request.model or service.name)
     try:
         (prompt,) = encoded_prompts(service, request)
@@ -51,7 +51,7 @@ def counted(service: Service, body: Any) -> dict[str, Any]:
 def error_body(error: ApiError) -> dict[str, Any]:
     """Returns the JSON body of an error, whose `details` name the field."""
     kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    about = {"error_code": error.code, "param": error.param}
+    about = {"error_code": error.code, "param": error.field}
     fields = {
         "type": ERRORS.get(error.status, kind),
         "message": error.text(),
@@ -208,9 +208,12 @@ def _content(parts: Parts, signature: str, call_id: CallId) -> Iterator[dict[str
 
 def _input(call: Call) -> dict[str, Any]:
     """Returns the arguments of a call. If they are not a JSON object, because the model
-    made a mistake or was cut, their text is the value of the field `INVALID_JSON`."""
+    made a mistake or was cut, their text is the value of the field `INVALID_JSON`. Lone
+    surrogates, which UTF-8 cannot encode, become "?"."""
     try:
         found = json.loads(call.arguments)
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        found = json.loads(text.encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {NOT_JSON: call.arguments}

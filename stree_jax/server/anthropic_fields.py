@@ -60,6 +60,7 @@ NAMES = (
     (r"^response_format(\.json_schema)?", "output_config.format"),
     (r"^reasoning_effort$", "output_config.effort"),
     (r"^stop$", "stop_sequences"),
+    (r"\.tool_call_id$", ".tool_use_id"),
     (r"^thinking_token_budget$", "thinking.budget_tokens"),
 )
 
@@ -155,9 +156,9 @@ def _add_message(messages: Translated, where: str, role: str, content: Any) -> N
                 messages.add(place, _result(place, block))
             case "assistant", "thinking":
                 _check(place, block, {"thinking"}, {"signature"})
-                if not isinstance(block["thinking"], str):
+                if not is_text(block["thinking"]):
                     place = f"{place}.thinking"
-                    raise invalid(f"{place}: want a text", place)
+                    raise invalid(f"{place}: want a text of whole characters", place)
                 messages.reasoning.append(block["thinking"])
             case "assistant", "tool_use":
                 calls.append((place, _call(place, block)))

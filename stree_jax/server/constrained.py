@@ -5,15 +5,20 @@ Sizes are powers of two, so that it serves later constraints of similar size.
 """
 
 from dataclasses import replace
+from math import prod
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.constraints.rows import stacked
+from stree_jax.constraints.rows import padded_shape, stacked
 from stree_jax.constraints.token_tables import TokenTables
 from stree_jax.sampling.constraints import NONE, Constraints
 from stree_jax.speculation.decoding import Decoding
+
+# Entries of an automaton that later ones are padded to. A larger one, such as that of a
+# long reasoning budget, would make every later batch take its memory.
+MOST_PADDED = 2**21
 
 
 class ConstrainedRows:
@@ -29,18 +34,20 @@ class ConstrainedRows:
         self._active = [False] * rows
         self._states = jnp.full((rows,), NONE, jnp.int32)
         self._constraints: Constraints | None = None
-        self._sizes = 0, 0  # of the largest automaton so far
+        self._sizes = 0, 0  # of the largest automaton so far, up to MOST_PADDED
 
     def set(self, row: int, tables: TokenTables | None) -> None:
         """Gives a row another constraint before its first token, or none."""
         if tables is None and not self._active[row]:
             return
-        self._active[row] = tables is not None
+        self._active[row], self._tables[row] = tables is not None, tables
         self._states = self._states.at[row].set(NONE if tables is None else 0)
         if tables is not None:
-            self._tables[row], self._constraints = tables, None
+            self._constraints = None
             own = tables.following.shape
-            self._sizes = max(self._sizes[0], own[0]), max(self._sizes[1], own[1])
+            sizes = max(self._sizes[0], own[0]), max(self._sizes[1], own[1])
+            if prod(padded_shape(*sizes)) <= MOST_PADDED:
+                self._sizes = sizes
 
     def part_of(self, d: Decoding) -> Decoding:
         """Returns a batch with the constraints, if any row has one."""

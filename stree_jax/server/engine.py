@@ -267,9 +267,9 @@ class Engine:
                 del self._held[row]
 
     def _admit(self) -> None:
-        """Assigns free rows to waiting texts, whose prompts are prefilled first. While
-        other rows are being decoded, it prefills `Batch.piece` tokens at most, and the
-        next turn goes on."""
+        """Assigns free rows to waiting texts, whose prompts are prefilled first. It
+        prefills about `Batch.piece` tokens; the next turn goes on. In between, other
+        rows are decoded, and a cancelled text or `stop` ends the prefill."""
         read = 0
         while self._reading is not None or self._begin():
             assert self._reading is not None  # set by `_begin`
@@ -280,7 +280,7 @@ class Engine:
                 job, self._reading = self._held[row], None
                 job.cached, job.prefilled = end.value, time.monotonic()
                 read += min(len(job.request.ids) - job.cached, self.batch.piece)
-            if read >= self.batch.piece and self.batch.decoding:
+            if read >= self.batch.piece:
                 return
 
     def _begin(self) -> bool:

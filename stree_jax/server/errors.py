@@ -31,13 +31,18 @@ class ApiError(Exception):
         """Returns the message, which UTF-8 can always encode."""
         return _whole(self.message)
 
+    @property
+    def field(self) -> str | None:
+        """`param`, which UTF-8 can always encode."""
+        return None if self.param is None else _whole(self.param)
+
     def body(self) -> dict[str, Any]:
         """Returns the JSON body, which UTF-8 can always encode."""
         return {
             "error": {
                 "message": self.text(),
                 "type": _type_of(self.status),
-                "param": None if self.param is None else _whole(self.param),
+                "param": self.field,
                 "code": self.code,
             }
         }

@@ -29,7 +29,7 @@ from stree_jax import cpu_kernels
 from stree_jax.common.cache_folder import only_the_user_writes
 from stree_jax.common.digests import digest_of
 from stree_jax.common.version import __version__
-from stree_jax.common.whole_file import write_whole
+from stree_jax.common.whole_file import PRIVATE, write_whole
 from stree_jax.server.host_states import Arrays, Form
 from stree_jax.server.prefixes import Node, Prefixes
 
@@ -117,7 +117,7 @@ def mapped(file: Path, form: Form) -> tuple[Entry, Callable[[], bool]]:
         begin = stream.read(16)
         size = int.from_bytes(begin[8:], "little")
         if begin[:8] != MAGIC or size > MOST_HEADER:
-            raise Damaged(f"{file.name} is no file of a prefix")
+            raise Damaged(f"{file.name} is not a prefix file")
         text = stream.read(size)
     try:
         header = json.loads(text)
@@ -127,7 +127,7 @@ def mapped(file: Path, form: Form) -> tuple[Entry, Callable[[], bool]]:
         if not (whole and count and type(parent) is str and type(has_kept) is bool):
             raise ValueError
         shapes = list(_shapes(form, count, sizes, has_kept))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{file.name} has a damaged header") from error
     at = first = -(-(16 + size) // ALIGNED) * ALIGNED
     places = []
@@ -262,15 +262,15 @@ class PrefixFolder:
           Damaged: it is not that of this model, or not as it was written.
         """
         if self.path.is_symlink() or not self.path.is_dir():
-            raise Damaged("no folder")
+            raise Damaged("not a folder")
         if not only_the_user_writes(self.path):
             raise Damaged("others can write to it")
         try:
             about = json.loads((self.path / ABOUT).read_bytes())
         except (OSError, ValueError) as error:
-            raise Damaged("no folder of prefixes") from error
+            raise Damaged(f"{ABOUT} is missing or damaged") from error
         if about != {"format": FORMAT, "key": self.key}:
-            raise Damaged("of another model, version or machine")
+            raise Damaged("written for another model, version or machine")
         files = []
         for file in self.path.iterdir():
             if LEFT.fullmatch(file.name):
@@ -362,7 +362,7 @@ class PrefixFolder:
                 if entry is None:
                     (self.path / name).unlink(missing_ok=True)
                 else:
-                    write_whole(self.path / name, written(entry))
+                    write_whole(self.path / name, written(entry), PRIVATE)
             except OSError as error:
                 self._stop(error)
             with self._wake:

@@ -342,7 +342,8 @@ class Prefixes:
     def prune(self) -> None:
         """Removes all nodes after which there is no kept state."""
         while lost := [n for n in self.nodes() if n.kept is None and not n.children]:
-            self.drop(lost[0])
+            for node in lost:
+                self.drop(node)
 
     def _grown(self, node: Node, ids: np.ndarray) -> Node:
         """Returns a new leaf after a node, with the rest of a text."""

@@ -5,6 +5,7 @@ servers.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +36,7 @@ MAX_SAMPLES = 128
 DEFAULT_TOKENS = 16  # max_tokens of completions; a chat answer may fill the context
 MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # beyond, logits overflow or underflow
 MOST_BIAS, MAX_BIASES = 100, 1024  # of `logit_bias`: size and number, as OpenAI's
+ID = re.compile("[0-9]{1,10}")  # a token id as a text
 FORBIDDING = 1e6  # a bias that leaves no other choice
 SMALLEST = float(np.finfo(np.float32).tiny)  # smaller numbers are 0 on the device
 
@@ -352,7 +354,7 @@ def _logit_bias(fields: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
         token, bias = (
             pair if isinstance(pair, list | tuple) and len(pair) == 2 else ("", 0)
         )
-        if isinstance(token, str) and token.isascii() and token.isdigit():
+        if isinstance(token, str) and ID.fullmatch(token):
             token = int(token)
         if bias is False and isinstance(value, list):
             bias = -FORBIDDING

@@ -1,5 +1,7 @@
 """Test `Past`: saved in a file, cut back, branched, and shared among rows."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -53,6 +55,7 @@ MORE = [prompt_of(3, 5), prompt_of(4, 12)]
 def test_a_loaded_past_continues_as_before(model, tmp_path):
     file, past = tmp_path / "past.safetensors", run(model, PROMPTS).past
     past.save(file, model)
+    assert file.stat().st_mode & 0o777 == 0o600, "it contains the texts"
     loaded = Past.load(str(file), model)
     assert loaded.tokens == past.tokens and loaded.drafter is None
     assert_same(run(model, MORE, loaded), run(model, MORE, past))
@@ -137,7 +140,7 @@ def test_a_file_of_another_model_is_refused(attention, tmp_path):
         with pytest.raises(CheckpointError, match="another model or other weights"):
             Past.load(tmp_path / "past", other)
     (tmp_path / "other").write_bytes(save({"x": np.zeros(3)}))
-    with pytest.raises(CheckpointError, match="no past that"):
+    with pytest.raises(CheckpointError, match="not a file that"):
         Past.load(tmp_path / "other", attention)
     with pytest.raises(CheckpointError, match="not readable as a past"):
         Past.load(tmp_path / "missing", attention)
@@ -177,6 +180,53 @@ def test_damaged_files_are_refused(attention, tmp_path):
         file.write_bytes(save(arrays | {name: value}, about))
         with pytest.raises(CheckpointError, match="a damaged past"):
             Past.load(file, attention)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_files_whose_lengths_do_not_fit_are_refused(kind, tmp_path):
+    """All lengths agree with each other; the caches have too few rows, or there is no
+    token that the state has not read."""
+    file, model = tmp_path / "past", tiny(1, layers=LAYERS[kind])
+    run(model, [[9]], max_new_tokens=1).past.save(file, model)
+    about = {"format": "stree-jax past 1", "model": saved_key(file.read_bytes())}
+    arrays, sizes = load(file.read_bytes()), [0]
+    if kind != "mamba":  # which has no caches
+        sizes.append(500)
+    for n in sizes:
+        changed = {
+            "lengths": np.array([n], np.int32),
+            "length": np.array([n - 1], np.int32),
+            "tokens": np.full(n, 9, np.int32),
+        }
+        file.write_bytes(save(arrays | changed, about))
+        with pytest.raises(CheckpointError, match=r"a damaged past \(lengths\)"):
+            Past.load(file, model)
+
+
+def test_dtypes_that_numpy_does_not_have_are_refused(attention, tmp_path):
+    file = tmp_path / "past"
+    run(attention, PROMPTS).past.save(file, attention)
+    key = saved_key(file.read_bytes())
+    for about, problem in (
+        ({"format": "pt"}, "not a file that"),
+        ({"format": "stree-jax past 1", "model": key}, "not readable as a past"),
+    ):
+        place = {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}
+        header = json.dumps({"__metadata__": about, "x": place}).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+        with pytest.raises(CheckpointError, match=problem):
+            Past.load(file, attention)
+
+
+def test_a_file_with_a_short_cache_is_refused(attention, tmp_path):
+    file = tmp_path / "past"
+    run(attention, PROMPTS).past.save(file, attention)
+    about = {"format": "stree-jax past 1", "model": saved_key(file.read_bytes())}
+    arrays = load(file.read_bytes())
+    name = "layers[2]['attention'].k"
+    file.write_bytes(save(arrays | {name: arrays[name][:, :, :3]}, about))
+    with pytest.raises(CheckpointError, match="different numbers of rows"):
+        Past.load(file, attention)
 
 
 def saved_key(data):

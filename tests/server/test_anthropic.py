@@ -5,10 +5,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from starlette.responses import JSONResponse
 
 from stree_jax.server import anthropic_fields
-from stree_jax.server.anthropic_answers import failed
+from stree_jax.server.anthropic_answers import _content, failed
+from stree_jax.server.calls import Call
 from stree_jax.server.errors import ApiError
+from stree_jax.server.split import Parts
 from stree_jax.server.tools import NO_PARAMETERS
 from tests.server.tool_requests import (
     ARGUMENTS,
@@ -180,10 +183,29 @@ def test_the_number_of_tokens(calling):
     status, _, found = ask(calling, f"{PATH}/count_tokens", body)
     assert status == 200
     assert found == {"input_tokens": total(message_of(calling, CALLS)["usage"])}
+    null = body | dict(max_tokens=None)
+    assert ask(calling, f"{PATH}/count_tokens", null)[2] == found
     status, _, found = ask(calling, f"{PATH}/count_tokens", body | dict(messages=7))
     assert (status, found["error"]["details"]["param"]) == (400, "messages")
     status, _, found = ask(calling, f"{PATH}/count_tokens", body | dict(model="x"))
     assert (status, found["error"]["type"]) == (404, "not_found_error")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a": "\\ud83d!"}', {"a": "?!"}),
+        ('{"a": "\\ud83d\\ude00"}', {"a": "\U0001f600"}),
+        ('{"a": NaN}', {"INVALID_JSON": '{"a": NaN}'}),
+        ('{"a": [1e999]}', {"INVALID_JSON": '{"a": [1e999]}'}),
+        ("[" * 9000, {"INVALID_JSON": "[" * 9000}),
+    ],
+    ids=["half a character", "a character", "NaN", "infinity", "nesting"],
+)
+def test_arguments_that_an_answer_cannot_contain(arguments, expected):
+    (block,) = _content(Parts(calls=(Call("f", arguments),)), "", lambda *_: "a")
+    assert block["input"] == expected
+    assert json.loads(JSONResponse(block).body) == block
 
 
 def test_tool_calls(calling):
@@ -362,8 +384,12 @@ def formatted(schema):
         (said(USE), f"{BLOCK}.type"),
         (said({"type": "redacted_thinking"}, role="assistant"), f"{BLOCK}.type"),
         (said({"type": "thinking"}, role="assistant"), f"{BLOCK}.thinking"),
+        (
+            said({"type": "thinking", "thinking": HALF}, role="assistant"),
+            f"{BLOCK}.thinking",
+        ),
         (said({"type": "tool_result"}), f"{BLOCK}.tool_use_id"),
-        (said({"type": "tool_result", "tool_use_id": 7}), f"{BLOCK}.tool_call_id"),
+        (said({"type": "tool_result", "tool_use_id": 7}), f"{BLOCK}.tool_use_id"),
         (
             said({"type": "tool_result", "tool_use_id": "a", "content": [{}]}),
             f"{BLOCK}.content",
@@ -384,6 +410,7 @@ def formatted(schema):
         (dict(stop_sequences=["x"] * 17), "stop_sequences"),
         (dict(stream="yes"), "stream"),
         (dict(prompt="x"), "prompt"),
+        ({HALF: 1}, "?"),
         (dict(container="x"), "container"),
         (dict(mcp_servers=[{}]), "mcp_servers"),
         (dict(tools=7), "tools"),

@@ -9,8 +9,10 @@ import pytest
 
 from stree_jax.constraints.expression import byte_automaton
 from stree_jax.constraints.free_text import with_free_text
+from stree_jax.constraints.reasoning import after_reasoning, anything
 from stree_jax.constraints.token_tables import token_tables
 from stree_jax.sampling.constraints import NONE
+from stree_jax.sampling.requests import Requests
 from stree_jax.server.calls import JsonCalls
 from stree_jax.server.chat_format import ChatFormat
 from stree_jax.server.constrained import ConstrainedRows
@@ -18,6 +20,7 @@ from stree_jax.server.constraints import constraint_of
 from stree_jax.server.formats import FORMATS, REASONING
 from stree_jax.server.protocol import parse
 from stree_jax.server.split import split
+from stree_jax.speculation.decoding import Decoding
 from tests.server.tool_requests import (
     ARGUMENTS,
     BODY,
@@ -315,6 +318,24 @@ def test_rows_keep_their_automata():
     rows.set(1, None)
     assert first == [NONE, 0, NONE] and rows._states.tolist() == [NONE, NONE, 0]
     assert rows._active == [False, False, True] and np.array_equal(rows._sizes, (29, 4))
+
+
+def test_a_very_large_automaton_does_not_enlarge_later_ones():
+    small, long = anything(3), after_reasoning(anything(3), 2**15, 0)
+    d = Decoding(**dict.fromkeys(Decoding.__annotations__))
+    d = replace(d, requests=Requests(None, None, None, None, None))
+    rows = ConstrainedRows(2)
+
+    def sizes():
+        return rows.part_of(d).requests.constraints.following.shape[1:]
+
+    rows.set(0, small)
+    before = sizes()
+    rows.set(1, long)
+    assert sizes()[0] > 2**15
+    rows.set(1, None)
+    rows.set(0, small)
+    assert sizes() == before
 
 
 # --- strict tools with tool_choice "auto" ---------------------------------------------

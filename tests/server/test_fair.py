@@ -146,3 +146,24 @@ def test_each_key_has_a_queue(service, batch):
         others = [Client(service, prompt(SHORT, n), 2, owner=1) for n in range(4)]
         engine.submit([client.job for client in others])
     assert all(client.done.wait(60) for client in (*full, *others))
+
+
+def test_an_idle_server_does_not_read_on_for_a_client_that_left(
+    service, batch, pieces, monkeypatch
+):
+    client = Client(service, prompt(LONG, 7), 4)
+    whole, read = batch._read, []
+
+    def cancelling(*args):
+        read.append(args)
+        if len(read) == 2:
+            service.engine.cancel([client.job])
+        return whole(*args)
+
+    monkeypatch.setattr(batch, "_read", cancelling)
+    service.engine.submit([client.job])
+    other = Client(service, prompt(SHORT, 8), 4)
+    service.engine.submit([other.job])
+    assert other.done.wait(60)
+    assert not client.pieces and not client.job.prefilled
+    assert len(read) < LONG // PIECE

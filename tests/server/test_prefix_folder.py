@@ -19,6 +19,8 @@ from stree_jax.server.host_states import Form
 from stree_jax.server.prefix_folder import (
     ABOUT,
     FOLDER,
+    MAGIC,
+    MOST_HEADER,
     SET_ASIDE,
     PrefixFolder,
     model_key,
@@ -56,6 +58,8 @@ def filled(path, recurrent=True, limit=10**6):
 @pytest.mark.parametrize("recurrent", [True, False])
 def test_a_restart_continues(tmp_path, recurrent):
     texts, said = filled(tmp_path / "kept", recurrent), []
+    files = list((tmp_path / "kept" / FOLDER).glob("*.prefix"))
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     prefixes = cache_of(10**6, recurrent)
     folder = opened(tmp_path / "kept", prefixes, said=said)
     assert not said
@@ -148,6 +152,9 @@ def damage(path, kind):
         data = bytearray(files[0].read_bytes())
         data[20] ^= 255
         files[0].write_bytes(data)
+    elif kind == "nested":
+        size = MOST_HEADER.to_bytes(8, "little")
+        files[0].write_bytes(MAGIC + size + b"[" * MOST_HEADER)
     elif kind == "exchanged":
         files[0].write_bytes(files[-1].read_bytes())
     elif kind == "file":
@@ -160,7 +167,7 @@ def damage(path, kind):
 
 
 KINDS = (
-    "older foreign short empty header exchanged file open another".split()
+    "older foreign short empty header nested exchanged file open another".split()
     + ["no about"]
 )  # fmt: skip
 
@@ -229,7 +236,7 @@ def test_a_full_disk_stops_the_saving(tmp_path, monkeypatch):
     said, written, prefixes = [], [], cache_of(10**6, True)
     folder = opened(tmp_path, prefixes, said=said)
 
-    def full(dst, body):
+    def full(dst, body, mode):
         written.append(dst)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

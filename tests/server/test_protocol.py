@@ -36,6 +36,7 @@ def message(**fields):
         ("chat", dict(unknown=0), "unknown"),
         ("chat", dict(reasoning_effort=3), "reasoning_effort"),
         ("chat", dict(logit_bias={"five": 1}), "logit_bias"),
+        ("chat", dict(logit_bias={"1" * 5000: 1}), "logit_bias"),
         ("chat", dict(presence_penalty=3), "presence_penalty"),
         ("chat", dict(frequency_penalty=-3), "frequency_penalty"),
         ("chat", dict(echo=True), "echo"),
