@@ -57,6 +57,7 @@ from stree_jax.speculation.on_mesh import everywhere
 from stree_jax.speculation.step import Spec
 
 _SAMPLED = Sampling(temperature=1.0, seed=0)
+NOBODY = -1  # an owner without past answers
 PIECE_PER_STEP = 32  # see `Batch.piece`
 
 
@@ -170,7 +171,8 @@ class Batch:
         """
         if self._decoding is None:
             self._allocate()
-        ids, found, keeps = request.ids, NOTHING, bool(self.sizes.prefix_memory)
+        ids, found = request.ids, NOTHING
+        keeps = self.sizes.prefix_memory > 0 and not request.private
         if keeps:
             found = self.prefixes.find(ids)
         past = None if found.restored is None else found.restored()
@@ -245,7 +247,7 @@ class Batch:
         """Frees a row, and keeps its answer for drafts of later ones."""
         row, self.rows[index] = self.rows[index], None
         self._constrained.set(index, None)
-        if row is not None:
+        if row is not None and not row.request.private:
             self._answers.add(row.request.owner, row.request.ids, row.tokens)
 
     def advance(self) -> dict[int, RowUpdate]:
@@ -289,7 +291,7 @@ class Batch:
           length: [] int32. The number of its tokens.
         """
         row = self.rows[i]
-        if row is not None and length > 0:
+        if row is not None and length > 0 and not row.request.private:
             past = past_jit(self._decoding, jnp.int32(i))
             self._keep((*row.request.ids, *tokens[:length].tolist()), past)
 
@@ -339,7 +341,7 @@ class Batch:
             max_new_tokens=self._layout.output_size,
             capacity=self._layout.capacity,
             past=past,
-            earlier=self._answers.row(request.owner),
+            earlier=self._answers.row(NOBODY if request.private else request.owner),
         )
 
 

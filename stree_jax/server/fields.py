@@ -30,7 +30,6 @@ WITHOUT_EFFECT = {
     "request_id",  # vLLM
     "rid",  # SGLang
     "priority",  # vLLM; here requests are served in the order of arrival
-    "cache_salt",  # vLLM
     "kv_transfer_params",  # vLLM
     "cache_prompt",  # llama.cpp, like all of these
     "n_cache_reuse",
@@ -144,8 +143,9 @@ READ = {
     "repeat_penalty",
     "presence_penalty",
     "frequency_penalty",
-    "min_tokens",  # vLLM, like the one below
+    "min_tokens",  # vLLM, like the two below
     "stop_token_ids",
+    "cache_salt",
     *BUDGETS,
     "n",
     "stream",

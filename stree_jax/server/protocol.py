@@ -81,6 +81,7 @@ class Request:
       min_tokens: number of tokens before a stop token or string may end an answer.
       stop_ids: further tokens that end an answer.
       echo: True if the text of an answer begins with the prompt (completions).
+      private: True if nothing of the texts is kept for other requests (`cache_salt`).
       n: number of answers per prompt.
       stops: strings that end an answer.
       top_logprobs: number of alternatives with log-probabilities per token. If None, no
@@ -111,6 +112,7 @@ class Request:
     min_tokens: int
     stop_ids: tuple[int, ...]
     echo: bool
+    private: bool
     n: int
     stops: tuple[str, ...]
     top_logprobs: int | None
@@ -185,6 +187,7 @@ def parse(kind: Kind, body: Any) -> Request:
         min_tokens=_integer(fields, "min_tokens", 0, 0, 2**31 - 1) or 0,
         stop_ids=_stop_ids(fields),
         echo=_boolean(fields, "echo"),
+        private=_private(fields),
         n=_integer(fields, "n", 1, 1, MAX_SAMPLES) or 1,
         stops=_stops(fields),
         top_logprobs=_chat_logprobs(fields) if chat else _logprobs(fields),
@@ -328,6 +331,16 @@ def _max_tokens(kind: Kind, fields: Mapping[str, Any]) -> int | None:
     if not given:
         return DEFAULT_TOKENS if kind == "completion" else None
     return None if given[0] == -1 else min(given[0], 2**31 - 1)
+
+
+def _private(fields: Mapping[str, Any]) -> bool:
+    """Returns True if a request has a `cache_salt`. In vLLM, requests share cached
+    prefixes only with those of the same salt; here they share nothing."""
+    salt = fields.get("cache_salt", "x")
+    if not is_text(salt) or not salt:
+        problem = f"cache_salt: want a text that is not empty, got {shown(salt)}"
+        raise invalid(problem, "cache_salt")
+    return "cache_salt" in fields
 
 
 def _thinking_budget(kind: Kind, fields: Mapping[str, Any]) -> int | None:

@@ -82,6 +82,8 @@ class TextRequest:
         may share, such as a system prompt. The states after them are cached.
       constraint: automaton that the text follows, or None.
       owner: number of the API key whose past answers may be drafted.
+      private: True if the text shares nothing with other requests: neither cached
+        prefixes nor past answers.
     """
 
     ids: Sequence[int]
@@ -96,6 +98,7 @@ class TextRequest:
     shared: int = 0
     constraint: TokenTables | None = None
     owner: int = 0
+    private: bool = False
 
     @property
     def needs_all(self) -> bool:

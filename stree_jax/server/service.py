@@ -265,6 +265,7 @@ def text_requests(
                     shared=prompt.shared,
                     constraint=prompt.constraint,
                     owner=owner,
+                    private=request.private,
                 )
             )
     return texts

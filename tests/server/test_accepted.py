@@ -75,7 +75,7 @@ IGNORED = [
     dict(prompt_cache_retention="24h"),
     dict(prediction={"type": "content", "content": "x"}),
     dict(verbosity="low"),
-    dict(cache_salt="x", priority=3, request_id="r", kv_transfer_params={"a": 1}),
+    dict(priority=3, request_id="r", kv_transfer_params={"a": 1}),
     dict(cache_prompt=False, n_cache_reuse=256, backend_sampling=True),
     {"speculative.n_max": 16, "speculative.p_min": 0.5},
     dict(parallel_tool_calls=False, parse_tool_calls=True),

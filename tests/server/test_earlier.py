@@ -1,6 +1,7 @@
 """Test drafts from past answers: faster for the same API key, unknown to others."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,6 +65,15 @@ def test_cancelled_answers_are_kept(model):
     batch.admit(0, request())
     batch.advance()
     batch.cancel([0])
+    ((_, _, origins),) = run(batch, request())
+    assert EARLIER in origins
+
+
+def test_private_answers_are_neither_kept_nor_drafted(model):
+    batch, private = batch_of(model), replace(request(), private=True)
+    for asked in (private, request(), private):
+        ((_, _, origins),) = run(batch, asked)
+        assert EARLIER not in origins
     ((_, _, origins),) = run(batch, request())
     assert EARLIER in origins
 

@@ -66,6 +66,19 @@ def prompt_of(seed, n):
     return np.random.default_rng(seed).integers(8, REAL, n).tolist()
 
 
+def test_a_private_text_is_neither_kept_nor_continued(batch):
+    prompt = prompt_of(8, 90)
+    batch.clear()
+    private = TextRequest(prompt, 5, private=True)
+    _, first = decoded_together(batch, TextRequest(prompt_of(9, 5), 3), private)
+    batch.prefixes.clear()
+    (text,) = decoded_together(batch, private)
+    assert len(batch.prefixes) == 0 and text == first
+    decoded_together(batch, TextRequest(prompt, 5))
+    assert batch.admit(0, private) == 0 and batch.admit(1, TextRequest(prompt, 5)) > 0
+    batch.cancel([0, 1])
+
+
 @pytest.mark.parametrize("sampling", [batches.GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_text_after_a_cached_prefix_is_unchanged(batch, sampling):
     """Beside another text that is not cached."""

@@ -59,6 +59,8 @@ def message(**fields):
         ("completion", dict(best_of=2), "best_of"),
         ("completion", dict(logprobs=True), "logprobs"),
         ("completion", dict(min_tokens=17), "min_tokens"),
+        ("completion", dict(cache_salt=""), "cache_salt"),
+        ("completion", dict(cache_salt=3), "cache_salt"),
         ("completion", dict(repetition_penalty=0), "repetition_penalty"),
         ("completion", dict(model=7), "model"),
         ("completion", dict(prompt=None), "prompt"),
