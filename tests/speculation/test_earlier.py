@@ -182,7 +182,9 @@ def test_a_draft_model_and_earlier_texts(target):
     plain = stree_jax.generate(target, PROMPTS, drafter=None, **NEW)
     earlier = EarlierTexts.of(plain.tokens)
     options = NEW | dict(drafter=drafter, earlier=earlier)
-    result = stree_jax.generate(target, PROMPTS, tree="auto:1,6", **options)
+    times = assumed_times(resolve_tree("auto:1,6"), with_model=True)
+    auto = dict(tree="auto:1,6", times=times)  # not the times of such a small model
+    result = stree_jax.generate(target, PROMPTS, **auto, **options)
     assert result.tokens == plain.tokens
     assert (np.concatenate(result.origins) == EARLIER).any()
     with pytest.raises(ValueError, match="^earlier: only prompt lookup drafts from"):
