@@ -167,7 +167,7 @@ import stree_jax
 from stree_jax.cli.main import main
 
 model = stree_jax.load(sys.argv[1])
-for bytes in (100, 4000, 50_000):
+for bytes in (100, 4000, 20_000):  # files divide the weights by chance
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, resource.RLIM_INFINITY))
     try:
         stree_jax.save(model, sys.argv[2])
