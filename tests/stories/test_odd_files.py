@@ -262,7 +262,7 @@ sys.exit(main([*words, *small]))
 """
 
 
-@pytest.mark.parametrize(("kind", "size"), [("heads", 4000), ("distill", 60_000)])
+@pytest.mark.parametrize(("kind", "size"), [("heads", 4000), ("distill", 45_000)])
 def test_a_full_disk_ends_training_with_one_line(model, tmp_path, kind, size):
     """Without a check, `heads` was killed by a signal (a memory-mapped file), and
     `distill` printed 300 lines."""
