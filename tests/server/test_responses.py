@@ -170,6 +170,12 @@ def test_reasoning(thinking):
     assert [item["type"] for item in cut["output"]] == ["reasoning"]
     again = [USER, *found["output"], USER]
     assert response_of(thinking, HELLO | dict(input=again))["status"] == "completed"
+    short = response_of(thinking, body | dict(thinking_token_budget=1))
+    assert short["output"][0]["content"][0]["text"] == "Let me"
+    assert short["output"][1]["content"] == message["content"]
+    banned = thinking.reader.tokenizer.token_to_id("rains.")
+    found = response_of(thinking, body | dict(logit_bias={str(banned): -100}))
+    assert "rains." not in found["output"][1]["content"][0]["text"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
