@@ -347,7 +347,13 @@ class PrefixFolder:
             entry = Entry(parent, node.start, node.tokens, node.rows, node.kept)
         with self._wake:
             name = self.name_of(text)
-            self._pending[name] = entry  # at its old place: parents are written first
+            waiting = self._pending.get(name)
+            # It keeps its place, as those after it are written later, unless it was
+            # split: its new parent, which was noted just before, must be written first.
+            if waiting is not None and entry is not None:
+                if waiting.parent != entry.parent:
+                    del self._pending[name]
+            self._pending[name] = entry
             self._wake.notify_all()
 
     def _run(self) -> None:

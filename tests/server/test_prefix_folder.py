@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -303,6 +305,41 @@ while True:
     prefixes.find(old)
     prefixes.add(old[: n + 1], past_of(old[:n], True))
 """
+
+
+def test_a_split_that_is_interrupted_loses_no_text(tmp_path, monkeypatch):
+    """A text waits to be written when another one splits it. After each write, a copy
+    of the folder stands for a server that was killed there."""
+    source, write, copies = tmp_path / "source", prefix_folder.write_whole, []
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def copied(dst, *args):
+        write(dst, *args)
+        if dst.name == ABOUT:
+            return
+        copies.append(tmp_path / f"after-{len(copies)}")
+        shutil.copytree(source, copies[-1])
+        begun.set()
+        assert goes_on.wait(60)
+
+    monkeypatch.setattr(prefix_folder, "write_whole", copied)
+    prefixes = cache_of(10**6, True)
+    folder = opened(source, prefixes)
+    text = list(range(50))
+    prefixes.find(text)
+    prefixes.add(text, past_of(text[:-1], True))
+    assert begun.wait(60)  # its write has not ended
+    other = [*text[:30], *range(60, 80)]
+    prefixes.find(other)
+    prefixes.add(other, past_of(other[:-1], True))
+    goes_on.set()
+    folder.close()
+    monkeypatch.setattr(prefix_folder, "write_whole", write)
+    assert len(copies) == 4  # the text, its first part, the rest, the other's rest
+    for copy in copies:
+        again = cache_of(10**6, True)
+        opened(copy, again).close()
+        check_restored(again.find([*text, 0]), text[:-1], True, LAGS)
 
 
 def test_a_killed_server_leaves_a_whole_folder(tmp_path):
