@@ -97,7 +97,7 @@ class Sampling:
 
     @property
     def changes_nothing(self) -> bool:
-        """True if the most likely token is chosen, whatever the text so far."""
+        """True for plain greedy decoding, which takes the largest logit."""
         return self == Sampling(temperature=0, seed=self.seed)
 
     @property

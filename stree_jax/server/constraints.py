@@ -96,8 +96,9 @@ def constraint_of(
 def _reasoning(
     request: Request, form: ChatFormat, opened: bool, is_token: Callable[[str], bool]
 ) -> Reasoning | None:
-    """Returns the reasoning before the text of an answer. None if there is none, if its
-    end is not one token, or if neither a structure nor a budget needs it."""
+    """Returns the reasoning before the text of an answer, or None if the answer has no
+    reasoning, its end is not one token, or neither a structure nor a budget needs it.
+    """
     budget, where = request.thinking_budget, "thinking_token_budget"
     constrained = request.structure or request.tool_use.choice in DEMANDS
     if request.kind != "chat" or not (budget is not None or (opened and constrained)):

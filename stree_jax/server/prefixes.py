@@ -193,7 +193,7 @@ class Prefixes:
 
         Args:
           context: most tokens of a text.
-          chunk: tokens per prefill pass, of which the result is a multiple.
+          chunk: tokens per prefill pass. The result is a multiple of it.
         """
         share = self.limit // SHARE
         spare = max(share - context * self.form.token_bytes, share // 4)
@@ -295,8 +295,8 @@ class Prefixes:
         return node
 
     def _walk(self, ids: np.ndarray) -> tuple[list[Node], int]:
-        """Follows a text through the tree. Returns the nodes, of which the last one may
-        match in part, and the number of equal tokens. Drops damaged nodes."""
+        """Follows a text through the tree. Returns the nodes and the number of equal
+        tokens. The last node may match only in part. Drops damaged nodes."""
         node, path, at = self._root, [], 0
         while at < len(ids) and (after := node.children.get(int(ids[at]))) is not None:
             if after.check is not None and not after.check():

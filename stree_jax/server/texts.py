@@ -136,11 +136,11 @@ class Writer:
       state: state of the automaton of the stop strings.
       steps: transition table of the automaton, or None without stop strings.
       decoder: decodes the text.
-      place: decodes the next token of which more than the text is requested.
+      place: decodes the next token whose log-probability or origin is requested.
       choices: log-probabilities of the tokens so far, empty if not requested.
       returned: number of `choices` that were returned.
-      unshown: for each token of which characters are still to be returned, their number
-        and its origin. Empty if origins are not requested.
+      unshown: tokens with characters that were not returned yet, each as the number of
+        these characters and its origin. Empty if origins are not requested.
       unlisted: the returned characters of the first of these tokens.
       characters: decodes the bytes of these tokens.
     """

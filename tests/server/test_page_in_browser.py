@@ -243,7 +243,7 @@ def test_a_refused_message_goes_back_into_the_box(browser, status, message):
 
 
 def test_a_connection_that_breaks(browser):
-    """What has arrived stays, with a note; the next message is sent with it."""
+    """The partial answer stays, with a note, and is part of the next request."""
     for end in (OSError("broken"), {"error": {"message": "decoding failed"}}):
         server = Scripted("half", end)
         with opened(browser, server.app):

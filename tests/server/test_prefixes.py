@@ -134,8 +134,8 @@ def test_an_answer_is_generated_again_from_the_end_of_its_prompt(batch):
 
 @pytest.mark.parametrize("layers", [("mamba", *ATTENTION), ATTENTION])
 def test_bits_do_not_depend_on_the_cache(layers):
-    """Of log-probabilities, with branches, edits and repeated prompts: without a cache,
-    with space for all states, and with space for few of them."""
+    """Log-probabilities are equal without a cache, with space for all states, and with
+    space for a few, for branches, edits and repeated prompts."""
     model = replace(tiny(1, layers=layers), tokenizer=served.tiny_model().tokenizer)
     spec = spec_for(model, tiny(2, layers=ATTENTION), "E", None, None)
     cached, found = [], []
