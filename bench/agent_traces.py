@@ -13,13 +13,13 @@ earlier text, an answer included. The prompt's last token is always read.
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from stree_jax.checkpoints.load import load
-from stree_jax.models import Model
 from stree_jax.server.batch import Batch
 from stree_jax.server.prefixes import common_length
 from stree_jax.server.rows import Sizes, TextRequest
@@ -37,38 +37,46 @@ TURNS = {"grow": 0.5, RETRY: 0.1, BRANCH: 0.1, EDIT: 0.1, DROP: 0.2}
 
 @dataclass
 class Agent:
-    """An agent with a history of messages, each a list of token ids.
+    """An agent with a history of messages, each a list of token ids or words.
 
     Attributes:
       messages: the system prompt, then messages and answers in turn.
       asked: the last prompt.
     """
 
-    messages: list[list[int]]
-    asked: list[int] = field(default_factory=list)
+    messages: list[list[Any]]
+    asked: list[Any] = field(default_factory=list)
 
 
 class Trace:
     """The prompts of several agents.
 
     Args:
-      model: the model, whose stop token ends each message.
+      tokens: what messages consist of: token ids or words.
+      stop: the token that ends each message.
       seed: seed of all random choices.
       longest: most tokens of a message.
+      system: tokens of the system prompt.
     """
 
-    def __init__(self, model: Model, seed: int, longest: int) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[Any],
+        stop: Any,
+        seed: int,
+        longest: int,
+        system: int = SYSTEM,
+    ) -> None:
         self.rng, self.longest = np.random.default_rng(seed), longest
-        config = model.config
-        self.tokens, self.stop = config.num_tokens, (*config.stop_tokens, 0)[0]
-        system = self.message(SYSTEM)
-        self.system = len(system)
-        self.agents = [Agent([system]) for _ in range(AGENTS)]
+        self.tokens, self.stop = [x for x in tokens if x != stop], stop
+        shared = self.message(system)
+        self.system = len(shared)
+        self.agents = [Agent([shared]) for _ in range(AGENTS)]
 
-    def message(self, size: int) -> list[int]:
+    def message(self, size: int) -> list[Any]:
         """Returns a random message of `size` tokens and the token that ends it."""
-        ids = self.rng.integers(0, self.tokens, size)
-        return [*np.where(ids == self.stop, ids - 1, ids).tolist(), self.stop]
+        places = self.rng.integers(0, len(self.tokens), size)
+        return [*(self.tokens[i] for i in places), self.stop]
 
     def prompts(self, longest: int, count: int) -> Iterator[tuple[str, Agent]]:
         """Yields `count` times the kind of a turn and its agent, whose `asked` is the
@@ -171,13 +179,10 @@ def main() -> None:
     spec = spec_for(model, drafter, None if drafter is None else "E", None, None)
     memory = bytes_named(args.prefix_memory)
     sizes = Sizes(rows=1, context=args.tokens, top_logprobs=1, prefix_memory=memory)
-    print(
-        json.dumps(
-            replayed(
-                Batch(model, spec, sizes), Trace(model, args.seed, args.message), args
-            )
-        )
-    )
+    config = model.config
+    stop = (*config.stop_tokens, 0)[0]
+    trace = Trace(range(config.num_tokens), stop, args.seed, args.message)
+    print(json.dumps(replayed(Batch(model, spec, sizes), trace, args)))
 
 
 if __name__ == "__main__":

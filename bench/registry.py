@@ -36,6 +36,7 @@ BENCHMARKS = {
     "schemas": "JSON that follows a schema, plain and speculative",
     "peers": "decoding throughput compared with llama.cpp and transformers",
     "start": "from a command to its first tokens, compared with llama.cpp",
+    "servers": "the HTTP server compared with llama.cpp's",
     "kl": "next-token distributions by dtype, compared with the exact ones",
     "all": "the benchmarks of STree's tables and figures, and a report",
     "records": "print a record of earlier measurements",
