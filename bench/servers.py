@@ -40,6 +40,7 @@ EDITS = Path(__file__).parent / "prompts" / "edits.jsonl.gz"
 START = 300  # seconds within which a server must be ready
 WAIT = 600  # seconds within which it must answer
 STOP = "\n"  # the word that ends a message of a history
+WARM_UP = 8  # prompts of other histories that are asked before
 ANSWER = 16  # tokens of an answer to a history
 
 
@@ -88,13 +89,17 @@ def _histories(
     context = 4 * args.history
     texts = read_prompts([EDITS], 60).values()
     known = sorted({word for found in texts for t in found for word in str(t).split()})
-    trace = Trace(known, STOP, 0, args.history // 8, args.history // 8)
+    size = args.history // 8  # words of the system prompt, and most of a message
+    trace, warm_up = (Trace(known, STOP, seed, size, size) for seed in (0, 1))
     rows = []
     with ExitStack() as stack:
         ports = {
             name: stack.enter_context(_started(name, command, file, 1, context))
             for name, command in commands.items()
         }
+        for _, agent in warm_up.prompts(args.history, WARM_UP):
+            for port in ports.values():
+                agent.messages.append([ask(port, " ".join(agent.asked), 1).text, STOP])
         for i, (kind, agent) in enumerate(trace.prompts(args.history, args.histories)):
             prompt = " ".join(agent.asked)
             turns = list(ports.items())[:: 1 if i % 2 else -1]

@@ -39,3 +39,4 @@ from stree_jax.cpu_kernels.selective import (
 from stree_jax.cpu_kernels.sizes import at_most as at_most
 from stree_jax.cpu_kernels.sizes import symbolic as symbolic
 from stree_jax.cpu_kernels.sizes import symbolic_size as symbolic_size
+from stree_jax.cpu_kernels.tokens import token_walk as token_walk

@@ -34,11 +34,10 @@ class Library(NamedTuple):
 @cache
 def library() -> Library:
     """Loads the kernels and registers them with XLA, once per process."""
-    files = sorted(Path(__file__).parent.glob(FILES))
-    if not files:
-        return Library(None, _why_not_built())
     try:
-        loaded = ctypes.CDLL(str(files[0]))
+        loaded = _loaded()
+        if loaded is None:
+            return Library(None, _why_not_built())
         for target in _text_of(loaded.stree_kernels).split():
             capsule = jax.ffi.pycapsule(getattr(loaded, target))
             jax.ffi.register_ffi_target(target, capsule, platform="cpu")
@@ -46,6 +45,23 @@ def library() -> Library:
         # Built for another machine, or for a jaxlib with another interface.
         return Library(None, " ".join(str(error).split()))
     return Library(tuple(_text_of(loaded.stree_instructions).split()), None)
+
+
+def _loaded() -> Any | None:
+    """Returns the library of this installation, or None if there is none."""
+    files = sorted(Path(__file__).parent.glob(FILES))
+    return ctypes.CDLL(str(files[0])) if files else None
+
+
+def function(name: str) -> Any | None:
+    """Returns a function of the library that returns nothing, or None if the library is
+    not there or was built before the function was added."""
+    if library().instructions is None:
+        return None
+    found = getattr(_loaded(), name, None)
+    if found is not None:
+        found.restype = None
+    return found
 
 
 def _why_not_built() -> str:

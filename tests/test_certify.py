@@ -28,10 +28,11 @@ def test_every_way_has_the_tokens_of_plain_decoding(model):
     found = certify(model, PROMPTS, say=said.append, **SMALL)
     ways = [
         *("tree chain:4", "tree random:9", "drafter, tree auto"),
-        *("batch of 2, plain", "batch of 2, tree E", "two calls", "score"),
+        *("batch of 2, plain", "batch of 2, tree E", "two calls"),
+        *("two calls, tree E, saved between", "score"),
     ]
     assert [c.way for c in found.compared] == ways * 2
-    assert [c.kind for c in found.compared] == ["greedy"] * 7 + ["sampled"] * 7
+    assert [c.kind for c in found.compared] == ["greedy"] * 8 + ["sampled"] * 8
     assert said == [f"{c.way}, {c.kind}" for c in found.compared]
     assert found.equal_tokens and all(c.tokens == 32 for c in found.compared)
     assert found.layer is None

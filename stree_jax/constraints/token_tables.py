@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stree_jax.constraints.expression import ByteAutomaton, useful
+from stree_jax.cpu_kernels import token_walk
 from stree_jax.sampling.constraints import NONE
 
 MOST_CLASSES = 20_000
@@ -67,20 +68,14 @@ def token_tables(
         are too many classes.
     """
     steps, kinds = _by_kind(automaton.steps)
-    alike: dict[bytes, int] = {}  # tokens of the same kinds of bytes
+    translated = [piece.translate(kinds) for piece in pieces[:num_tokens]]
+    alike = sorted({piece for piece in translated if piece})
+    place = {piece: i + 1 for i, piece in enumerate(alike)} | {b"": 0}
     which = np.zeros(num_tokens, np.int64)  # 0 for tokens without bytes
-    for token, piece in enumerate(pieces[:num_tokens]):
-        if piece:
-            which[token] = alike.setdefault(piece.translate(kinds), len(alike) + 1)
-    walk, states = _Walk(list(alike)), len(steps)
-    hashes, counts = np.zeros(len(alike) + 1, np.uint64), np.zeros(states, np.int64)
-    with np.errstate(over="ignore"):
-        for state in range(states):
-            found, after = walk.pieces(steps, state)
-            # Pieces with equal hashes lead to the same state from each state.
-            mark = np.uint64(2 * state + 1) * _MULTIPLIER
-            hashes[1 + found] += _mixed((after.astype(np.uint64) + mark) * _MULTIPLIER)
-            counts[state] = len(found)
+    which[: len(translated)] = [place[piece] for piece in translated]
+    states = len(steps)
+    hashes, counts = _hashes(steps, _Walk(alike))
+    hashes = np.concatenate([np.zeros(1, np.uint64), hashes])
     _, first, classes = np.unique(hashes, return_index=True, return_inverse=True)
     classes = classes.reshape(-1)  # 0 for pieces that are never allowed: `unique` sorts
     if len(first) > MOST_CLASSES:
@@ -89,7 +84,7 @@ def token_tables(
             "such as by smaller bounds on repetition"
         )
     following = np.full((states, len(first)), NONE, np.int32)
-    walk, sizes = _Walk([list(alike)[i - 1] for i in first[1:]]), np.bincount(classes)
+    walk, sizes = _Walk([alike[i - 1] for i in first[1:]]), np.bincount(classes)
     for state in range(states):
         found, after = walk.pieces(steps, state)
         following[state, 1 + found] = after
@@ -112,6 +107,24 @@ def token_tables(
     )
 
 
+def _hashes(steps: np.ndarray, walk: "_Walk") -> tuple[np.ndarray, np.ndarray]:
+    """Returns hashes [P] of pieces, which are equal if the pieces lead to the same
+    state from each state, and the number [S] of pieces that may follow each state."""
+    ends = np.append(walk.starts, len(walk.data))
+    found = token_walk(steps, walk.data, ends)
+    if found is not None:
+        return found
+    hashes = np.zeros(len(walk.sizes), np.uint64)
+    counts = np.zeros(len(steps), np.int64)
+    with np.errstate(over="ignore"):
+        for state in range(len(steps)):
+            pieces, after = walk.pieces(steps, state)
+            mark = np.uint64(2 * state + 1) * _MULTIPLIER
+            hashes[pieces] += _mixed((after.astype(np.uint64) + mark) * _MULTIPLIER)
+            counts[state] = len(pieces)
+    return hashes, counts
+
+
 def _mixed(x: np.ndarray) -> np.ndarray:
     """Returns 64-bit hashes whose bits all depend on all bits of x (splitmix64)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -127,7 +140,12 @@ def _by_kind(steps: np.ndarray) -> tuple[np.ndarray, bytes]:
 
 
 class _Walk:
-    """Walks the symbols of all pieces at once."""
+    """Walks the symbols of all pieces at once.
+
+    Attributes:
+      data: uint8. The symbols of all pieces.
+      starts, sizes: [P] int64. Where each piece begins, and its number of symbols.
+    """
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.sizes = np.array([len(piece) for piece in pieces], np.int64)

@@ -251,10 +251,12 @@ class Batch:
             self._answers.add(row.request.owner, row.request.ids, row.tokens)
 
     def advance(self) -> dict[int, RowUpdate]:
-        """Runs a segment: `Sizes.steps` decoding steps of all rows. Frees finished
-        rows. Returns the new tokens by row."""
+        """Runs a segment: `Sizes.steps` decoding steps of all rows, or one if a row has
+        no tokens yet, so that its first ones are sent soon. Frees finished rows.
+        Returns the new tokens by row."""
         spec, d = self._parts()
-        steps = jnp.int32(self.sizes.steps)
+        begins = any(row is not None and not row.length for row in self.rows)
+        steps = jnp.int32(1 if begins else self.sizes.steps)
         kind = d.requests.sampling is None, d.logprobs is None, _sizes_of(d)
         if kind not in self._programs:  # finding it takes a few milliseconds
             self._programs[kind] = advance_jit.ready(spec, d, steps)

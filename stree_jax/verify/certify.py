@@ -9,9 +9,11 @@ Letters: B rows, T nodes, O tokens of the texts, S tokens of a prompt, V tokens 
 vocabulary.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from flax import struct
 from stree_jax.common.checks import integer, with_hints
 from stree_jax.generation.arguments import encode_prompts
 from stree_jax.generation.generate import generate
+from stree_jax.generation.past import Past
 from stree_jax.generation.result import Generation
 from stree_jax.generation.scoring import first_difference, score
 from stree_jax.models import (
@@ -184,8 +187,9 @@ def certify(
 
     The ways of decoding are the trees, with drafts that are partly right; the
     drafter with tree "auto"; all prompts as one batch, plain and with a tree; two calls
-    that continue each other (`past`); and `score` of the finished text. Every way is
-    run greedily and with each seed at temperature 1.
+    that continue each other (`past`), plain and with a tree and a saved state; and
+    `score` of the finished text. Every way is run greedily and with each seed at
+    temperature 1.
 
     Args:
       model: the model.
@@ -262,7 +266,8 @@ class _Run:
         yield f"batch of {len(self.prompts)}, plain", partial(self._batch, {})
         texts = {"tree": "E", "drafter": self._echo_of(self.plain[0])}
         yield f"batch of {len(self.prompts)}, tree E", partial(self._batch, texts)
-        yield "two calls", self._continued
+        yield "two calls", partial(self._continued, drafted=False)
+        yield "two calls, tree E, saved between", partial(self._continued, drafted=True)
         yield "score", self._scored
 
     def compared(self, way: str, call: Callable[[], Result]) -> Compared:
@@ -323,25 +328,43 @@ class _Run:
         options = {"drafter": None} | options
         return _joined([self.decode(self.prompts, max_new_tokens=self.new, **options)])
 
-    def _continued(self) -> Result:
+    def _continued(self, drafted: bool) -> Result:
         """Decodes each prompt by two calls. If sampled, the second draws with its own
-        random numbers, so it reads the rest of the text instead of drawing it."""
+        random numbers, so it reads the rest of the text instead of drawing it.
+
+        Args:
+          drafted: True to decode with tree E, and to write the state between the calls
+            to a file, from which the second continues.
+        """
         first = self.new // 2
         tokens, logprobs = [], []
         for b, ids in enumerate(self.prompts):
-            one = self.decode([ids], drafter=None, max_new_tokens=first, keep_past=True)
-            rest = self.plain[0][b][first:] if self.kind == SAMPLED else []
+            halves = self.plain[0][b][:first], self.plain[0][b][first:]
+            ways = [
+                {"drafter": self._echo_of([half]), "tree": "E"}
+                if drafted
+                else {"drafter": None}
+                for half in halves
+            ]
+            one = self.decode([ids], max_new_tokens=first, keep_past=True, **ways[0])
+            rest = halves[1] if self.kind == SAMPLED else []
             text, values = one.tokens[0], list(_values(one)[0])
             if not rest:
                 left = self.new - first
-                two = self.decode(
-                    [[]], drafter=None, max_new_tokens=left, past=one.past
-                )
+                past = self._saved(one.past) if drafted else one.past
+                two = self.decode([[]], max_new_tokens=left, past=past, **ways[1])
                 text, values = text + two.tokens[0], values + list(_values(two)[0])
             tokens.append(text + rest)
             whole = [*values, *self.plain[1][b][len(values) :]]
             logprobs.append(np.asarray(whole, np.float32))
         return tokens, logprobs, None
+
+    def _saved(self, past: Past) -> Past:
+        """Writes a state to a file and reads it again."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "past.safetensors"
+            past.save(file, self.model)
+            return Past.load(file, self.model)
 
     def _scored(self) -> Result:
         """Returns the plain texts with log-probabilities from `score`."""
