@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from stree_jax.checkpoints.load import load
+from stree_jax.models import Model
 from stree_jax.server.batch import Batch
 from stree_jax.server.prefixes import common_length
 from stree_jax.server.rows import Sizes, TextRequest
@@ -72,6 +73,13 @@ class Trace:
         shared = self.message(system)
         self.system = len(shared)
         self.agents = [Agent([shared]) for _ in range(AGENTS)]
+
+    @classmethod
+    def of(cls, model: Model, seed: int, longest: int) -> "Trace":
+        """Returns a trace of a model's token ids, whose messages end with its stop
+        token."""
+        stop = (*model.config.stop_tokens, 0)[0]
+        return cls(range(model.config.num_tokens), stop, seed, longest)
 
     def message(self, size: int) -> list[Any]:
         """Returns a random message of `size` tokens and the token that ends it."""
@@ -179,9 +187,7 @@ def main() -> None:
     spec = spec_for(model, drafter, None if drafter is None else "E", None, None)
     memory = bytes_named(args.prefix_memory)
     sizes = Sizes(rows=1, context=args.tokens, top_logprobs=1, prefix_memory=memory)
-    config = model.config
-    stop = (*config.stop_tokens, 0)[0]
-    trace = Trace(range(config.num_tokens), stop, args.seed, args.message)
+    trace = Trace.of(model, args.seed, args.message)
     print(json.dumps(replayed(Batch(model, spec, sizes), trace, args)))
 
 

@@ -3,8 +3,8 @@
 One client with histories that grow, branch and are edited (`bench.agent_traces`, in
 words) shows the time to the first token. Several clients at once, with short prompts of
 a benchmark, show the tokens per second; so do JSON schemas, each asked for twice,
-because the first request of a schema compiles it. Texts are greedy. Each server is a process of
-its own; both run at the same time and are asked in turns.
+because the first request of a schema compiles it. Texts are greedy. Each server is a
+process of its own; both run at the same time and are asked in turns.
 """
 
 import argparse
@@ -45,7 +45,8 @@ ANSWER = 16  # tokens of an answer to a history
 
 
 def add_options(b: argparse.ArgumentParser) -> None:
-    b.add_argument("--model", required=True, help="GGUF file with a tokenizer")
+    text = "model with a tokenizer; a GGUF file, if it is compared"
+    add(b, "--model", str, "smollm2", text)
     text = "llama-server of llama.cpp, built for this CPU (default: it is left out)"
     b.add_argument("--llama-server", type=Path, metavar="PROGRAM", help=text)
     options = "further options of llama-server, in one word (default: none)"
@@ -123,7 +124,7 @@ def _schemas(
             name: stack.enter_context(_started(name, command, file, 1, 2048))
             for name, command in commands.items()
         }
-        for name, port in ports.items():
+        for port in ports.values():
             ask(port, "Once upon a time", 32)
         for i, task in enumerate(tasks(args.schemas)):
             turns = list(ports.items())[:: 1 if i % 2 else -1]

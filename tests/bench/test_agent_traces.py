@@ -18,7 +18,7 @@ def test_traces_are_seeded_and_of_all_kinds():
     model = tiny(1, layers=("attention", "mlp"))
     found = []
     for seed in (1, 1, 2):
-        trace, kinds, prompts = Trace(model, seed, 40), set(), []
+        trace, kinds, prompts = Trace.of(model, seed, 40), set(), []
         for kind, agent in trace.prompts(1900, 80):
             kinds.add(kind)
             prompts.append(agent.asked)
@@ -37,7 +37,7 @@ def test_attention_reuses_every_token_and_nothing_without_a_cache():
     spec, shares = spec_for(model, None, None, None, None), []
     for memory in (2**26, 1):
         sizes = Sizes(rows=1, context=2048, top_logprobs=1, prefix_memory=memory)
-        found = replayed(Batch(model, spec, sizes), Trace(model, 1, 40), ARGS)
+        found = replayed(Batch(model, spec, sizes), Trace.of(model, 1, 40), ARGS)
         assert found["reusable"] > 0.8 * found["prompt"]
         shares.append(found["share"])
     assert shares == [1.0, 0.0]
