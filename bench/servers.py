@@ -1,10 +1,10 @@
-"""Measures the server and llama.cpp's server on the same GGUF file and cores.
+"""Measures the server, and that of llama.cpp, with the same GGUF file and cores.
 
 One client with histories that grow, branch and are edited (`bench.agent_traces`, in
 words) shows the time to the first token. Several clients at once, with short prompts of
 a benchmark, show the tokens per second; so do JSON schemas, each asked for twice,
 because the first request of a schema compiles it. Texts are greedy. Each server is a
-process of its own; both run at the same time and are asked in turns.
+process of its own; both run at the same time and get each request in turns.
 """
 
 import argparse
@@ -40,7 +40,7 @@ EDITS = Path(__file__).parent / "prompts" / "edits.jsonl.gz"
 START = 300  # seconds within which a server must be ready
 WAIT = 600  # seconds within which it must answer
 STOP = "\n"  # the word that ends a message of a history
-WARM_UP = 8  # prompts of other histories that are asked before
+WARM_UP = 8  # prompts of other histories, sent before those that are timed
 ANSWER = 16  # tokens of an answer to a history
 
 
@@ -50,7 +50,7 @@ def add_options(b: argparse.ArgumentParser) -> None:
     text = "llama-server of llama.cpp, built for this CPU (default: it is left out)"
     b.add_argument("--llama-server", type=Path, metavar="PROGRAM", help=text)
     options = "further options of llama-server, in one word (default: none)"
-    b.add_argument("--llama-options", default="", metavar="WORDS", help=options)
+    b.add_argument("--llama-options", metavar="WORDS", help=options)
     add(b, "--clients", int, (1, 4, 8, 16), "numbers of clients at once", "*")
     add(b, "--count", int, 24, "answers for each number of clients")
     add(b, "--max-new-tokens", int, 64, "new tokens of each of these answers")
@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     file = resolve(args.model)
     commands = {OURS: [sys.executable, "-m", "stree_jax", "serve", "--no-page"]}
     if args.llama_server is not None:
-        commands[THEIRS] = [str(args.llama_server), *args.llama_options.split()]
+        commands[THEIRS] = [str(args.llama_server), *(args.llama_options or "").split()]
     words = "model clients count max_new_tokens histories history schemas llama_options"
     settings = method.settings_of(args, words) | {"dtype": "as stored"}
     units: dict[str, Any] = {}
