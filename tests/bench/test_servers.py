@@ -1,4 +1,4 @@
-"""`bench servers`: servers that are asked from outside."""
+"""Test `bench servers`, with servers made here and with our own."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
