@@ -237,7 +237,12 @@ LLAMA3 = (
 ORIGINAL, POSITIONS = LLAMA3[-1], "max_position_embeddings"
 
 
-def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> Rope:
+def rope(
+    source: ConfigFields,
+    head_dim: int,
+    partial: float | None = None,
+    theta: float = 10000.0,
+) -> Rope:
     """Reads a rotary embedding as transformers 5.23 does.
 
     A config has either `rope_parameters`, or `rope_theta` and `rope_scaling`, where
@@ -249,6 +254,7 @@ def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> R
       head_dim: size of a head.
       partial: default share of a head that rotates. If None, the class always rotates
         whole heads.
+      theta: default base of the frequencies.
 
     Raises:
       CheckpointError: the kind of scaling is not supported, or a number is missing or
@@ -258,7 +264,7 @@ def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> R
     scaling = older if older.values else source.object("rope_parameters")
     if nested := [k for k, v in scaling.values.items() if isinstance(v, dict)]:
         raise scaling.error(nested[0], "a rotary embedding per layer is not supported")
-    theta = scaling.positive("rope_theta", source.positive("rope_theta", 10000.0))
+    theta = scaling.positive("rope_theta", source.positive("rope_theta", theta))
     kind = _rope_type(source, scaling)
     dim = head_dim
     if kind == "proportional":
