@@ -52,8 +52,8 @@ def expresses(config: ModelConfig) -> bool:
     if not alternates(config, {"attention"}, {"moe"}):
         return False
     moe, c = config.mixers["moe"], config.mixers["attention"]
-    plain = moe.shared is None and not moe.bias and c.qk_norm_eps is None
-    return moe.gated and plain
+    plain = c.qk_norm_eps is None and not c.sinks
+    return plain and moe.gated and moe.shared is None and not moe.bias
 
 
 FAMILY = Family(FORMAT, "Granite 3 with experts", NAMES, parse, export, expresses)

@@ -260,8 +260,7 @@ def rope(
       CheckpointError: the kind of scaling is not supported, or a number is missing or
         invalid.
     """
-    older = source.object("rope_scaling")
-    scaling = older if older.values else source.object("rope_parameters")
+    scaling = scaling_of(source)
     if nested := [k for k, v in scaling.values.items() if isinstance(v, dict)]:
         raise scaling.error(nested[0], "a rotary embedding per layer is not supported")
     theta = scaling.positive("rope_theta", source.positive("rope_theta", theta))
@@ -286,6 +285,12 @@ def rope(
         case "yarn":
             return Rope(theta, dim, yarn=_yarn(source, scaling, theta))
     return Rope(theta, dim)
+
+
+def scaling_of(source: ConfigFields) -> ConfigFields:
+    """Returns the object that has the parameters of the rotary embedding."""
+    older = source.object("rope_scaling")
+    return older if older.values else source.object("rope_parameters")
 
 
 def _proportional(source: ConfigFields, scaling: ConfigFields, rope: Rope) -> Rope:
@@ -316,7 +321,7 @@ def _rope_type(source: ConfigFields, scaling: ConfigFields) -> str:
     )
 
 
-def _original_length(source: ConfigFields, scaling: ConfigFields) -> float:
+def original_length(source: ConfigFields, scaling: ConfigFields) -> float:
     """Reads the context length of the training: from the config, from the scaling, or
     `max_position_embeddings`."""
     if source.get(ORIGINAL, None) is not None:
@@ -332,14 +337,14 @@ def _llama3(
     factor, low, high = (scaling.positive(name) for name in LLAMA3[:-1])
     if low >= high:
         raise scaling.error("high_freq_factor", f"want more than {low}, got {high}")
-    return factor, low, high, _original_length(source, scaling)
+    return factor, low, high, original_length(source, scaling)
 
 
 def _yarn(source: ConfigFields, scaling: ConfigFields, theta: float) -> Yarn:
     """Reads YaRN scaling with the defaults of transformers."""
     if theta == 1.0:
         raise scaling.error("rope_theta", "1.0 has no wavelengths to choose from")
-    length = _original_length(source, scaling)
+    length = original_length(source, scaling)
     if scaling.get("factor", None) is None:
         factor = source.positive(POSITIONS) / length
     else:

@@ -121,9 +121,7 @@ def with_qwen_windows(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
     return replace(config, layers=blocks(each), mixers=mixers)
 
 
-def sliding_layers(
-    fields: ConfigFields, window: int | None, count: int
-) -> list[bool]:
+def sliding_layers(fields: ConfigFields, window: int | None, count: int) -> list[bool]:
     """Reads from `layer_types` whether each of `count` layers has a window.
 
     Raises:
