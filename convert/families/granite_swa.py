@@ -19,6 +19,7 @@ from stree_jax.convert.families.windows import (
     WINDOW,
     attention_mixers,
     effective,
+    has_usual_names,
     layer_attention,
     sliding_layers,
 )
@@ -160,12 +161,9 @@ def _export(
 
 
 def _has_sinks(config: ModelConfig, second: str) -> bool:
-    """True if every other layer is `second`, and the others are attention with
-    sinks."""
-    mixers = [config.mixers[block.mixers[0]] for block in config.layers[::2]]
-    sinks = (isinstance(c, AttentionConfig) and c.sinks for c in mixers)
-    before = all(block.norms == "before" for block in config.layers)
-    return before and set(config.kinds[1::2]) == {second} and all(sinks)
+    """True if the layers alternate between attention with sinks and `second`."""
+    fits = set(config.kinds[1::2]) == {second} and has_usual_names(config)
+    return fits and all(config.mixers[kind].sinks for kind in config.kinds[::2])
 
 
 def expresses(config: ModelConfig) -> bool:

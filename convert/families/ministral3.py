@@ -127,14 +127,14 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
 
 def export(config: ModelConfig) -> dict[str, Any]:
     c = config.mixers["attention"]
-    t = c.temperature
-    require(FORMAT, {"lack of rotary": c.rope is not None})
-    scaling = hf.scaling_fields(FORMAT, c.rope) or {"rope_type": "default"}
-    length = t.length if t else scaling.get(hf.ORIGINAL, LONGEST)
-    known = {hf.ORIGINAL: length, GROWTH: t.growth if t else 0.0}
-    require(
-        FORMAT, {"attention temperature": scaling.get(hf.ORIGINAL, length) == length}
-    )
+    rope, t = c.rope, c.temperature
+    whole = rope is not None and rope.dim == c.head_dim
+    require(FORMAT, {"rotary of part of a head": whole})
+    scaling = hf.scaling_fields(FORMAT, rope) or {"rope_type": "default"}
+    if t is not None:
+        trained = scaling.setdefault(hf.ORIGINAL, t.length)
+        require(FORMAT, {"attention temperature": trained == t.length})
+        scaling[GROWTH] = t.growth
     return {
         "architectures": ["Ministral3ForCausalLM"],
         **hf.write_model(FORMAT, MODEL, config),
@@ -142,7 +142,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         **write_fields(FORMAT, ATTENTION, c, ("rope", "window", "temperature")),
         **write_fields(FORMAT, MLP, config.mixers["mlp"]),
-        "rope_parameters": {**scaling, **known, "rope_theta": c.rope.theta},
+        "rope_parameters": {**scaling, "rope_theta": rope.theta},
         WINDOW: c.window or None,
     }
 

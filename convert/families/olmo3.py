@@ -118,7 +118,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
             "windows": getattr(far, "window", 0) == 0 < getattr(near, "window", 1),
             "attention norms of q and k": c.qk_norm_eps == config.norm_eps
             and c.qk_norm_whole,
-            "lack of rotary": all(own.rope is not None for own in each),
+            "rotary of part of a head": all(_turns(own) for own in each),
         },
     )
     elsewhere = ("qk_norm_eps", "qk_norm_whole")
@@ -136,6 +136,10 @@ def export(config: ModelConfig) -> dict[str, Any]:
         },
         WINDOW: window or LENGTH,  # the class makes a mask of it in any case
     }
+
+
+def _turns(c: AttentionConfig) -> bool:
+    return c.rope is not None and c.rope.dim == c.head_dim
 
 
 def _rope_fields(rope: Rope) -> dict[str, Any]:

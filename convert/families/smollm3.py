@@ -16,6 +16,7 @@ from stree_jax.convert.families.windows import (
     WINDOW,
     attention_mixers,
     effective,
+    has_usual_names,
     layer_attention,
     sliding_layers,
     window_of,
@@ -98,7 +99,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
 
 def expresses(config: ModelConfig) -> bool:
     fits = alternates(config, ("attention", NEAR, *NOPE), {"mlp"})
-    if not fits or not set(NOPE) & set(config.kinds):
+    if not fits or not set(NOPE) & set(config.kinds) or not has_usual_names(config):
         return False
     return not any(config.mixers[kind].sinks for kind in config.kinds[::2])
 

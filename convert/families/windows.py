@@ -161,6 +161,16 @@ def _alike(c: AttentionConfig, other: AttentionConfig) -> bool:
     return (c.window > 0, c.rope is None) == (other.window > 0, other.rope is None)
 
 
+def has_usual_names(config: ModelConfig) -> bool:
+    """True if every other layer is attention, whose mixers have the names that
+    `attention_mixers` gives them."""
+    kinds = config.kinds[::2]
+    each = [config.mixers.get(kind) for kind in kinds]
+    if not all(isinstance(c, AttentionConfig) for c in each):
+        return False
+    return attention_mixers(each)[0] == kinds
+
+
 def layer_attention(
     format: str, config: ModelConfig
 ) -> tuple[list[AttentionConfig], AttentionConfig, int]:

@@ -159,8 +159,7 @@ COMES_BACK = {
     "attention_near.window",
     "qwen3-moe": "moe.num_experts moe.top_k moe.d_hidden moe.normalize mlp.d_hidden "
     "attention.num_kv_heads attention.window attention.rope.theta tie_embeddings",
-    "smollm3-windows": "attention_near.window attention.num_kv_heads tie_embeddings "
-    "mlp.d_hidden norm_eps stop_tokens",
+    "smollm3": "attention.rope.theta mlp.d_hidden mlp.bias tie_embeddings norm_eps",
     "olmo3": "attention.rope.theta attention_near.rope.theta attention_near.window "
     "mlp.d_hidden tie_embeddings attention.rope.yarn.factor",
     "ministral3": "attention.temperature.growth attention.rope.theta mlp.d_hidden "
