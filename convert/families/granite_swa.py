@@ -21,6 +21,7 @@ from stree_jax.convert.families.windows import (
     effective,
     has_usual_names,
     layer_attention,
+    needed_window,
     sliding_layers,
 )
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -86,7 +87,7 @@ def _parse(
     """
     hf.check_silu(fields)
     slides = [i % 4 > 0 for i in range(count)]
-    window = fields.size(WINDOW, 128)
+    window = needed_window(fields, 128)
     if fields.get("layer_types", None) is not None:
         slides = sliding_layers(fields, window, count)
     size = effective(fields, window, longest)

@@ -131,10 +131,10 @@ def export(config: ModelConfig) -> dict[str, Any]:
     whole = rope is not None and rope.dim == c.head_dim
     require(FORMAT, {"rotary of part of a head": whole})
     scaling = hf.scaling_fields(FORMAT, rope) or {"rope_type": "default"}
-    if t is not None:
-        trained = scaling.setdefault(hf.ORIGINAL, t.length)
-        require(FORMAT, {"attention temperature": trained == t.length})
-        scaling[GROWTH] = t.growth
+    growth, length = (0.0, float(LONGEST)) if t is None else (t.growth, t.length)
+    trained = scaling.setdefault(hf.ORIGINAL, length)
+    require(FORMAT, {"attention temperature": t is None or trained == length})
+    scaling[GROWTH] = growth
     return {
         "architectures": ["Ministral3ForCausalLM"],
         **hf.write_model(FORMAT, MODEL, config),

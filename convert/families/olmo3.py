@@ -18,6 +18,7 @@ from stree_jax.convert.families.windows import (
     SLIDES,
     WINDOW,
     layer_attention,
+    needed_window,
     typed_rope,
 )
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -54,7 +55,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         far = replace(c, rope=_rope(fields, FULL, c))
     if NEAR in kinds:
         turned = replace(c, rope=_rope(fields, SLIDES, c))
-        near = replace(turned, window=fields.size(WINDOW, LENGTH))
+        near = replace(turned, window=needed_window(fields, LENGTH))
     return _after(fields, model, kinds, **{"attention": far, NEAR: near})
 
 

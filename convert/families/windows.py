@@ -33,6 +33,18 @@ def window_of(fields: ConfigFields, default: int | None) -> int | None:
     return fields.size(WINDOW, default)
 
 
+def needed_window(fields: ConfigFields, default: int) -> int:
+    """Returns the window of a class that makes a mask of it in any case.
+
+    Raises:
+      CheckpointError: the field is null.
+    """
+    window = window_of(fields, default)
+    if window is None:
+        raise fields.wants(WINDOW, "a number of tokens", window)
+    return window
+
+
 def check_window(
     fields: ConfigFields,
     window: int | None,
