@@ -183,11 +183,15 @@ GGUF_CASES = {
     # llama.cpp has one base of the rotary embedding, which some layers do not use.
     "granite-swa": (
         "granite_swa",
-        lambda: granite_swa(layer_rope_theta=[0, 700.0, 700.0, 700.0]),
+        lambda: granite_swa(
+            layer_rope_theta=[0, 700.0, 700.0, 700.0], rope_parameters=PLAIN_ROPE
+        ),
     ),
     "granite-swa-moe": (
         "granite_swa",
-        lambda: granitemoe_swa(layer_rope_theta=[700.0, 700.0, 0, 700.0]),
+        lambda: granitemoe_swa(
+            layer_rope_theta=[700.0, 700.0, 0, 700.0], rope_parameters=PLAIN_ROPE
+        ),
     ),
     # llama.cpp knows which layers have windows, and the base of their positions.
     "gemma3": ("gemma3", lambda: gemma3(**GEMMA3)),
@@ -463,7 +467,7 @@ def layout(arch, c, tensors):
     layers = c.get("layers_block_type") or c.get("layer_types") or []
     count = c.get("num_hidden_layers") or len(layers)
     # The package has no names of granite_swa.
-    known = "gpt-oss" if arch == "granite_swa" else arch
+    known = "granite" if arch == "granite_swa" else arch
     number = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == known)
     names = gguf.get_tensor_name_map(number, count)
     if arch == "falcon-h1":
@@ -539,7 +543,6 @@ def one_of_granite_swa(arch, c, name, w):
 
 GRANITE_SWA_WORDS = {
     "self_attn.sinks": "attn_sinks",
-    "post_attention_layernorm.weight": "ffn_norm",
     "block_sparse_moe.router.weight": "ffn_gate_inp",
     "experts.gate_up_proj": "ffn_gate_up_exps",
     "experts.down_proj": "ffn_down_exps",
