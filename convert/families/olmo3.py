@@ -49,7 +49,8 @@ MLP = (Field("intermediate_size", "d_hidden", read.size, 11008),)
 
 def parse(fields: ConfigFields) -> ModelConfig:
     kinds = _mixers(fields)
-    model, c = hf.read_model(MODEL, fields, NAMES), _attention(fields)
+    model = hf.read_model(MODEL, fields, NAMES)
+    c = _attention(fields, model["norm_eps"])
     far = near = None
     if "attention" in kinds:
         far = replace(c, rope=_rope(fields, FULL, c))
@@ -61,15 +62,15 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 def parse_older(fields: ConfigFields) -> ModelConfig:
     """Parses OLMo 2."""
-    model, c = hf.read_model(MODEL, fields, NAMES), _attention(fields)
+    model = hf.read_model(MODEL, fields, NAMES)
+    c = _attention(fields, model["norm_eps"])
     c = replace(c, rope=hf.rope(fields, c.head_dim, theta=THETA))
     kinds = ("attention",) * fields.size("num_hidden_layers", 32)
     return _after(fields, model, kinds, attention=c)
 
 
-def _attention(fields: ConfigFields) -> AttentionConfig:
+def _attention(fields: ConfigFields, eps: float) -> AttentionConfig:
     """Reads what the attention of all layers has in common."""
-    eps = MODEL[-1].value(fields)
     options = read_fields(ATTENTION, fields)
     return AttentionConfig(**options, qk_norm_eps=eps, qk_norm_whole=True)
 

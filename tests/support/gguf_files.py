@@ -14,6 +14,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from tests.support.gguf_attention import (
+    ATTENTION,
+    ATTENTION_CASES,
+    describe_attention,
+    granite_tensors,
+)
 from tests.support.gguf_qwen import (
     QWEN,
     QWEN_CASES,
@@ -21,16 +27,6 @@ from tests.support.gguf_qwen import (
     mtp_tensors,
     qwen35,
     qwen_layout,
-)
-from tests.support.hf_attention import (
-    YARN,
-    granite_swa,
-    granitemoe_swa,
-    ministral3,
-    olmo2,
-    olmo3,
-    qwen3_moe,
-    smollm3,
 )
 from tests.support.hf_checkpoints import (
     GRANITE_MOE,
@@ -68,16 +64,6 @@ GEMMA3 = {
         NEAR: {"rope_type": "default", "rope_theta": 10000.0},
         FAR: {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0},
     },
-}
-OLMO3_ROPE = {NEAR: {"rope_type": "default", "rope_theta": 700.0}, FAR: YARN}
-MISTRAL3_ROPE = {  # queries grow within the texts of the tests
-    **YARN,
-    "original_max_position_embeddings": 5,
-    "beta_fast": 4.0,
-    "beta_slow": 0.5,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.5,
-    "llama_4_scaling_beta": 0.6,
 }
 TWICE = {"intermediate_size": 48}  # llama.cpp wants twice the model's width
 GGUF_CASES = {
@@ -174,35 +160,15 @@ GGUF_CASES = {
     "jamba": ("jamba", lambda: jamba(mamba_proj_bias=False, mamba_expand=2)),
     "kimi-linear": ("kimi-linear", lambda: kimi_linear(**KIMI)),
     "kimi-linear-joined": ("kimi-linear", lambda: kimi_linear(**KIMI)),
-    # llama.cpp normalizes the experts' weights and has experts in all layers.
-    "qwen3-moe": ("qwen3moe", lambda: qwen3_moe(mlp_only_layers=[])),
-    "smollm3": ("smollm3", lambda: smollm3(tie_word_embeddings=True)),
-    "olmo2": ("olmo2", olmo2),
-    "olmo3": ("olmo2", lambda: olmo3(rope_parameters=OLMO3_ROPE)),
-    "mistral3": ("mistral3", lambda: ministral3(rope_parameters=MISTRAL3_ROPE)),
-    # llama.cpp has one base of the rotary embedding, which some layers do not use.
-    "granite-swa": (
-        "granite_swa",
-        lambda: granite_swa(
-            layer_rope_theta=[0, 700.0, 700.0, 700.0], rope_parameters=PLAIN_ROPE
-        ),
-    ),
-    "granite-swa-moe": (
-        "granite_swa",
-        lambda: granitemoe_swa(
-            layer_rope_theta=[700.0, 700.0, 0, 700.0], rope_parameters=PLAIN_ROPE
-        ),
-    ),
     # llama.cpp knows which layers have windows, and the base of their positions.
     "gemma3": ("gemma3", lambda: gemma3(**GEMMA3)),
+    **ATTENTION_CASES,
     **QWEN_CASES,
 }
 # The converter reorders q and k of these architectures, for a rotary embedding that
 # rotates neighbouring channels.
 PAIRED = ("llama", "granite", "granitemoe", "granitehybrid")
 PAIRED += ("nemotron_h", "nemotron_h_moe", "smollm3", "mistral3", "granite_swa")
-DENSE = ("llama", "qwen2", "qwen3", "gemma3", "granite", "granitemoe")
-DENSE += ("qwen3moe", "smollm3", "olmo2", "mistral3", "granite_swa")
 
 
 def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
@@ -224,7 +190,8 @@ def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
     else:
         config["joined"] = name.endswith("-joined")
         describe(writer, arch, config)
-        placed = layout(arch, config, tensors)
+        own = granite_tensors(tensors) if arch == "granite_swa" else ()
+        placed = [*own, *layout(arch, config, tensors)]
     if extra is None:
         writer.add_tokenizer_model("no_vocab")
     else:
@@ -275,11 +242,7 @@ def describe(writer, arch, c):
         writer.add_sliding_window(c["sliding_window"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    rope = rope.get(
-        FAR, rope
-    )  # olmo2's converter writes that of layers without windows
-    if rope.get("rope_type") == "yarn":
-        describe_yarn(writer, arch, rope)
+    rope = rope.get(FAR, rope)
     if "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
     if heads and arch != "kimi-linear":
@@ -318,33 +281,11 @@ def describe(writer, arch, c):
         return
     if arch.startswith(("lfm2", "kimi")):
         return
-    if arch == "qwen3moe":
-        writer.add_expert_count(c.get("num_experts") or c["num_local_experts"])
-        writer.add_expert_used_count(c["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(c["moe_intermediate_size"])
-    if arch in ("olmo2", "granite_swa") and "sliding_window" in c:
-        writer.add_sliding_window(c["sliding_window"])
-        writer.add_sliding_window_pattern([kind == NEAR for kind in layers])
-    if arch == "granite_swa":
-        turns = [theta != 0 for theta in c["layer_rope_theta"]]
-        writer.add_array(f"{arch}.attention.rope_pattern", turns)
-    if arch not in DENSE:
+    if arch in ATTENTION:
+        describe_attention(writer, arch, c, layers, rope)
+        return
+    if arch not in ("llama", "qwen2", "qwen3", "gemma3", "granite", "granitemoe"):
         describe_mixer(writer, c)
-
-
-def describe_yarn(writer, arch, rope):
-    """Writes the keys of YaRN as the converter does, from the fields of a config."""
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(rope["factor"])
-    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if "attention_factor" in rope:
-        writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
-    if "beta_fast" in rope:
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    if arch == "mistral3":
-        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
-        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def jamba_layers(c):
@@ -408,10 +349,8 @@ def describe_granite(writer, c, arch):
     writer.add_embedding_scale(c["embedding_multiplier"])
     writer.add_residual_scale(c["residual_multiplier"])
     writer.add_logit_scale(c["logits_scaling"])
-    if arch in (
-        "granite",
-        "granitehybrid",
-    ):  # without this key, attention uses rotary embeddings
+    # Without this key, attention uses rotary embeddings.
+    if arch not in ("granitemoe", "granite_swa"):
         writer.add_rope_scaling_finetuned(arch != "granitehybrid")
     if c.get("num_local_experts"):
         writer.add_expert_count(c["num_local_experts"])
@@ -466,7 +405,6 @@ def layout(arch, c, tensors):
     """Yields names and float32 arrays of a GGUF file's tensors, from a checkpoint's."""
     layers = c.get("layers_block_type") or c.get("layer_types") or []
     count = c.get("num_hidden_layers") or len(layers)
-    # The package has no names of granite_swa.
     known = "granite" if arch == "granite_swa" else arch
     number = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == known)
     names = gguf.get_tensor_name_map(number, count)
@@ -474,23 +412,18 @@ def layout(arch, c, tensors):
         multiply(c, tensors)
     stacked = {}
     for name, tensor in sorted(tensors.items(), key=expert_number):
-        if ".experts." in name and arch != "granite_swa":  # stored one by one
+        if ".experts." in name:  # these checkpoints store experts one by one
             before, _, after = name.partition(".experts.")
             block, module = before.split(".")[-2], after.split(".")[1]
             module = LFM2_WORDS.get(module, module)
             key = f"model.layers.{block}.mlp.experts.{module}.weight"
             stacked.setdefault(key, []).append(tensor)
     experts = {name: torch.stack(each) for name, each in stacked.items()}
-    if arch == "granite_swa":
-        rest = tensors
-    else:
-        rest = {name: t for name, t in tensors.items() if ".experts." not in name}
-    converts = {"kimi-linear": one_of_kimi, "granite_swa": one_of_granite_swa}
+    rest = {name: t for name, t in tensors.items() if ".experts." not in name}
     for name, tensor in (rest | experts).items():
-        convert = converts.get(arch, one)
+        convert = one_of_kimi if arch == "kimi-linear" else one
         for theirs, array in convert(arch, c, name, tensor.float().numpy()):
             known = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
-            known = theirs if arch == "granite_swa" and known is None else known
             assert known is not None, theirs
             yield known, array
     rope = c.get("rope_parameters") or {}
@@ -528,27 +461,6 @@ def one_of_kimi(arch, c, name, w):
         yield f"{before}v_b_proj.weight", np.ascontiguousarray(v)
         return
     yield name, w
-
-
-def one_of_granite_swa(arch, c, name, w):
-    """The same as `one`, for Granite with windows: gate and up of experts and of the
-    shared MLP stay one tensor."""
-    number = next((part for part in name.split(".") if part.isdigit()), "")
-    for theirs, ours in GRANITE_SWA_WORDS.items():
-        if name.endswith(theirs):
-            yield f"blk.{number}.{ours}.weight", w
-            return
-    yield from one(arch, c, name, w)
-
-
-GRANITE_SWA_WORDS = {
-    "self_attn.sinks": "attn_sinks",
-    "block_sparse_moe.router.weight": "ffn_gate_inp",
-    "experts.gate_up_proj": "ffn_gate_up_exps",
-    "experts.down_proj": "ffn_down_exps",
-    "shared_mlp.input_linear.weight": "ffn_up_shexp",
-    "shared_mlp.output_linear.weight": "ffn_down_shexp",
-}
 
 
 def one(arch, c, name, w):
