@@ -1,5 +1,5 @@
-"""Cases of `gguf_files` whose attention differs between layers or positions, laid out as
-by llama.cpp's converter (`olmo.py`, `mistral3.py`, `granite.py`)."""
+"""Cases of `gguf_files` whose attention differs between layers or positions, laid out
+as by llama.cpp's converter (`olmo.py`, `mistral3.py`, `granite.py`)."""
 
 import gguf
 
