@@ -55,7 +55,7 @@ NAMES = llama.NAMES.with_parts(
 MODEL = (*hf.model_table("rms_norm_eps", 1e-5, 2560, True), *granite.MULTIPLIERS)
 HEADS = Field("num_attention_heads", "num_heads", read.size, 20)
 KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.kv_heads(HEADS), 4)
-ATTENTION = (HEADS, KV_HEADS, hf.HEAD_DIM, *hf.BIASES, granite.SCALE)
+ATTENTION = (HEADS, KV_HEADS, hf.head_dim(HEADS, 2560), *hf.BIASES, granite.SCALE)
 MLP = hf.gated_mlp_table(8192, "mlp")
 DENSE = MODEL, ATTENTION
 SPARSE = granite.MODEL, granite3.ATTENTION
@@ -162,9 +162,12 @@ def _export(
 
 
 def _has_sinks(config: ModelConfig, second: str) -> bool:
-    """True if the layers alternate between attention with sinks and `second`."""
-    fits = set(config.kinds[1::2]) == {second} and has_usual_names(config)
-    return fits and all(config.mixers[kind].sinks for kind in config.kinds[::2])
+    """True if the layers alternate between attention, with sinks and Granite's scale,
+    and `second`."""
+    if set(config.kinds[1::2]) != {second} or not has_usual_names(config):
+        return False
+    each = [config.mixers[kind] for kind in config.kinds[::2]]
+    return all(c.sinks and c.scale is not None for c in each)
 
 
 def expresses(config: ModelConfig) -> bool:

@@ -204,15 +204,25 @@ def chosen_mixers(source: ConfigFields, name: str, count: int) -> Layers:
 HEADS = Field("num_attention_heads", "num_heads", read.size)
 
 
-def _head_dim(source: ConfigFields, name: str, default: Any) -> int:
-    """Reads the head size. By default, the heads together are as wide as the model."""
-    if source.get(name, None) is None:
-        width = source.size("hidden_size", 4096)
-        return source.divide(HEADS.name, width, HEADS.value(source))
-    return source.size(name)
+def head_dim(heads: Field, width: int) -> Field:
+    """Returns the field of the head size. By default, the heads together are as wide as
+    the model.
+
+    Args:
+      heads: the field of the number of heads.
+      width: default of the width of the model.
+    """
+
+    def read(source: ConfigFields, name: str, default: Any) -> int:
+        if source.get(name, None) is None:
+            whole = source.size("hidden_size", width)
+            return source.divide(heads.name, whole, heads.value(source))
+        return source.size(name)
+
+    return Field("head_dim", "head_dim", read)
 
 
-HEAD_DIM = Field("head_dim", "head_dim", _head_dim)
+HEAD_DIM = head_dim(HEADS, 4096)
 KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.kv_heads(HEADS))
 BIASES = (
     Field("attention_bias", "qkv_bias", read.bias("self_attn.q_proj.bias"), False),

@@ -56,9 +56,13 @@ NAMES = replace(llama.NAMES, spelling=spelled, left_out=GEMMA.left_out)
 MODEL = hf.model_table("rms_norm_eps", 1e-5)
 HEADS = Field("num_attention_heads", "num_heads", read.size, 32)
 
+OF_WIDTH = hf.head_dim(HEADS, 4096)
+
 
 def _head_dim(fields: ConfigFields, name: str, default: int) -> int:
-    return hf.HEAD_DIM.value(fields) if name in fields.values else default
+    """Reads the head size. null is not the default: the heads together are then as wide
+    as the model."""
+    return OF_WIDTH.value(fields) if name in fields.values else default
 
 
 ATTENTION = (

@@ -43,7 +43,7 @@ NAMES = replace(
 MODEL = hf.model_table("rms_norm_eps", 1e-5)
 HEADS = Field("num_attention_heads", "num_heads", read.size, 32)
 KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.kv_heads(HEADS))
-ATTENTION = (HEADS, KV_HEADS, hf.HEAD_DIM, *hf.BIASES)
+ATTENTION = (HEADS, KV_HEADS, hf.head_dim(HEADS, 4096), *hf.BIASES)
 MLP = (Field("intermediate_size", "d_hidden", read.size, 11008),)
 
 

@@ -36,7 +36,7 @@ NAMES = replace(llama.NAMES.with_parts(moe=qwen3_next.EXPERTS), spelling=spelled
 MODEL = hf.model_table("rms_norm_eps", 1e-6, 2048)
 HEADS = Field("num_attention_heads", "num_heads", read.size, 32)
 KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.kv_heads(HEADS), 4)
-ATTENTION = (HEADS, KV_HEADS, hf.HEAD_DIM, *hf.BIASES)
+ATTENTION = (HEADS, KV_HEADS, hf.head_dim(HEADS, 2048), *hf.BIASES)
 MLP = (Field("intermediate_size", "d_hidden", read.size, 6144),)
 MOE = (
     Field(COUNT, "num_experts", read.size, 128),

@@ -36,7 +36,7 @@ ROTATES = "no_rope_layers"  # 1 for each layer with a rotary embedding, else 0
 MODEL = hf.model_table("rms_norm_eps", 1e-6, 2048, True)
 HEADS = Field("num_attention_heads", "num_heads", read.size, 16)
 KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.kv_heads(HEADS), 4)
-ATTENTION = (HEADS, KV_HEADS, hf.HEAD_DIM, *hf.BIASES)
+ATTENTION = (HEADS, KV_HEADS, hf.head_dim(HEADS, 2048), *hf.BIASES)
 MLP = hf.gated_mlp_table(11008, "mlp")
 
 

@@ -139,7 +139,7 @@ GRANITE_MOE_SWA = {
 
 def parsed(values, name="model.embed_tokens.weight"):
     """Reads a config, given a file that has only an embedding and a head."""
-    width = values.get("text_config", values).get("hidden_size", 2560)
+    width = (values.get("text_config") or values).get("hidden_size", 2560)
     tensors = {
         each: TensorInfo("w", (1000, width), "bfloat16")
         for each in (name, "lm_head.weight")
