@@ -177,10 +177,9 @@ def has_usual_names(config: ModelConfig) -> bool:
     """True if every other layer is attention, whose mixers have the names that
     `attention_mixers` gives them."""
     kinds = config.kinds[::2]
-    each = [config.mixers.get(kind) for kind in kinds]
-    if not all(isinstance(c, AttentionConfig) for c in each):
-        return False
-    return attention_mixers(each)[0] == kinds
+    found = (config.mixers.get(kind) for kind in kinds)
+    each = [c for c in found if isinstance(c, AttentionConfig)]
+    return len(each) == len(kinds) and attention_mixers(each)[0] == kinds
 
 
 def layer_attention(

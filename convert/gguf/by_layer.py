@@ -167,11 +167,13 @@ def _yarn(fields: ConfigFields, rope: Rope) -> Rope:
     weight, turns = fields.finite(LOG, 0.0), yarn.attention_factor
     if weight and yarn.factor > 1:
         turns /= 0.1 * weight * math.log(yarn.factor) + 1.0
-    beta = {
-        "beta_fast": fields.positive(FAST, 32.0),
-        "beta_slow": fields.positive(SLOW, 1.0),
-    }
-    return replace(rope, yarn=replace(yarn, attention_factor=turns, **beta))
+    yarn = replace(
+        yarn,
+        attention_factor=turns,
+        beta_fast=fields.positive(FAST, 32.0),
+        beta_slow=fields.positive(SLOW, 1.0),
+    )
+    return replace(rope, yarn=yarn)
 
 
 def parse_granite_swa(fields: ConfigFields) -> ModelConfig:
