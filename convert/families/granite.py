@@ -47,12 +47,12 @@ NAMES = llama.NAMES.with_parts(
     moe=Part("", moe_rows),
 )
 
-MODEL = (
-    *hf.model_table("rms_norm_eps", 1e-6),
+MULTIPLIERS = (
     Field("embedding_multiplier", "embedding_multiplier", read.positive, 1.0),
     Field("residual_multiplier", "residual_multiplier", read.positive, 1.0),
     Field("logits_scaling", "logits_divisor", read.positive, 1.0),
 )
+MODEL = (*hf.model_table("rms_norm_eps", 1e-6), *MULTIPLIERS)
 
 
 def _scale(fields: ConfigFields, name: str, default: float) -> float | None:
@@ -62,7 +62,8 @@ def _scale(fields: ConfigFields, name: str, default: float) -> float | None:
     return fields.positive(name, default)
 
 
-ATTENTION = (*hf.ATTENTION, Field("attention_multiplier", "scale", _scale, 1.0))
+SCALE = Field("attention_multiplier", "scale", _scale, 1.0)
+ATTENTION = (*hf.ATTENTION, SCALE)
 MAMBA = hf.mamba_table(hf.expanded)
 MLP = (Field("shared_intermediate_size", "d_hidden", read.size, 1024),)
 MOE = (
@@ -137,6 +138,8 @@ def export(config: ModelConfig) -> dict[str, Any]:
 
 def expresses(config: ModelConfig) -> bool:
     mixers, has_mamba = {"mamba", "attention"}, "mamba" in config.kinds
+    if "attention" in config.mixers and config.mixers["attention"].sinks:
+        return False
     if alternates(config, mixers, {"moe"}):
         moe = config.mixers["moe"]
         return moe.gated and (has_mamba or (moe.shared is not None and not moe.bias))

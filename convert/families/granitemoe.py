@@ -51,8 +51,9 @@ def export(config: ModelConfig) -> dict[str, Any]:
 def expresses(config: ModelConfig) -> bool:
     if not alternates(config, {"attention"}, {"moe"}):
         return False
-    moe = config.mixers["moe"]
-    return moe.gated and moe.shared is None and not moe.bias
+    moe, c = config.mixers["moe"], config.mixers["attention"]
+    plain = c.qk_norm_eps is None and not c.sinks
+    return plain and moe.gated and moe.shared is None and not moe.bias
 
 
 FAMILY = Family(FORMAT, "Granite 3 with experts", NAMES, parse, export, expresses)

@@ -204,15 +204,25 @@ def chosen_mixers(source: ConfigFields, name: str, count: int) -> Layers:
 HEADS = Field("num_attention_heads", "num_heads", read.size)
 
 
-def _head_dim(source: ConfigFields, name: str, default: Any) -> int:
-    """Reads the head size. By default, the heads together are as wide as the model."""
-    if source.get(name, None) is None:
-        width = source.size("hidden_size", 4096)
-        return source.divide(HEADS.name, width, HEADS.value(source))
-    return source.size(name)
+def head_dim(heads: Field, width: int) -> Field:
+    """Returns the field of the head size. By default, the heads together are as wide as
+    the model.
+
+    Args:
+      heads: the field of the number of heads.
+      width: default of the width of the model.
+    """
+
+    def read(source: ConfigFields, name: str, default: Any) -> int:
+        if source.get(name, None) is None:
+            whole = source.size("hidden_size", width)
+            return source.divide(heads.name, whole, heads.value(source))
+        return source.size(name)
+
+    return Field("head_dim", "head_dim", read)
 
 
-HEAD_DIM = Field("head_dim", "head_dim", _head_dim)
+HEAD_DIM = head_dim(HEADS, 4096)
 KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.kv_heads(HEADS))
 BIASES = (
     Field("attention_bias", "qkv_bias", read.bias("self_attn.q_proj.bias"), False),
@@ -237,7 +247,12 @@ LLAMA3 = (
 ORIGINAL, POSITIONS = LLAMA3[-1], "max_position_embeddings"
 
 
-def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> Rope:
+def rope(
+    source: ConfigFields,
+    head_dim: int,
+    partial: float | None = None,
+    theta: float = 10000.0,
+) -> Rope:
     """Reads a rotary embedding as transformers 5.23 does.
 
     A config has either `rope_parameters`, or `rope_theta` and `rope_scaling`, where
@@ -249,16 +264,16 @@ def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> R
       head_dim: size of a head.
       partial: default share of a head that rotates. If None, the class always rotates
         whole heads.
+      theta: default base of the frequencies.
 
     Raises:
       CheckpointError: the kind of scaling is not supported, or a number is missing or
         invalid.
     """
-    older = source.object("rope_scaling")
-    scaling = older if older.values else source.object("rope_parameters")
+    scaling = scaling_of(source)
     if nested := [k for k, v in scaling.values.items() if isinstance(v, dict)]:
         raise scaling.error(nested[0], "a rotary embedding per layer is not supported")
-    theta = scaling.positive("rope_theta", source.positive("rope_theta", 10000.0))
+    theta = scaling.positive("rope_theta", source.positive("rope_theta", theta))
     kind = _rope_type(source, scaling)
     dim = head_dim
     if kind == "proportional":
@@ -280,6 +295,12 @@ def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> R
         case "yarn":
             return Rope(theta, dim, yarn=_yarn(source, scaling, theta))
     return Rope(theta, dim)
+
+
+def scaling_of(source: ConfigFields) -> ConfigFields:
+    """Returns the object that has the parameters of the rotary embedding."""
+    older = source.object("rope_scaling")
+    return older if older.values else source.object("rope_parameters")
 
 
 def _proportional(source: ConfigFields, scaling: ConfigFields, rope: Rope) -> Rope:
@@ -310,7 +331,7 @@ def _rope_type(source: ConfigFields, scaling: ConfigFields) -> str:
     )
 
 
-def _original_length(source: ConfigFields, scaling: ConfigFields) -> float:
+def original_length(source: ConfigFields, scaling: ConfigFields) -> float:
     """Reads the context length of the training: from the config, from the scaling, or
     `max_position_embeddings`."""
     if source.get(ORIGINAL, None) is not None:
@@ -326,14 +347,14 @@ def _llama3(
     factor, low, high = (scaling.positive(name) for name in LLAMA3[:-1])
     if low >= high:
         raise scaling.error("high_freq_factor", f"want more than {low}, got {high}")
-    return factor, low, high, _original_length(source, scaling)
+    return factor, low, high, original_length(source, scaling)
 
 
 def _yarn(source: ConfigFields, scaling: ConfigFields, theta: float) -> Yarn:
     """Reads YaRN scaling with the defaults of transformers."""
     if theta == 1.0:
         raise scaling.error("rope_theta", "1.0 has no wavelengths to choose from")
-    length = _original_length(source, scaling)
+    length = original_length(source, scaling)
     if scaling.get("factor", None) is None:
         factor = source.positive(POSITIONS) / length
     else:

@@ -8,7 +8,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import Names, Part, attention_rows, mlp_rows
-from stree_jax.convert.families.windows import NEAR, check_llama_windows
+from stree_jax.convert.families.windows import check_llama_windows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
 from stree_jax.models.stack.config import blocks, named
@@ -22,7 +22,6 @@ NAMES = Names(
     mlp_norm="post_attention_layernorm",
     parts={
         "attention": Part("self_attn", attention_rows),
-        NEAR: Part("self_attn", attention_rows),
         "mlp": Part("mlp", mlp_rows),
     },
 )
@@ -119,7 +118,8 @@ def expresses(config: ModelConfig) -> bool:
     if not is_dense(config):
         return False
     c = config.mixers["attention"]
-    return c.qk_norm_eps is None and (c.out_bias or not c.qkv_bias)
+    plain = c.qk_norm_eps is None and c.temperature is None and not c.sinks
+    return plain and (c.out_bias or not c.qkv_bias)
 
 
 FAMILY = Family("llama", MODELS, NAMES, parse, export, expresses)

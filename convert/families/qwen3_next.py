@@ -272,14 +272,25 @@ def parse_with_mtp(fields: ConfigFields) -> ModelConfig:
 
 def _seconds(fields: ConfigFields) -> list[str]:
     """Returns "moe" for layers with experts, "mlp" for others."""
-    count = fields.size("num_hidden_layers", TABLES.layers)
-    dense = fields.chosen_layers("mlp_only_layers", count)
-    step = fields.size("decoder_sparse_step", 1)
-    some = fields.size("num_experts", 512, low=0) > 0
-    experts = [some and i not in dense and (i + 1) % step == 0 for i in range(count)]
-    if any(experts) and not fields.flag("norm_topk_prob", True):
+    seconds = second_mixers(fields, TABLES.layers, 512)
+    if "moe" in seconds and not fields.flag("norm_topk_prob", True):
         problem = "false is not supported: the experts' weights must add up to 1"
         raise fields.error("norm_topk_prob", problem)
+    return seconds
+
+
+def second_mixers(fields: ConfigFields, layers: int, num_experts: int) -> list[str]:
+    """Returns "moe" for layers with experts, "mlp" for others.
+
+    Args:
+      fields: the fields of the config file.
+      layers, num_experts: defaults of the numbers of layers and experts.
+    """
+    count = fields.size("num_hidden_layers", layers)
+    dense = fields.chosen_layers("mlp_only_layers", count)
+    step = fields.size("decoder_sparse_step", 1)
+    some = fields.size("num_experts", num_experts, low=0) > 0
+    experts = [some and i not in dense and (i + 1) % step == 0 for i in range(count)]
     return ["moe" if has_experts else "mlp" for has_experts in experts]
 
 

@@ -480,6 +480,11 @@ class Names:
         """Returns the names with parts replaced or added."""
         return replace(self, parts={**self.parts, **parts})
 
+    def part(self, mixer: str) -> Part:
+        """Returns the part of a mixer. A name without a part of its own, such as
+        "attention_near", has that of the word before its first underscore."""
+        return self.parts.get(mixer) or self.parts[mixer.partition("_")[0]]
+
 
 def bare(names: Names) -> Names:
     """Returns the names without their first component, such as "embed_tokens" for
@@ -535,7 +540,7 @@ def layer_rows(
     yield from norm_rows((*ours, "norm"), prefix + norm, names.norm_how)
     yield from norm_rows((*ours, NORM_AFTER), prefix + after, names.norm_how)
     for name in block.mixers:
-        part = names.parts[name]
+        part = names.part(name)
         yield from part.rows((*ours, name), prefix + part.module, config.mixers[name])
 
 

@@ -29,7 +29,7 @@ from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.stack.config import required
 from stree_jax.models.weights.weight import QUANTIZED, Format, Packed, flat_experts
 
-HEAD = "lm_head.weight"  # name of the head in all families
+HEAD = "lm_head.weight"  # usual name of the head
 FLOATS = ("float32", "float16", "bfloat16")
 UNTIED = (
     '; if the embedding is the head, set "tie_word_embeddings" to true in config.json'
@@ -75,10 +75,10 @@ def check_tensors(
     for row in rows:
         wanted = source_shapes(row, shapes[row.path])
         expected |= dict(zip(row.sources, wanted, strict=True))
-    present = source.tensors
+    present, head = source.tensors, HEAD if names is None else f"{names.head}.weight"
     for name, shape in expected.items():
         if name not in present:
-            hint = UNTIED if name == HEAD else ""
+            hint = UNTIED if name == head else ""
             raise CheckpointError(
                 f"{where}: tensor {name} {list(shape)} is missing{hint}"
             )
@@ -89,7 +89,7 @@ def check_tensors(
                 f"by {source.shapes_from}, got {list(info.shape)}"
             )
         check_dtype(name, info)
-    copies = {HEAD} if config.tie_embeddings else set[str]()
+    copies = {head} if config.tie_embeddings else set[str]()
     copies |= _shared_copies(source, config).keys()
     mtp = ["mtp."]  # prefixes of MTP layers, which may be left out
     if names is not None and names.mtp_is_last:
@@ -160,13 +160,13 @@ def settle_names(
         names = names.spelling(names, source.tensors)
     if f"{bare(names).embedding}.weight" in source.tensors:
         names = bare(names)
-    embedding = f"{names.embedding}.weight"
-    if config.tie_embeddings and HEAD in source.tensors:
+    embedding, head = f"{names.embedding}.weight", f"{names.head}.weight"
+    if config.tie_embeddings and head in source.tensors:
         if embedding not in source.tensors:
             names = replace(names, embedding=names.head)
-        elif not _are_equal(source, HEAD, embedding):
+        elif not _are_equal(source, head, embedding):
             config = replace(config, tie_embeddings=False)
-            _warn_of_ties(source, HEAD, embedding, warn)
+            _warn_of_ties(source, head, embedding, warn)
     for name, original in _shared_copies(source, config).items():
         if not _are_equal(source, name, original):
             count = sum(block.shared for block in config.layers)

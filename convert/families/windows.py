@@ -1,13 +1,15 @@
-"""Sliding-window attention of several families."""
+"""Attention that differs between layers, in several families: sliding windows and
+rotary embeddings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families.table import require
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.models import ModelConfig
+from stree_jax.models import AttentionConfig, ModelConfig
 from stree_jax.models.layers.rope import Rope
 from stree_jax.models.stack.config import blocks
 
@@ -29,6 +31,18 @@ def window_of(fields: ConfigFields, default: int | None) -> int | None:
     if fields.values.get(WINDOW, default) is None:
         return None
     return fields.size(WINDOW, default)
+
+
+def needed_window(fields: ConfigFields, default: int) -> int:
+    """Returns the window of a class that makes a mask of it in any case.
+
+    Raises:
+      CheckpointError: the field is null.
+    """
+    window = window_of(fields, default)
+    if window is None:
+        raise fields.wants(WINDOW, "a number of tokens", window)
+    return window
 
 
 def check_window(
@@ -105,13 +119,7 @@ def with_qwen_windows(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
         above = fields.size("max_window_layers", 28, low=0) if used else layers
         slides = [i >= above for i in range(layers)]
     else:
-        hf.counted_layers(fields, "layer_types", KINDS, layers)
-        slides = [kind == SLIDES for kind in fields.get("layer_types")]
-        if any(slides) and window is None:
-            raise fields.error(
-                "layer_types",
-                f'"{SLIDES}", but no window is in use; want "full_attention"',
-            )
+        slides = sliding_layers(fields, window, layers)
     size = effective(fields, window, 32768)
     if not size or not any(slides):
         return config
@@ -123,6 +131,85 @@ def with_qwen_windows(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
         del mixers["attention"]
     each = tuple(name for pair in pairs for name in pair)
     return replace(config, layers=blocks(each), mixers=mixers)
+
+
+def sliding_layers(fields: ConfigFields, window: int | None, count: int) -> list[bool]:
+    """Reads from `layer_types` whether each of `count` layers has a window.
+
+    Raises:
+      CheckpointError: a layer has a window, but `window` is None.
+    """
+    hf.counted_layers(fields, "layer_types", KINDS, count)
+    slides = [kind == SLIDES for kind in fields.get("layer_types")]
+    if any(slides) and window is None:
+        problem = f'"{SLIDES}", but no window is in use; want "full_attention"'
+        raise fields.error("layer_types", problem)
+    return slides
+
+
+def attention_mixers(
+    each: Sequence[AttentionConfig],
+) -> tuple[hf.Layers, dict[str, AttentionConfig]]:
+    """Names the different mixers among the attention of a model's layers.
+
+    Args:
+      each: the attention of each layer.
+
+    Returns:
+      The name of each layer's mixer, and the mixers by name. A name begins with
+      "attention", or "attention_near" if the mixer has a window, and "_nope" follows
+      if it has no rotary embedding. Further mixers of the same kind are numbered.
+    """
+    names: dict[AttentionConfig, str] = {}
+    for c in dict.fromkeys(each):
+        name = NEAR if c.window else "attention"
+        name += "" if c.rope else "_nope"
+        number = 1 + sum(_alike(c, other) for other in names)
+        names[c] = name if number == 1 else f"{name}_{number}"
+    return tuple(names[c] for c in each), {name: c for c, name in names.items()}
+
+
+def _alike(c: AttentionConfig, other: AttentionConfig) -> bool:
+    return (c.window > 0, c.rope is None) == (other.window > 0, other.rope is None)
+
+
+def has_usual_names(config: ModelConfig) -> bool:
+    """True if every other layer is attention, whose mixers have the names that
+    `attention_mixers` gives them."""
+    kinds = config.kinds[::2]
+    found = (config.mixers.get(kind) for kind in kinds)
+    each = [c for c in found if isinstance(c, AttentionConfig)]
+    return len(each) == len(kinds) and attention_mixers(each)[0] == kinds
+
+
+def layer_attention(
+    format: str, config: ModelConfig
+) -> tuple[list[AttentionConfig], AttentionConfig, int]:
+    """Returns the attention of each layer, for exports.
+
+    Args:
+      format: the family, for messages.
+      config: a model of alternating attention and MLPs or experts.
+
+    Returns:
+      The config of each layer's attention; the options that all share, without window
+      and rotary embedding; the window of the layers that have one, or 0.
+
+    Raises:
+      CheckpointError: the layers differ in more than window and rotary embedding, or
+        there are windows of several sizes.
+    """
+    each = [config.mixers[block.mixers[0]] for block in config.layers[::2]]
+    shared = {replace(c, rope=None, window=0) for c in each}
+    windows = {c.window for c in each} - {0}
+    require(
+        format,
+        {
+            "attention of two sizes": len(shared) == 1,
+            "windows of two sizes": len(windows) < 2,
+        },
+    )
+    return each, shared.pop(), max(windows, default=0)
 
 
 def typed_rope(

@@ -10,7 +10,7 @@ from typing import Any
 from stree_jax.convert.families.huggingface import Layers, with_mlps
 from stree_jax.convert.families.table import read_fields
 from stree_jax.convert.families.tensor_map import Names
-from stree_jax.convert.gguf import gemma, kimi, lfm2, mamba, qwen
+from stree_jax.convert.gguf import by_layer, gemma, kimi, lfm2, mamba, qwen
 from stree_jax.convert.gguf.keys import (
     FEED_FORWARD,
     GATING,
@@ -18,7 +18,6 @@ from stree_jax.convert.gguf.keys import (
     INNER,
     KV_HEADS,
     MAMBA,
-    MOE,
     ROTATES,
     SCALES,
     SHARED,
@@ -32,6 +31,7 @@ from stree_jax.convert.gguf.keys import (
     mlp_config,
     model_options,
     per_layer,
+    second_mixer,
 )
 from stree_jax.convert.gguf.names import ALIKE, HALVES, PAIRS
 from stree_jax.convert.gguf.rotary import rope
@@ -60,19 +60,20 @@ def _all(fields: ConfigFields, kind: str) -> Layers:
 
 def _llama(fields: ConfigFields) -> ModelConfig:
     attention = attention_config(fields)
-    mixers = _all(fields, "attention")
+    mixers, second = _all(fields, "attention"), second_mixer(fields)
     return ModelConfig(
         **model_options(fields),
-        layers=blocks(with_mlps(mixers)),
+        layers=blocks(with_mlps(mixers, *second)),
         mixers=named(
             attention=replace(attention, rope=rope(fields, attention.head_dim)),
-            mlp=mlp_config(fields),
+            **second,
         ),
     )
 
 
 def _qwen3(fields: ConfigFields) -> ModelConfig:
-    """Parses a llama with norms of q and k."""
+    """Parses a llama with norms of q and k, and with experts in files of "qwen3moe".
+    Their weights add up to 1, as in llama.cpp."""
     config = _llama(fields)
     attention = replace(config.mixers["attention"], qk_norm_eps=config.norm_eps)
     return config.with_mixers(attention=attention)
@@ -96,24 +97,18 @@ def _granite(fields: ConfigFields) -> ModelConfig:
     heads = per_layer(fields, KV_HEADS, HEADS.value(fields))
     kinds: list[str] = ["attention" if n else "mamba" for n in heads]
     mixers = tuple(kinds)
-    attention = mamba = mlp = moe = None
+    attention = mamba = None
     if "attention" in mixers:
         attention = attention_config(fields, SOFTMAX_SCALE)
         if fields.flag(ROTATES, True):
             attention = replace(attention, rope=rope(fields, attention.head_dim))
     if "mamba" in mixers:
         mamba = _mamba(fields, model["norm_eps"])
-    if fields.size("expert_count", 0, low=0):
-        shared = None
-        if fields.size(SHARED[0].name, 0, low=0):
-            shared = MLPConfig(**read_fields(SHARED, fields))
-        moe = MoEConfig(**read_fields(MOE, fields), shared=shared)
-    else:
-        mlp = mlp_config(fields)
+    second = second_mixer(fields)
     return ModelConfig(
         **model,
-        layers=blocks(with_mlps(mixers, "mlp" if moe is None else "moe")),
-        mixers=named(mamba=mamba, attention=attention, mlp=mlp, moe=moe),
+        layers=blocks(with_mlps(mixers, *second)),
+        mixers=named(mamba=mamba, attention=attention, **second),
     )
 
 
@@ -213,6 +208,15 @@ ARCHITECTURES = {
     "llama": Architecture(PAIRS, _llama, ignored=(WINDOW,)),
     "qwen2": Architecture(HALVES, _llama, ignored=(WINDOW,)),
     "qwen3": Architecture(HALVES, _qwen3, ignored=(WINDOW,)),
+    "qwen3moe": Architecture(HALVES, _qwen3, ("expert_count",), ignored=(WINDOW,)),
+    "smollm3": Architecture(PAIRS, by_layer.parse_smollm3, ignored=(WINDOW,)),
+    "olmo2": Architecture(
+        by_layer.OLMO_NAMES, by_layer.parse_olmo2, by_layer.OLMO_KEYS
+    ),
+    "mistral3": Architecture(PAIRS, by_layer.parse_mistral3, by_layer.MISTRAL_KEYS),
+    "granite_swa": Architecture(
+        by_layer.GRANITE_NAMES, by_layer.parse_granite_swa, by_layer.GRANITE_KEYS
+    ),
     "qwen3next": _hybrid(qwen.names),
     "qwen35": _hybrid(qwen.tiled_names),
     "qwen35moe": _hybrid(qwen.tiled_names),

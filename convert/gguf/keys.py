@@ -13,7 +13,7 @@ from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.gguf.names import EMBEDDING, HEAD
 from stree_jax.convert.tensors.fields import MAX_EXPERTS, ConfigFields
-from stree_jax.models import AttentionConfig, MLPConfig
+from stree_jax.models import AttentionConfig, MLPConfig, MoEConfig
 from stree_jax.models.stack.config_json import MAX_LAYERS
 
 BLOCKS, KV_HEADS = "block_count", "attention.head_count_kv"
@@ -220,3 +220,14 @@ def attention_config(fields: ConfigFields, *more: Field) -> AttentionConfig:
 
 def mlp_config(fields: ConfigFields) -> MLPConfig:
     return MLPConfig(**read_fields(MLP, fields))
+
+
+def second_mixer(fields: ConfigFields) -> dict[str, MLPConfig | MoEConfig]:
+    """Returns what follows the token mixer of every layer, by its name: an MLP, or
+    experts whose shared MLP has no gate."""
+    if not fields.size("expert_count", 0, low=0):
+        return {"mlp": mlp_config(fields)}
+    shared = None
+    if fields.size(SHARED[0].name, 0, low=0):
+        shared = MLPConfig(**read_fields(SHARED, fields))
+    return {"moe": MoEConfig(**read_fields(MOE, fields), shared=shared)}

@@ -49,7 +49,7 @@ GENERIC = "TokenizersBackend"  # transformers' class that uses tokenizer.json as
 # Tokenizer classes of families (`TOKENIZER_MAPPING_NAMES` in tokenization_auto.py).
 FAMILY_CLASSES = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "GPTNeoXTokenizer"),
-    **dict.fromkeys(("qwen2", "qwen3", "qwen3_next"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
         "Qwen3_5Tokenizer",
@@ -57,7 +57,8 @@ FAMILY_CLASSES = {
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), GENERIC),
     **dict.fromkeys(("granitemoehybrid", "jamba", "kimi_linear"), GENERIC),
-    **dict.fromkeys(("mistral", "olmo_hybrid"), GENERIC),
+    **dict.fromkeys(("mistral", "mistral3", "ministral3"), GENERIC),
+    **dict.fromkeys(("olmo2", "olmo3", "olmo_hybrid"), GENERIC),
 }
 # Families whose class counts more than the one in tokenizer_config.json
 # (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS`).

@@ -55,6 +55,21 @@ class Rope:
     share: float = 1.0
 
 
+@dataclass(frozen=True)
+class Temperature:
+    """Growth of attention's queries with their position, as in Llama 4: a query at
+    position p is multiplied by 1 + growth * log(1 + floor(p / length)).
+
+    Attributes:
+      growth: the factor of the logarithm.
+      length: tokens after which the queries begin to grow, the context length of the
+        training.
+    """
+
+    growth: float
+    length: float
+
+
 def rope_frequencies(rope: Rope) -> np.ndarray:
     """Returns the radians per position of each rotated pair, [dim / 2] float32."""
     powers = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
@@ -108,6 +123,12 @@ def angles(positions: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Arra
     angle = positions.astype(jnp.float32)[..., None] * frequencies
     factor = 1.0 if rope is None or rope.yarn is None else rope.yarn.attention_factor
     return scaled(jnp.cos(angle), factor), scaled(jnp.sin(angle), factor)
+
+
+def temperatures(positions: jax.Array, temperature: Temperature) -> jax.Array:
+    """Returns the factors [B, T] float32 of the queries at positions [B, T]."""
+    whole = jnp.floor(positions.astype(jnp.float32) / np.float32(temperature.length))
+    return 1 + np.float32(temperature.growth) * jnp.log(1 + whole)
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

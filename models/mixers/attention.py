@@ -18,7 +18,14 @@ from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padd
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import ONES, ZEROS, Param, Table, conv_init, declare
-from stree_jax.models.layers.rope import Rope, angles, check_rope, rotated
+from stree_jax.models.layers.rope import (
+    Rope,
+    Temperature,
+    angles,
+    check_rope,
+    rotated,
+    temperatures,
+)
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
 from stree_jax.pallas_kernels import (
     ATTENTION_BLOCK,
@@ -58,6 +65,8 @@ class AttentionConfig:
       gated: True if the output is multiplied by the sigmoid of a further projection,
         channel by channel, before the last one (Qwen3-Next).
       gate_by_head: True if this projection has one channel for each head (LFM3).
+      temperature: growth of the queries with their position (Ministral 3). If None,
+        they do not grow.
     """
 
     num_heads: int
@@ -80,6 +89,7 @@ class AttentionConfig:
     window: int = 0
     sinks: bool = False
     gate_by_head: bool = False
+    temperature: Temperature | None = None
 
     @property
     def d_qkv(self) -> int:
@@ -331,8 +341,11 @@ class Attention(nn.Module):
             if c.qk_norm_eps is not None:
                 qkv = normed_heads(qkv, p["q_norm"], p["k_norm"], c, self.parts)
             depth, mask = map(pass_.of_queries, (pass_.nodes.depth, pass_.nodes.mask))
-            turns = angles(length[:, None] + depth, c.rope)
+            positions = length[:, None] + depth
+            turns = angles(positions, c.rope)
             q, *kv = cut_heads(qkv, *turns, valid_count, config=c, dtype=self.dtype)
+            if c.temperature is not None:
+                q = q * temperatures(positions, c.temperature)[:, :, None, None]
             new = AttentionRecord(*kv)
             before = None if record is None else replace(record, qkv=None)
             record = replace(pass_.merged(before, new), qkv=inputs)
@@ -447,6 +460,8 @@ class AttentionMixer(Mixer[AttentionConfig]):
             raise ValueError(f"{name}.qk_norm_eps: {eps} does not fit")
         if c.rope is not None:
             check_rope(c.rope, f"{name}.rope")
+        if (t := c.temperature) is not None and not 0 < t.length < np.inf:
+            raise ValueError(f"{name}.temperature.length: {t.length} does not fit")
 
     def params(self, c: AttentionConfig, d_model: int) -> Table:
         return attention_params(c, d_model)

@@ -146,6 +146,7 @@ def test_bin_without_torch_is_one_line(source, monkeypatch):
 
 # Families whose configs have always had `layer_types`, or had it before.
 NEWER = ("gemma3_text", "lfm2", "lfm2_moe", "lfm3", "minimax", "olmo_hybrid")
+NEWER += ("smollm3", "olmo3", "granite_swa", "granitemoe_swa")
 
 
 def old_spelling(values):
@@ -173,8 +174,8 @@ def old_spelling(values):
 
 def old_spelling_by_layer(values, rope):
     """Rewrites the rotary embeddings of a config as in releases of Gemma 3. LFM3 has no
-    older spelling."""
-    if values["model_type"] == "lfm3":
+    older spelling, and that of Olmo 3 has one base for all layers."""
+    if values["model_type"] in ("lfm3", "olmo3"):
         values["rope_parameters"] = rope
         return
     far, near = rope["full_attention"], rope["sliding_attention"]

@@ -14,16 +14,21 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
+    GraniteSWAConfig,
     JambaConfig,
     KimiLinearConfig,
     Lfm3Config,
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
+    Ministral3Config,
     NemotronHConfig,
+    Olmo3Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
+    SmolLM3Config,
     Zamba2Config,
 )
 
@@ -38,17 +43,22 @@ from stree_jax.convert.families import (
     gemma3,
     gpt_oss,
     granite,
+    granite_swa,
     jamba,
     kimi_linear,
     lfm3,
     llama,
     mamba,
     mamba2,
+    ministral3,
     nemotron_h,
+    olmo3,
     qwen3_5,
     qwen3_5_moe,
+    qwen3_moe,
     qwen3_next,
     read,
+    smollm3,
     zamba2,
 )
 from stree_jax.convert.families.configs import read_config
@@ -147,6 +157,17 @@ COMES_BACK = {
     "attention.rope.theta attention_near.window attention_near.rope.theta",
     "gpt-oss": "tie_embeddings moe.d_hidden moe.top_k moe.num_experts "
     "attention_near.window",
+    "qwen3-moe": "moe.num_experts moe.top_k moe.d_hidden moe.normalize mlp.d_hidden "
+    "attention.num_kv_heads attention.window attention.rope.theta tie_embeddings",
+    "smollm3": "attention.rope.theta mlp.d_hidden mlp.bias tie_embeddings norm_eps",
+    "olmo3": "attention.rope.theta attention_near.rope.theta attention_near.window "
+    "mlp.d_hidden tie_embeddings attention.rope.yarn.factor",
+    "ministral3": "attention.temperature.growth attention.rope.theta mlp.d_hidden "
+    "attention.num_kv_heads attention.window",
+    "granite-swa": "attention_near.rope.theta attention_near_2.rope.theta mlp.d_hidden "
+    "attention.rope.theta embedding_multiplier residual_multiplier logits_divisor",
+    "granite-swa-moe": "moe.num_experts moe.top_k moe.d_hidden moe.shared.d_hidden "
+    "attention_near.rope.theta",
     "qwen3-next": "moe.num_experts moe.top_k mlp.d_hidden delta.key_heads",
     "qwen3-5": "tie_embeddings stop_tokens mlp.d_hidden delta.value_dim "
     "delta.key_dim delta.value_heads delta.d_conv attention.rope.theta "
@@ -260,6 +281,11 @@ CLASSES = {
     zamba2: Zamba2Config,
     kimi_linear: KimiLinearConfig,
     bailing_hybrid: BailingHybridConfig,
+    qwen3_moe: Qwen3MoeConfig,
+    smollm3: SmolLM3Config,
+    olmo3: Olmo3Config,
+    ministral3: Ministral3Config,
+    granite_swa: GraniteSWAConfig,
 }
 
 

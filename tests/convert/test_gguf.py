@@ -37,6 +37,12 @@ LOGITS = [
     "qwen35",
     "falcon-mamba",
     "jamba",
+    "qwen3-moe",
+    "smollm3",
+    "olmo3",
+    "mistral3",
+    "granite-swa",
+    "granite-swa-moe",
 ]  # compared with transformers
 
 
@@ -82,7 +88,7 @@ def test_the_same_logits_as_transformers(made, name):
     np.testing.assert_allclose(np.asarray(ours)[0], theirs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "smollm3"])
 def test_windows_that_llama_cpp_ignores_have_no_effect(made, tmp_path, name):
     """llama.cpp 0.3.36 ignores the window of these files."""
     directory, file, _ = made(name)

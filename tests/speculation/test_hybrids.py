@@ -11,7 +11,7 @@ import stree_jax
 from stree_jax import Sampling
 from tests.speculation.auto import times
 from tests.support.drafting import drafters_of, random_prompts
-from tests.support.tiny import tiny_hybrid, tiny_mamba1
+from tests.support.tiny import tiny_attention, tiny_hybrid, tiny_mamba1
 
 NEW, LENGTHS = 24, [1, 5, 70, 33]
 AUTO = "auto:1,4,8"
@@ -19,12 +19,18 @@ CONVS = ("short_conv", "mlp", "attention", "moe", "short_conv", "mlp")
 AFTER = ("delta", "mlp", "after:attention", "after:mlp", "both:delta", "mlp")
 LIGHTNING = (*("stream:lightning", "stream:moe") * 2, "stream:attention", "stream:moe")
 WINDOWS = ("short_conv", "mlp", "both:near", "both:mlp", "both:attention", "mlp")
+NOPE = ("attention", "mlp", "nope", "mlp", "near", "moe")
+WHOLE = ("after:near_whole", "after:mlp", "after:far", "after:mlp")
+GROWN = ("grown", "moe", "grown", "mlp")
 MODELS = {
     "lfm2": partial(tiny_hybrid, 1, CONVS),
     "lfm3": partial(tiny_hybrid, 1, WINDOWS),
     "olmo": partial(tiny_hybrid, 1, AFTER, qk_norm_whole=True),
     "minimax": partial(tiny_hybrid, 1, LIGHTNING),
     "mamba1": partial(tiny_mamba1, 1),
+    "smollm3": partial(tiny_attention, 1, NOPE),
+    "olmo3": partial(tiny_attention, 1, WHOLE),
+    "ministral3": partial(tiny_attention, 1, GROWN),
 }
 CASES = [
     ("model", "A"),

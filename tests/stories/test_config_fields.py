@@ -73,6 +73,7 @@ ROPES = {  # by the rope_type of transformers
     "by layer": [({"full_attention": {"rope_theta": 5.0}}, "full_attention")],
 }
 HALF = {"rope_type": "proportional", "rope_theta": 9.0, "partial_rotary_factor": 0.4}
+SHORT = {**YARN, "original_max_position_embeddings": 5}
 PARTIAL = {"rope_theta": 700.0, "partial_rotary_factor": 0.5}
 ALL_LINEAR = ["linear_attention"] * 3 + ["full_attention"]
 # Layers of Kimi-Linear as released configs list them, and with mistakes.
@@ -286,6 +287,87 @@ CASES = {
         ({"rms_norm_eps": 0.01}, EQUAL),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"is_causal": False}, "is_causal"),
+    ],
+    "qwen3-moe": [
+        ({"norm_topk_prob": False}, EQUAL),
+        ({"norm_topk_prob": GONE}, EQUAL),
+        ({"num_experts_per_tok": 3}, EQUAL),
+        ({"mlp_only_layers": []}, "tensor"),
+        ({"decoder_sparse_step": 2}, "tensor"),
+        ({"sliding_window": 4}, NO_EFFECT),  # without use_sliding_window
+        ({"use_sliding_window": True, "sliding_window": 4}, EQUAL),
+        ({"rope_parameters": {"rope_theta": 77.0}}, EQUAL),
+        ({"rope_scaling": YARN}, EQUAL),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "smollm3": [
+        ({"no_rope_layers": [1] * 5}, EQUAL),
+        ({"no_rope_layers": GONE, "no_rope_layer_interval": 2}, EQUAL),
+        ({"no_rope_layer_interval": 2}, NO_EFFECT),  # the list takes precedence
+        ({"no_rope_layers": [1] * 4}, "no_rope_layers"),
+        ({"rope_parameters": GONE}, EQUAL),
+        ({"rope_parameters": GONE, "rope_scaling": YARN, "rope_theta": 9.0}, EQUAL),
+        ({"sliding_window": 4}, NO_EFFECT),
+        (
+            {"layer_types": GONE, "use_sliding_window": True, "sliding_window": 4},
+            EQUAL,
+        ),
+        ({"layer_types": [NEAR] * 5}, "layer_types"),
+        ({"attention_bias": False}, f"attention_bias: {BIAS}"),
+        ({"mlp_bias": GONE}, f"mlp_bias: {BIAS}"),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "olmo3": [
+        ({"sliding_window": 3}, EQUAL),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"layer_types": [FAR, NEAR, NEAR]}, EQUAL),
+        ({"layer_types": GONE}, EQUAL),
+        ({"rope_parameters": GONE}, EQUAL),
+        ({"rope_parameters": GONE, "rope_scaling": YARN}, EQUAL),
+        ({"rope_parameters": {FAR: {**YARN, "rope_theta": 77.0}}}, EQUAL),
+        ({"rope_parameters": {NEAR: {**YARN, "rope_theta": 77.0}}}, EQUAL),
+        ({"rope_theta": 9.0}, NO_EFFECT),
+        ({"attention_bias": True}, NO_EFFECT),  # a missing bias is zero
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "ministral3": [
+        ({"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.2}}, EQUAL),
+        ({"rope_parameters": {**SHORT, "llama_4_scaling_beta": 0.2}}, EQUAL),
+        ({"rope_parameters": GONE}, EQUAL),
+        ({"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.2}}, EQUAL),
+        ({"sliding_window": 4}, EQUAL),
+        ({"head_dim": GONE}, "shape"),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "granite-swa": [
+        ({"sliding_window": 3}, EQUAL),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"layer_types": GONE}, EQUAL),
+        ({"layer_types": [NEAR] * 4}, EQUAL),
+        ({"layer_rope_theta": GONE}, EQUAL),
+        ({"layer_rope_theta": [0] * 4}, EQUAL),
+        ({"layer_rope_theta": [700.0] * 3}, "layer_rope_theta"),
+        ({"rope_parameters": {**YARN, "rope_theta": 9.0}}, EQUAL),
+        ({"attention_multiplier": GONE}, EQUAL),
+        ({"logits_scaling": GONE}, EQUAL),
+        ({"mlp_bias": False}, f"mlp_bias: {BIAS}"),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "granite-swa-moe": [
+        ({"num_experts_per_tok": 3}, EQUAL),
+        ({"shared_intermediate_size": 0}, "tensor"),
+        ({"residual_multiplier": GONE}, EQUAL),
+        ({"embedding_multiplier": GONE}, EQUAL),
     ],
     "granite-3": [
         ({"logits_scaling": GONE}, EQUAL),

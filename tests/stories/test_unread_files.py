@@ -90,9 +90,9 @@ def test_other_quantizations_are_refused_with_advice(tmp_path, method):
 
 REFUSED_CONFIGS = {
     "compression_config.quant_method": {"compression_config": {"quant_method": "x"}},
-    "model_type: 'mistral3'": {
+    "text_config.model_type: 'mistral4'": {
         "model_type": "mistral3",
-        "text_config": {"model_type": "mistral"},
+        "text_config": {"model_type": "mistral4"},
     },
     "model_type: 'qwen2_5_vl'": {"model_type": "qwen2_5_vl", "vision_config": {}},
     "rope_scaling.rope_type: 'dynamic'": {

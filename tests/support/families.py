@@ -22,6 +22,7 @@ from stree_jax.models import (
     ShortConvConfig,
     init_params,
 )
+from stree_jax.models.layers.rope import Temperature
 from stree_jax.models.stack.config import named
 from tests.support.tiny import perturbed
 
@@ -149,6 +150,18 @@ FAMILIES = {
             ),
             moe=MoEConfig(8, 2, 16, activation="clamped", bias=True),
             mlp=MLPConfig(48, activation="gelu_tanh"),
+        ),
+    ),
+    "granite-swa": ModelConfig(  # with the growth of the queries of Ministral 3
+        **SIZES,
+        layers=("near", "moe", "nope", "mlp"),
+        mixers=named(
+            near=AttentionConfig(
+                8, 2, 4, rope=ROPE, window=5, sinks=True, temperature=Temperature(1, 8)
+            ),
+            nope=AttentionConfig(8, 2, 4, scale=0.4, sinks=True),
+            moe=MoEConfig(8, 2, 16, shared=MLPConfig(24), normalize=False),
+            mlp=MLPConfig(48),
         ),
     ),
     "jamba": ModelConfig(

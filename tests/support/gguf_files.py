@@ -14,6 +14,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from tests.support.gguf_attention import (
+    ATTENTION,
+    ATTENTION_CASES,
+    describe_attention,
+    granite_tensors,
+)
 from tests.support.gguf_qwen import (
     QWEN,
     QWEN_CASES,
@@ -156,12 +162,13 @@ GGUF_CASES = {
     "kimi-linear-joined": ("kimi-linear", lambda: kimi_linear(**KIMI)),
     # llama.cpp knows which layers have windows, and the base of their positions.
     "gemma3": ("gemma3", lambda: gemma3(**GEMMA3)),
+    **ATTENTION_CASES,
     **QWEN_CASES,
 }
 # The converter reorders q and k of these architectures, for a rotary embedding that
 # rotates neighbouring channels.
 PAIRED = ("llama", "granite", "granitemoe", "granitehybrid")
-PAIRED += ("nemotron_h", "nemotron_h_moe")
+PAIRED += ("nemotron_h", "nemotron_h_moe", "smollm3", "mistral3", "granite_swa")
 
 
 def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
@@ -183,7 +190,8 @@ def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
     else:
         config["joined"] = name.endswith("-joined")
         describe(writer, arch, config)
-        placed = layout(arch, config, tensors)
+        own = granite_tensors(tensors) if arch == "granite_swa" else ()
+        placed = [*own, *layout(arch, config, tensors)]
     if extra is None:
         writer.add_tokenizer_model("no_vocab")
     else:
@@ -234,6 +242,7 @@ def describe(writer, arch, c):
         writer.add_sliding_window(c["sliding_window"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    rope = rope.get(FAR, rope)
     if "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
     if heads and arch != "kimi-linear":
@@ -271,6 +280,9 @@ def describe(writer, arch, c):
         describe_selective(writer, c)
         return
     if arch.startswith(("lfm2", "kimi")):
+        return
+    if arch in ATTENTION:
+        describe_attention(writer, arch, c, layers, rope)
         return
     if arch not in ("llama", "qwen2", "qwen3", "gemma3", "granite", "granitemoe"):
         describe_mixer(writer, c)
@@ -337,9 +349,10 @@ def describe_granite(writer, c, arch):
     writer.add_embedding_scale(c["embedding_multiplier"])
     writer.add_residual_scale(c["residual_multiplier"])
     writer.add_logit_scale(c["logits_scaling"])
-    if arch != "granitemoe":  # without this key, attention uses rotary embeddings
+    # Without this key, attention uses rotary embeddings.
+    if arch not in ("granitemoe", "granite_swa"):
         writer.add_rope_scaling_finetuned(arch != "granitehybrid")
-    if c["num_local_experts"]:
+    if c.get("num_local_experts"):
         writer.add_expert_count(c["num_local_experts"])
         writer.add_expert_used_count(c["num_experts_per_tok"])
         writer.add_expert_shared_feed_forward_length(c["shared_intermediate_size"])
@@ -392,7 +405,8 @@ def layout(arch, c, tensors):
     """Yields names and float32 arrays of a GGUF file's tensors, from a checkpoint's."""
     layers = c.get("layers_block_type") or c.get("layer_types") or []
     count = c.get("num_hidden_layers") or len(layers)
-    number = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch)
+    known = "granite" if arch == "granite_swa" else arch
+    number = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == known)
     names = gguf.get_tensor_name_map(number, count)
     if arch == "falcon-h1":
         multiply(c, tensors)

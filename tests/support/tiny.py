@@ -20,6 +20,7 @@ from stree_jax.models import (
     ShortConvConfig,
     init_params,
 )
+from stree_jax.models.layers.rope import Temperature, Yarn
 from stree_jax.models.stack.config import named
 
 VOCAB, REAL, STOP = 50, 47, 7  # three rows of the vocabulary are padding
@@ -103,6 +104,33 @@ def tiny_hybrid(seed, layers, **options):
             ),
             mlp=MLPConfig(48),
             moe=MoEConfig(6, 2, 16, router="sigmoid", normalize_eps=1e-6),
+        ),
+    )
+    params = init_params(config, jax.random.key(seed), jnp.float32)
+    return Model(params=perturbed(params, 0.2, seed), config=config)
+
+
+def tiny_attention(seed, layers):
+    """Returns a model whose attention differs between layers: without a rotary
+    embedding (SmolLM3), with windows and YaRN (Olmo 3), with queries that grow
+    (Ministral 3), with sinks (Granite with windows)."""
+    yarn, plain = Rope(50.0, 8, yarn=Yarn(4.0, 16)), Rope(1e4, 8)
+    whole = {"qk_norm_eps": 1e-4, "qk_norm_whole": True}
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_tokens=REAL,
+        d_model=32,
+        layers=layers,
+        stop_tokens=(STOP,),
+        mixers=named(
+            attention=AttentionConfig(4, 2, 8, rope=plain),
+            nope=AttentionConfig(4, 2, 8, sinks=True),
+            near=AttentionConfig(4, 2, 8, rope=plain, window=9, sinks=True),
+            far=AttentionConfig(4, 2, 8, rope=yarn, **whole),
+            near_whole=AttentionConfig(4, 2, 8, rope=plain, window=9, **whole),
+            grown=AttentionConfig(4, 2, 8, rope=yarn, temperature=Temperature(0.6, 16)),
+            mlp=MLPConfig(48),
+            moe=MoEConfig(6, 2, 16, normalize=False),
         ),
     )
     params = init_params(config, jax.random.key(seed), jnp.float32)
