@@ -51,7 +51,7 @@ FLOORS = {
         "tensors",
         "tokenizers",
         "families",
-        "gguf saved",
+        "adapters gguf saved",
         "checkpoint drafters export",
         "hub",
     ),
