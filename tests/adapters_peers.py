@@ -3,8 +3,8 @@
     python -m tests.adapters_peers FOLDER
 
 For each tiny model of transformers and each set of options, peft writes an adapter with
-random matrices into FOLDER. Prints how far the logits of `load(.., adapter=..)` are from
-those of peft's model, which does not merge, or the line that refuses the adapter.
+random matrices into FOLDER. Prints how far the logits of `load(.., adapter=..)` are
+from those of peft's model, which does not merge, or the line that refuses the adapter.
 
 The exit status is 1 if a difference is above `LIMIT`.
 """

@@ -32,7 +32,7 @@ FLOORS = {
         "sizing",
         "generation",
         "training verify",
-        "cost drafters trees",
+        "adapters cost drafters trees",
         "server",
         "cli",
         "__main__",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
-from stree_jax.convert.adapters.merged import Change, LowRank, Merged
+from stree_jax.convert.adapters.merged import Change, Merged, Product
 from stree_jax.convert.adapters.peft import (
     BASE_LAYER,
     INSTEAD,
@@ -146,7 +146,7 @@ def _low_rank(
     roles: Mapping[str, str],
     place: str,
     shape: tuple[int, ...],
-) -> LowRank:
+) -> Product:
     """Checks the low-rank tensors of a module, and returns their product.
 
     Args:
@@ -177,4 +177,4 @@ def _low_rank(
             raise adapter.error(first, f"{module} has no {role}")
         reason = f"rank {rank} and {place} {list(shape)} of the base"
         adapter.check(roles[role], wanted, reason)
-    return LowRank(roles[up], roles[down], scale, transposed, roles.get(NORMS))
+    return Product(roles[up], roles[down], scale, transposed, roles.get(NORMS))

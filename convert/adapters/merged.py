@@ -11,7 +11,7 @@ from stree_jax.convert.tensors.stored_tensors import Tensors, at_once
 
 
 @dataclass(frozen=True)
-class LowRank:
+class Product:
     """A product of two matrices of an adapter, which is added to a tensor [m, k].
 
     Attributes:
@@ -42,7 +42,7 @@ class Change:
 
     base: str
     whole: str | None = None
-    added: LowRank | None = None
+    added: Product | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,20 +88,34 @@ class Merged(Tensors):
             return self.adapter.read(change.whole, dtype, index)
         return super().read(change.base, dtype, index)
 
-    def _sum(self, change: Change, added: LowRank, index: Index = ()) -> np.ndarray:
+    def _sum(self, change: Change, added: Product, index: Index = ()) -> np.ndarray:
         """Computes a tensor with the adapter's product added, in float32."""
         total = self._start(change, np.float32, index).astype(np.float32)  # a copy
-        up, down = self._matrix(added.up), self._matrix(added.down)
-        if added.transposed:
-            up, down = up.T, down.T
+        up, down = self._matrices(added)
         rows, columns = (*index, slice(None), slice(None))[:2]
-        up, down = np.float32(added.scale) * up[rows], down[:, columns]
+        up, down = up[rows], down[:, columns]
         for piece in at_once(total.shape):
             total[piece] += up[piece] @ down
         if added.norms is not None:
             norms = self._matrix(added.norms) / np.linalg.norm(total, axis=1)
             total *= norms[:, None]
         return total
+
+    def factors(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the matrices [m, rank], with the scale, and [rank, k] float32 whose
+        product is added to a tensor. The rank is 0 if nothing is added."""
+        change = self.changes.get(name)
+        if change is None or change.added is None:
+            m, k = self.tensors[name].shape
+            return np.zeros((m, 0), np.float32), np.zeros((0, k), np.float32)
+        return self._matrices(change.added)
+
+    def _matrices(self, added: Product) -> tuple[np.ndarray, np.ndarray]:
+        """Reads the matrices of a product; see `factors`."""
+        up, down = self._matrix(added.up), self._matrix(added.down)
+        if added.transposed:
+            up, down = up.T, down.T
+        return np.float32(added.scale) * up, down
 
     def _matrix(self, name: str) -> np.ndarray:
         """Reads a tensor of the adapter in float32."""

@@ -9,11 +9,14 @@ from safetensors.numpy import load_file
 
 import stree_jax
 from stree_jax.cli import main as cli
-from stree_jax.convert import CheckpointError, CheckpointFiles, convert_checkpoint
-from stree_jax.convert import open_local
-from tests.support import adapters
+from stree_jax.convert import (
+    CheckpointError,
+    CheckpointFiles,
+    convert_checkpoint,
+    open_local,
+)
+from tests.support import adapters, quantized
 from tests.support import hf_checkpoints as hf
-from tests.support import quantized
 from tests.support.adapters import CONFIG, WEIGHTS, low_rank, write
 from tests.support.checkpoints import assert_same, edit_json, small_tokenizer
 from tests.support.mistakes import SEEN, TOKENS, maker
@@ -147,8 +150,9 @@ def test_biases_and_modules_that_are_saved_whole(made, tmp_path):
     layers = low_rank(other, ["q_proj"])
     rng = np.random.default_rng(0)
     shapes = {n: t.shape for n, t in load_file(base / "model.safetensors").items()}
+    q = "model.layers.0.self_attn.q_proj"
     names = {
-        "model.layers.0.self_attn.q_proj.bias": "model.layers.0.self_attn.q_proj.base_layer.bias",
+        f"{q}.bias": f"{q}.base_layer.bias",
         "model.layers.1.mlp.down_proj.bias": "model.layers.1.mlp.down_proj.bias",
         "model.norm.weight": "model.norm.weight",
         "lm_head.weight": "lm_head.weight",
@@ -166,7 +170,7 @@ def test_biases_and_modules_that_are_saved_whole(made, tmp_path):
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_a_whole_embedding_of_a_tied_model(made, tmp_path, copied):
-    """`modules_to_save` trains a copy; otherwise peft saves the shared weight itself."""
+    """`modules_to_save` trains a copy; otherwise peft saves the shared weight."""
     _, base, _ = made("qwen3")
     old = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
     whole = {"model.embed_tokens.weight": 2 * old}
