@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -446,6 +447,24 @@ def test_what_is_no_adapter(made, tmp_path):
         stree_jax.load(base, adapter=tmp_path / "missing")
     with pytest.raises(CheckpointError, match="PEFT adapter.*--adapter"):
         stree_jax.load(adapter)
+
+
+def test_an_adapter_in_gguf_form_is_refused_by_name(made, tmp_path):
+    """As llama.cpp's converter writes it: with the architecture of its base."""
+    _, base, _ = made("llama")
+    writer = gguf.GGUFWriter(tmp_path / "lora.gguf", "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((4, 24), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="general.type: 'adapter'.*peft's direc"):
+        stree_jax.load(base, adapter=tmp_path / "lora.gguf")
+    with pytest.raises(CheckpointError, match="'adapter' is not a model; merge it"):
+        stree_jax.load(tmp_path / "lora.gguf")
 
 
 def test_bases_in_other_formats_are_refused(made, tmp_path):
