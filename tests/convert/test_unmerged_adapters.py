@@ -12,7 +12,8 @@ from stree_jax.convert.export import export_hf
 from stree_jax.models import cast_params
 from stree_jax.models.weights.adapted import Adapted
 from stree_jax.models.weights.formats import gathered
-from tests.support import adapters
+from stree_jax.models.weights.kept import Panels, Whole
+from tests.support import adapters, quantized, quantized_int4
 from tests.support import hf_checkpoints as hf
 from tests.support.adapters import low_rank, write
 from tests.support.mistakes import TOKENS, maker
@@ -107,6 +108,32 @@ def test_the_base_may_be_in_any_format(pair, dtype):
     plain = stree_jax.generate(adapted, [PROMPT], drafter=None, **ASKED)
     drafted = stree_jax.generate(adapted, [PROMPT], drafter=model, tree="A", **ASKED)
     assert drafted.tokens == plain.tokens
+
+
+def test_a_base_of_four_bits_stays_as_it_is(tmp_path):
+    """Apart, the adapter leaves all matrices quantized; merged, only those that it does
+    not change."""
+    other = quantized_int4.MODELS["llama"]().bfloat16()
+    other.save_pretrained(tmp_path / "plain")
+    base, spellings = tmp_path / "base", quantized_int4.SPELLINGS
+    quantized.write(tmp_path / "plain", base, "gptq", spellings)
+    folder = write(tmp_path / "adapter", low_rank(other.float(), ["down_proj"]))
+    kept = stree_jax.load(base, dtype="kept")
+    with pytest.warns(UserWarning, match="changes 2 quantized tensors"):
+        exact = stree_jax.load(base, dtype="float32", adapter=folder)
+    with pytest.warns(UserWarning, match="changes 2 quantized tensors"):
+        merged = stree_jax.load(base, dtype="kept", adapter=folder)
+    apart = with_adapter(kept, load_adapter(folder, base))
+    wanted = np.asarray(stree_jax.score(exact, TOKENS[None])[0])
+    before = np.asarray(stree_jax.score(kept, TOKENS[None])[0])
+    assert np.abs(wanted - before).max() > 0.1
+    for model in (apart, merged):
+        assert model.weight_format.name == "kept"
+        found = np.asarray(stree_jax.score(model, TOKENS[None])[0])
+        assert np.abs(found - wanted).max() < 1e-3 * np.abs(wanted).max()
+    layers = [m.params["layers_1"]["mlp"]["down"] for m in (kept, apart, merged)]
+    assert isinstance(layers[0], Panels) and isinstance(layers[1].base, Panels)
+    assert isinstance(layers[2], Whole)
 
 
 def test_adapters_are_switched_in_one_program(pair):
