@@ -20,6 +20,7 @@ from tests.support import adapters, quantized
 from tests.support import hf_checkpoints as hf
 from tests.support.adapters import CONFIG, WEIGHTS, low_rank, write
 from tests.support.checkpoints import assert_same, edit_json, small_tokenizer
+from tests.support.gguf_files import write_gguf
 from tests.support.mistakes import SEEN, TOKENS, maker
 
 CASES = ("llama", "qwen3", "granite", "bamba", "qwen3-next", "qwen3-5", "mamba2")
@@ -325,7 +326,7 @@ def test_ranks_that_are_ignored_do_not_fit(square, tmp_path):
     wrong = shutil.copytree(root / "adapter", tmp_path / "wrong")
     with_field(rank_pattern={})(wrong, None)
     with pytest.raises(
-        CheckpointError, match=r"o_proj.*want shape \[9, 24\] by rank 9"
+        CheckpointError, match=r"o_proj.*want shape \[24, 9\] by rank 9"
     ):
         stree_jax.load(root / "base", adapter=wrong)
 
@@ -471,7 +472,7 @@ def test_bases_in_other_formats_are_refused(made, tmp_path):
     other, base, _ = made("llama")
     adapter = write(tmp_path / "adapter", low_rank(other, ["q_proj"]))
     convert_checkpoint(base, tmp_path / "ours")
-    for model in (tmp_path / "ours", "demo"):
+    for model in (tmp_path / "ours", write_gguf(base, "llama", tmp_path / "m.gguf")):
         with pytest.raises(CheckpointError, match="Hugging Face directories only"):
             stree_jax.load(model, adapter=adapter)
 
