@@ -28,8 +28,8 @@ LINEAR = {"target_modules": "all-linear"}
 # Where "all-linear" includes what peft does not allow, or experts.
 OWN = {
     "qwen3-next": {
-        "target_modules": "q_proj k_proj v_proj o_proj in_proj_qkvz in_proj_ba out_proj "
-        "shared_expert_gate".split()
+        "target_modules": "q_proj k_proj v_proj o_proj in_proj_qkvz in_proj_ba "
+        "out_proj shared_expert_gate".split()
     },
     "mamba2": {"target_modules": ["in_proj"]},
 }

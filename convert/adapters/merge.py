@@ -136,7 +136,7 @@ def _place(
     found = [root + rest for root in ROOTS if root + rest in known]
     if len(found) != 1:
         what = f"the base has no tensor {wanted}; the adapter is for another model"
-        raise adapter.error(name, what)
+        raise adapter.error(name, f"{what}, or for a class that names it differently")
     return found[0]
 
 
@@ -162,7 +162,7 @@ def _low_rank(
     (m, k), (rank, scale) = shape, adapter.rank_and_scale(module)
     transposed = not roles.keys().isdisjoint(EMBEDDING)
     up, down = EMBEDDING if transposed else LINEAR
-    shapes = {up: (m, rank), down: (rank, k)}
+    shapes: dict[str, tuple[int, ...]] = {up: (m, rank), down: (rank, k)}
     if transposed:
         shapes = {role: wanted[::-1] for role, wanted in shapes.items()}
     if adapter.has_norms:

@@ -1,7 +1,7 @@
 """Weights with a low-rank product that is added to their own, as by a LoRA adapter."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,8 @@ class Adapted(Weight):
         self, rows: jax.Array, valid_count: jax.Array | None, native: bool
     ) -> jax.Array:
         y = as_weight(self.base).product(rows, valid_count, native)
+        how: Literal["xla"] | None = None if native else "xla"
         for matrix in (self.added.down, self.added.up):
-            how = None if native else "xla"
             rows = linear(rows, matrix, valid_count=valid_count, implementation=how)
         return y + rows
 
@@ -68,7 +68,7 @@ class Adapted(Weight):
         return as_weight(self.base).rows(ids) + added
 
     def gathered(self, ids: jax.Array) -> Weight:
-        added = self.added.replace(up=self.added.up[ids])
+        added = LowRank(self.added.up[ids], self.added.down)
         return Adapted(gathered(self.base, ids), added)
 
     def take(self, places: Sequence[slice], axis: int) -> NoReturn:

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.resolve import headers
 from stree_jax.common.checks import with_hints
@@ -34,4 +32,4 @@ def load_adapter(adapter: str | Path, base: str | Path) -> Any:
         opened = described(path, adapter)
     source, names = opened.source, opened.names
     assert isinstance(source, Merged) and names is not None, "merged by `described`"
-    return jax.device_put(unmerged(source, names, opened.config))
+    return unmerged(source, names, opened.config)
