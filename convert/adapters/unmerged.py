@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.convert.adapters.merged import Change, Merged
@@ -58,7 +58,7 @@ def _low_rank(source: Merged, row: Row) -> LowRank:
     if row.groups and row.group_axis == 1:
         down = np.take(down, order_of(row.groups), axis=1)
         row = replace(row, groups=())
-    return jax.device_put(LowRank(join(row, ups), down))
+    return LowRank(jnp.asarray(join(row, ups)), jnp.asarray(down))
 
 
 def _problem(row: Row, change: Change | None) -> str | None:
