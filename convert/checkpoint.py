@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from stree_jax.convert.adapters.merge import merge_adapter
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families.configs import Warn, check_mtp, read_config
 from stree_jax.convert.families.tensor_map import Names, Row
@@ -151,6 +152,7 @@ def open_local(
     dt_floor: bool = False,
     warn: Warn | None = None,
     mtp: bool | None = False,
+    adapter: Path | None = None,
 ) -> Opened:
     """Reads the config and headers of a directory or a GGUF file.
 
@@ -161,6 +163,7 @@ def open_local(
       files: the checkpoint.
       dt_floor, warn, mtp: see `configs.read_config`. For a directory of our own format
         the config always includes the MTP layers.
+      adapter: directory of a LoRA adapter of peft, which is merged. If None, none is.
 
     Raises:
       CheckpointError: the checkpoint is invalid or unsupported. The message is one line
@@ -168,6 +171,11 @@ def open_local(
     """
     if not files.path.is_dir() and not files.is_gguf:
         raise CheckpointError(f"{files.path}: no such directory")
+    if adapter is not None and (files.is_gguf or is_ours(files)):
+        raise CheckpointError(
+            f"{files.path}: adapters are merged into Hugging Face directories only; "
+            "give the one that this was converted from"
+        )
     if is_ours(files):
         config, own = config_from_json(files)
         if mtp:
@@ -188,6 +196,9 @@ def open_local(
         format = family.name
         source, left_out = without_left_out(source, family.names, warn)
         names, config = settle_names(source, family.names, config, warn)
+        if adapter is not None:
+            _check_layer_count(source, config)
+            source, config = merge_adapter(source, names, config, adapter, warn)
     dtype, quantized = source_dtype(source), scheme_names(source)
     return Opened(files, format, config, dtype, quantized, source, names, left_out)
 
@@ -362,6 +373,7 @@ def convert_checkpoint(
     progress: bool = True,
     dt_floor: bool = False,
     warn: Warn = warnings.warn,
+    adapter: Path | None = None,
 ) -> None:
     """Converts a checkpoint to a directory in our own format.
 
@@ -379,8 +391,9 @@ def convert_checkpoint(
       dt_floor: see `configs.read_config`.
       warn: called with one line for each problem that is not an error: a weight with
         NaN or infinity, an invalid stop token, MTP layers or a vision encoder that are
-        left out, a tokenizer of an unknown kind, or leftovers of an interrupted
-        conversion.
+        left out, a tokenizer of an unknown kind, quantized weights that an adapter
+        changes, or leftovers of an interrupted conversion.
+      adapter: directory of a LoRA adapter of peft, which is merged. If None, none is.
 
     Raises:
       CheckpointError: the checkpoint is invalid or unsupported, or `dst` cannot be
@@ -392,7 +405,7 @@ def convert_checkpoint(
             saved_format(dtype)
         files = CheckpointFiles(src)
         read_tokenizer(files, warn)  # raises for a bad one before the weights are read
-        opened = open_local(files, dt_floor, warn, mtp=None)
+        opened = open_local(files, dt_floor, warn, None, adapter)
         dtype = opened.dtype if dtype is None else dtype
         checkpoint = checked(opened, opened.weight_format(dtype, warn))
         config, format = checkpoint.config, checkpoint.weight_format

@@ -27,6 +27,7 @@ from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tokenizers.tokenizer import copy_tokenizer
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, by_path, format_of
+from stree_jax.models.stack.adapters import has_adapter
 from stree_jax.models.stack.config_json import MAX_SIZE
 
 SHARD_BYTES = 5 * 10**9
@@ -63,6 +64,10 @@ def export_hf(
       CheckpointError: no Hugging Face class has the model's layers and options, `dst`
         cannot be written, or the disk is full.
     """
+    if has_adapter(params):
+        raise CheckpointError(
+            "export: the model has an adapter; load it with the adapter merged"
+        )
     format = format_of(params)
     if format.can_be_saved and not format.plain:
         raise CheckpointError(

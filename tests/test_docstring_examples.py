@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import pallas_kernels, trees
+from stree_jax import adapters, pallas_kernels, trees
 from stree_jax.drafters import EarlierTexts
 
 GLOBALS = {"stree_jax": stree_jax, "jax": jax, "jnp": jnp, "np": np}
 GLOBALS |= {"pallas_kernels": pallas_kernels, "EarlierTexts": EarlierTexts}
+GLOBALS["adapters"] = adapters
 TREES = [name for name, value in vars(trees).items() if callable(value)]
 PUBLIC = {
     **{f"stree_jax.{n}": getattr(stree_jax, n) for n in stree_jax.__all__},
@@ -20,6 +21,7 @@ PUBLIC = {
 }
 PUBLIC["stree_jax.pallas_kernels.without_kernels"] = pallas_kernels.without_kernels
 PUBLIC["stree_jax.drafters.EarlierTexts"] = EarlierTexts
+PUBLIC["stree_jax.adapters.with_adapter"] = adapters.with_adapter
 del PUBLIC["stree_jax.__version__"]
 
 

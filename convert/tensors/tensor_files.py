@@ -143,8 +143,8 @@ def open_source(directory: Path) -> Tensors:
     if is_file(directory / ADAPTER):
         raise CheckpointError(
             f"{directory / ADAPTER}: a PEFT adapter next to the weights is not "
-            "applied; merge it (merge_and_unload) and save the result, or move the "
-            "file away to load the weights without it"
+            "applied; move it and its weights to another directory, and give that with "
+            "--adapter to merge it"
         )
     files, weight_map = weight_files(directory)
     source = open_files(directory, files, weight_map)
@@ -161,8 +161,8 @@ def _without_config(directory: Path) -> str:
         return f"params.json, but no config.json; {OWN_FORMAT}"
     if (directory / ADAPTER).is_file():
         return (
-            "a PEFT adapter, not a model; merge it into its base model "
-            "(merge_and_unload) and save the result"
+            "a PEFT adapter, not a model; give its base model, and this directory with "
+            "--adapter"
         )
     patterns = ("*/config.json", "snapshots/*/config.json")  # the latter in hub caches
     below = [file for pattern in patterns for file in directory.glob(pattern)]

@@ -30,6 +30,7 @@ from stree_jax.models.sharding.placement import (
     spec_of,
     whole_from,
 )
+from stree_jax.models.stack.adapters import has_adapter
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model import Model
 from stree_jax.models.stack.shapes import abstract_params
@@ -95,6 +96,8 @@ def shard(
         )
     if model.mesh is not None:
         raise ValueError("model: already on a mesh; load it again")
+    if has_adapter(model.params):
+        raise ValueError("model: has an adapter; load it with the adapter merged")
     whole, mesh, axes = flag("whole", whole), automatic(mesh), _axes(rows, parts)
     for argument, names, usual in (("rows", rows, DATA), ("parts", parts, MODEL)):
         each = (names,) if isinstance(names, str) else names

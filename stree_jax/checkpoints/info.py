@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax import models
-from stree_jax.checkpoints.resolve import check_is_model, headers, local_or_hub
+from stree_jax.checkpoints.resolve import (
+    adapter_path,
+    check_is_model,
+    headers,
+    local_or_hub,
+)
 from stree_jax.convert import CheckpointFiles, Opened, open_local
 from stree_jax.convert.hub import HubName
 from stree_jax.convert.saved.store import check_config
@@ -17,12 +22,13 @@ from stree_jax.models import param_shapes
 from stree_jax.models.stack.memory import state_bytes, weight_bytes
 
 
-def described(path: Path) -> Opened:
-    """Opens a local directory or GGUF file to describe it, without loading it."""
+def described(path: Path, adapter: str | Path | None = None) -> Opened:
+    """Opens a local directory or GGUF file to describe it, without loading it. An
+    adapter is merged, as by `load`."""
     level()  # report a bad value of STREE_JAX_CPU_KERNELS now, as `load` does
     files = CheckpointFiles(path)
     check_is_model(files)
-    opened = open_local(files, mtp=None)
+    opened = open_local(files, mtp=None, adapter=adapter_path(adapter))
     if opened.source is None:
         check_config(opened.files)
     return opened

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from stree_jax.checkpoints.resolve import check_is_model, resolve
+from stree_jax.checkpoints.resolve import adapter_path, check_is_model, resolve
 from stree_jax.common.checks import check_not_forked, flag, shown, with_hints
 from stree_jax.common.heap import no_collection, return_free_memory
 from stree_jax.common.programs import read_ahead
@@ -32,6 +32,7 @@ def load(
     mtp: bool | None = False,
     mesh: Mesh | None = None,
     whole: bool = False,
+    adapter: str | Path | None = None,
 ) -> Model:
     """Loads a model from a Hugging Face directory, a converted directory, a GGUF file,
     or the Hugging Face hub.
@@ -59,6 +60,9 @@ def load(
       mesh, whole: see `shard`. If mesh is None, the model is put on one device. All
         processes of a mesh must load it at the same time. Each process checks all files
         of a converted directory.
+      adapter: a LoRA adapter of peft (a directory with adapter_config.json and
+        adapter_model.safetensors, or a hub id), which is merged into the weights of a
+        Hugging Face directory, in float32. If None, none is.
 
     Returns:
       The model, with its tokenizer if the checkpoint has one.
@@ -88,7 +92,7 @@ def load(
     files, warn, cut = CheckpointFiles(resolve(path_or_hub_id)), warnings.warn, WHOLE
     check_is_model(files)
     read_ahead()
-    opened = open_local(files, dt_floor, warn, mtp)
+    opened = open_local(files, dt_floor, warn, mtp, adapter_path(adapter))
     kept = opened.weight_format(dtype, warn)
     own_layers = mtp is not False
     config = opened.config if own_layers else replace(opened.config, mtp=())

@@ -77,6 +77,7 @@ def load_pair(
     ngram_width: int | None = None,
     mesh: Mesh | None = None,
     vocabulary: DraftVocabulary | None = None,
+    adapter: str | None = None,
 ) -> tuple[Model, AnyDrafter]:
     """Loads a target and its drafter.
 
@@ -98,6 +99,7 @@ def load_pair(
       mesh: the devices over which the target is sharded. A draft model is replicated.
       vocabulary: the tokens that MTP layers, a block drafter or EAGLE can draft. If
         None, all.
+      adapter: a LoRA adapter that is merged into the target, as for `load`.
 
     Returns:
       the target, and the drafter as `generate` takes it (None for plain decoding).
@@ -107,7 +109,8 @@ def load_pair(
     if vocabulary is not None and named is not None and not named.can_trim:
         raise unsupported(name)
     table = None if ngrams is None else load_ngrams(ngrams)
-    model = load(target, dtype=dtype, mtp=mtp_layers(name), mesh=mesh)
+    mtp = mtp_layers(name)
+    model = load(target, dtype=dtype, mtp=mtp, mesh=mesh, adapter=adapter)
     if name == AUTO:
         name = default_drafter(model.config)
     files = DrafterFiles(file_name(name), target, whole=True)
@@ -151,6 +154,7 @@ def pair_configs(
     drafter: str | None,
     dtype: str | None = None,
     draft_vocab: int | None = None,
+    adapter: str | None = None,
 ) -> PairConfigs:
     """Returns the architectures of the models that `load_pair` would load. N-grams are
     read, and for a custom drafter, which may depend on its weights, the target is.
@@ -158,9 +162,10 @@ def pair_configs(
     Args:
       target, drafter, dtype: as in `load_pair`.
       draft_vocab: number of tokens that the drafter can draft. If None, all.
+      adapter: as in `load_pair`.
     """
     with headers(target) as directory:
-        found = described(directory)
+        found = described(directory, adapter)
         weights = found.weight_format(dtype)
     name = drafter_name(target, drafter)
     if name == AUTO:

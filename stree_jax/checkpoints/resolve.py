@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 
 from stree_jax.common.checks import as_path
+from stree_jax.convert.adapters.peft import FILES
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters.fields import has_drafter_fields
 from stree_jax.convert.hub import HubName, Wanted, fetch, fetch_headers, hub_name
@@ -48,6 +49,15 @@ def resolve(path_or_hub_id: str | Path, wanted: Wanted = ()) -> Path:
     """
     found = local_or_hub(path_or_hub_id)
     return fetch(found, wanted) if isinstance(found, HubName) else found
+
+
+def adapter_path(adapter: str | Path | None) -> Path | None:
+    """Finds the local directory of an adapter of peft; downloads it if necessary.
+
+    Args:
+      adapter: a directory or a hub id. If None, the result is None.
+    """
+    return None if adapter is None else resolve(adapter, FILES)
 
 
 @contextmanager

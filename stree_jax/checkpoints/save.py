@@ -16,6 +16,7 @@ from stree_jax.convert.saved.store import (
 from stree_jax.convert.tokenizers.special_tokens import SETTINGS
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models import Model, by_path
+from stree_jax.models.stack.adapters import has_adapter
 
 
 @with_hints
@@ -43,6 +44,9 @@ def save(model: Model, dst: str | PathLike[str]) -> None:
         )
     if model.mesh is not None:
         raise CheckpointError("save: model is on a mesh; save stree_jax.unshard(model)")
+    if has_adapter(model.params):
+        problem = "model has an adapter; load it with the adapter merged to save it"
+        raise CheckpointError(f"save: {problem}")
     path = valid_path("save: dst", dst)
     format = saved_format(model.weight_format).with_params(by_path(model.params))
     with atomic_directory(path) as temporary:

@@ -16,7 +16,7 @@ from stree_jax.cli.options import DEVICES, add, group
 CONNECT_S = 60
 PROCESS_OPTIONS = ("coordinator", "processes", "process_id")
 # Options that may differ between processes: paths differ between machines.
-LOCAL_OPTIONS = ("process_id", "model", "drafter", "ngrams", "file")
+LOCAL_OPTIONS = ("process_id", "model", "adapter", "drafter", "ngrams", "file")
 
 
 def add_mesh_option(p: argparse.ArgumentParser) -> None:

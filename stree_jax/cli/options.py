@@ -219,6 +219,7 @@ STORED = (
 def add_pair_options(p: argparse.ArgumentParser) -> None:
     """Adds the options of a target, a drafter, their dtype and the tree."""
     add_model_options(p, dtype=None)
+    add_adapter(group(p, MODEL))
     drafting = group(p, DRAFTING)
     add(drafting, "--tree", str, None, TREE_HELP, metavar="TREE")
     table = "n-grams (from stree-jax ngrams) that propose tokens for the draft model, "
@@ -234,6 +235,12 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     text = "with --draft-vocab: use the most frequent tokens of this UTF-8 text, best "
     text += "answers of the target (default: the tokens with the lowest ids)"
     add(drafting, "--draft-vocab-text", Path, None, text, metavar="FILE")
+
+
+def add_adapter(p: Group) -> None:
+    """Adds `--adapter`."""
+    text = "LoRA adapter of peft to merge into the model (directory or hub id)"
+    add(p, "--adapter", str, None, text, metavar="DIR")
 
 
 def add_draft_vocabulary(p: Group) -> None:

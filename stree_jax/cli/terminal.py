@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from stree_jax.checkpoints.pair import load_pair, pair_configs, plan_loads_target
-from stree_jax.checkpoints.resolve import resolve
+from stree_jax.checkpoints.resolve import adapter_path, resolve
 from stree_jax.cli.common import print_status, vocabulary_of
 from stree_jax.cli.comparison import closing_line, median_run, timed_in_turn
 from stree_jax.cli.compile_cache import kept_programs
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 # Options that decide which compiled programs a command uses.
 OF_PROGRAMS = (
     *("command", "model", "drafter", "tree", "rule", "dtype", "n", "max_new_tokens"),
-    *("context", "memory", "ngrams", "draft_vocab", "logprobs", "stop"),
+    *("context", "memory", "ngrams", "draft_vocab", "logprobs", "stop", "adapter"),
     *("json_schema", "regex"),
 )
 PATIENCE_S = 1.0  # seconds without output, after which a status line is printed
@@ -92,7 +92,8 @@ def load_models(
     begin([str(getattr(args, name, None)) for name in OF_PROGRAMS])
     with waiting(f"reading {args.model}"):
         ngrams = args.ngrams, args.ngram_levels, args.ngram_width
-        pair = args.model, name, args.dtype, *ngrams, mesh_of(args), vocabulary
+        rest = mesh_of(args), vocabulary, args.adapter
+        pair = args.model, name, args.dtype, *ngrams, *rest
         target, drafter = remembered(load_pair, partial(files_of, args), *pair)
     if heads is not None:
         drafter = source_of(drafter).narrowed(heads).value
@@ -109,6 +110,8 @@ def files_of(args: argparse.Namespace) -> list[Path] | None:
     drafter is on the hub, or is not kept in files that can be compared."""
     named = [args.ngrams, args.draft_vocab_text]
     files = [resolve(args.model), *(Path(name) for name in named if name is not None)]
+    if (adapter := adapter_path(args.adapter)) is not None:
+        files.append(adapter)
     drafter = args.drafter
     if drafter not in (None, AUTO, *DRAFTERS):
         if not Path(drafter).exists():
@@ -120,7 +123,8 @@ def files_of(args: argparse.Namespace) -> list[Path] | None:
 def planned(args: argparse.Namespace, request: Request) -> Planned:
     """Finds the setup that decodes the request fastest within `args.memory`, without
     loading the models."""
-    found = pair_configs(args.model, args.drafter, args.dtype, args.draft_vocab)
+    pair = args.model, args.drafter, args.dtype, args.draft_vocab, args.adapter
+    found = pair_configs(*pair)
     return plan(
         found.target,
         args.memory,

@@ -19,6 +19,7 @@ from stree_jax.checkpoints.kinds.ngrams import save_ngrams
 from stree_jax.cli import main as cli
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from stree_jax.training.ngrams import count_grams, katz
+from tests.support.adapters import write
 from tests.support.hub_server import served
 from tests.support.published_drafters import write_drafter
 from tests.support.table_models import (
@@ -347,6 +348,19 @@ def test_errors_of_the_hub_are_explained(hub, models):
     assert "o/lora: the repository has no config.json" in refused("o/lora")
     assert refused("models/absent.gguf") == "models/absent.gguf: no such file"
     assert "no such file, and not available" in refused("o/none/model-Q8_0.gguf")
+
+
+def test_an_adapter_is_downloaded(hub, models, tmp_path):
+    """Only its config and its weights are."""
+    tensors = load_file(put(hub, models) / "model.safetensors")
+    new = {"model.norm.weight": 2 * tensors["model.norm.weight"]}
+    adapter = write(hub.folder / "o/lora", {}, new, modules_to_save=["norm"])
+    for file in ("README.md", "optimizer.pt", "tokenizer.json"):
+        (adapter / file).write_bytes(b"not read")
+    found = stree_jax.load("o/llama", adapter="o/lora").params["norm"]["scale"]
+    np.testing.assert_array_equal(found, new["model.norm.weight"])
+    assert not list((tmp_path / "cache").rglob("optimizer.pt"))
+    assert list((tmp_path / "cache").rglob("adapter_config.json"))
 
 
 def test_draft_models_heads_and_ngrams_are_downloaded(hub, models, capsys, tmp_path):

@@ -32,7 +32,7 @@ import jax
 from tokenizers import Tokenizer, models
 
 from stree_jax.cli import main as cli
-from tests.support import mtp, qwen
+from tests.support import adapters, mtp, qwen
 from tests.support.gguf_files import write_predicting
 from tests.support.hf_checkpoints import granite, nemotron, qwen3_5, qwen3_5_moe
 from tests.support.native_checkpoints import write_native
@@ -128,6 +128,8 @@ def _models(root):
     for name, family in published.items():
         family(vocab_size=2048).save_pretrained(root / name)
         shutil.copy(tokenizer, root / name)
+    layers = adapters.low_rank(granite(vocab_size=2048))
+    adapters.write(root / "ADAPTER", layers)
     chat = root / "ibm-granite/granite-4.0-h-micro" / "chat_template.jinja"
     chat.write_text(TEMPLATE)
     for size in ("2.7b", "130m"):

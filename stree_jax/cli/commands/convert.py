@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stree_jax.cli.common import notes, print_status
-from stree_jax.cli.options import DTYPES, KEPT, add
+from stree_jax.cli.options import DTYPES, KEPT, add, add_adapter
 
 NOTES = notes("", "stree-jax convert OWNER/NAME my-model", "stree-jax info my-model")
 
@@ -39,14 +39,19 @@ def add_paths(
     if KEPT in choices:
         text += "; kept writes quantized weights as they are, to be loaded at once"
     add(p, "--dtype", str, None, text, choices=choices)
+    add_adapter(p)
 
 
 def run(args: argparse.Namespace) -> int:
-    from stree_jax.checkpoints.resolve import resolve
+    from stree_jax.checkpoints.resolve import adapter_path, resolve
     from stree_jax.convert import convert_checkpoint
     from stree_jax.verify import parity
 
     src, dst = resolve(args.src), args.dst
+    if args.verify and args.adapter is not None:
+        raise ValueError(
+            "--verify: compares the model without --adapter; leave one out"
+        )
     if args.verify:
         parity.check_verifiable(src)  # before the conversion, which takes long
     convert_checkpoint(
@@ -55,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         dt_floor=args.dt_floor,
         warn=lambda text: print_status(f"stree-jax: warning: {text}"),
+        adapter=adapter_path(args.adapter),
     )
     print_status(f"wrote {dst}")
     if not args.verify:

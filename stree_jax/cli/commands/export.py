@@ -20,8 +20,9 @@ def run(args: argparse.Namespace) -> None:
     from stree_jax.convert.export import export_hf
 
     src = resolve(args.src)
-    opened = described(src)
+    opened = described(src, args.adapter)
     dtype = args.dtype or opened.exported_dtype()
-    model = load(src, dtype=dtype, mtp=bool(opened.config.mtp))
+    mtp = bool(opened.config.mtp)
+    model = load(src, dtype=dtype, mtp=mtp, adapter=args.adapter)
     export_hf(model.config, model.params, model.tokenizer, args.dst, source=src)
     print_status(f"wrote {args.dst}")

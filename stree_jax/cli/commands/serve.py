@@ -267,7 +267,7 @@ def check_model(args: argparse.Namespace) -> None:
     drafter = args.drafter
     if drafter is not None and (plan_loads_target(drafter) or on_hub(drafter)):
         drafter = NO_DRAFTER
-    config = pair_configs(args.model, drafter).target
+    config = pair_configs(args.model, drafter, adapter=args.adapter).target
     check_alternatives(args, config.num_tokens)
     if not has_tokenizer(CheckpointFiles(resolve(args.model))):
         raise ValueError(NO_TOKENIZER)
@@ -372,7 +372,7 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
         check_weights(args, limit)
     with waiting(f"reading {args.model}"):
         pair = args.model, args.drafter, args.dtype, *ngrams_of(args)
-        model, drafter = load_pair(*pair, mesh, vocabulary=vocabulary_of(args))
+        model, drafter = load_pair(*pair, mesh, vocabulary_of(args), args.adapter)
     check_alternatives(args, model.config.num_tokens)
     if (args.rule or "").partition("/")[0] == "typical":
         report_status("rule typical: answers do not follow the model's distribution")
@@ -462,7 +462,7 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
     from stree_jax.sizing.memory import abstract_model
     from stree_jax.sizing.units import shown_bytes
 
-    found = pair_configs(args.model, NO_DRAFTER, args.dtype)
+    found = pair_configs(args.model, NO_DRAFTER, args.dtype, None, args.adapter)
     mtp = () if mtp_layers(args.drafter) is False else found.target.mtp
     size = size_of(abstract_model(replace(found.target, mtp=mtp), found.weights))
     if size > limit:

@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> None:
 
     ngrams = args.ngrams, args.ngram_levels, args.ngram_width
     pair = args.model, args.drafter, args.dtype, *ngrams
-    target, drafter = load_pair(*pair, mesh_of(args), vocabulary_of(args))
+    rest = mesh_of(args), vocabulary_of(args), args.adapter
+    target, drafter = load_pair(*pair, *rest)
     if drafter is None:
         raise ValueError("--drafter none: plain decoding has no trees to measure")
     times = tune(

@@ -1,0 +1,1 @@
+"""Reads adapters of peft and merges them into the tensors of their base model."""
