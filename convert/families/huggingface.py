@@ -28,7 +28,7 @@ MAMBA_TYPES: dict[str, str] = {
 }
 PARTS = ("vocab_size", "num_tokens", "mixers", "shared")
 
-# transformers 5.23 takes the logarithm of `time_step_min`, so it cannot be 0.
+# transformers 5.24 takes the logarithm of `time_step_min`, so it cannot be 0.
 NO_FLOOR = 1e-30
 
 # The whole model
@@ -238,7 +238,7 @@ ORIGINAL, POSITIONS = LLAMA3[-1], "max_position_embeddings"
 
 
 def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> Rope:
-    """Reads a rotary embedding as transformers 5.23 does.
+    """Reads a rotary embedding as transformers 5.24 does.
 
     A config has either `rope_parameters`, or `rope_theta` and `rope_scaling`, where
     `type` is an old name of `rope_type`. If it has both, `rope_scaling` takes
@@ -487,7 +487,7 @@ def write_mamba(
 
 
 def floor_field(m: MambaConfig) -> dict[str, float]:
-    """Returns `time_step_min`, for classes where transformers 5.23 uses it as the lower
+    """Returns `time_step_min`, for classes where transformers 5.24 uses it as the lower
     limit of dt."""
     return {"time_step_min": m.dt_limit[0] or NO_FLOOR}
 
