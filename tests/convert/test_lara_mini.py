@@ -129,7 +129,7 @@ def test_a_quantized_projection_is_kept(tmp_path):
         delta["gates"], exact.params["layers_0"]["delta"]["gates"]
     )
     theirs, ours = (np.asarray(stree_jax.score(m, TOKENS[None])) for m in (exact, kept))
-    assert np.abs(ours - theirs).max() < 2e-4 * np.abs(theirs).max()
+    assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
 
 
 # States
