@@ -13,7 +13,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from bench import method, tables
 from bench.charts import POINTS, lines, panels
@@ -33,7 +32,7 @@ from bench.passes import (
     compile_case,
     time_cases,
 )
-from bench.shapes import config_of, random_model
+from bench.shapes import config_of, random_model, weight_format
 from stree_jax.cli.options import add, add_dtype
 from stree_jax.models import Model, ModelConfig
 from stree_jax.models.stack.memory import size_of, weights_read
@@ -134,7 +133,7 @@ def summary(config: ModelConfig, dtype: str, units: dict[str, Any]) -> dict[str,
     """
     whole, read_bytes = bytes_of(config, dtype)
     rate, results = units.get("bandwidth"), rows_of(units)
-    model = abstract_model(config, dtype)
+    model = abstract_model(config, weight_format(config, dtype))
     degree = 2 if cache_row_bytes(model) else 1
     return {
         "weight_bytes": whole,
@@ -148,7 +147,7 @@ def summary(config: ModelConfig, dtype: str, units: dict[str, Any]) -> dict[str,
 
 def bytes_of(config: ModelConfig, dtype: str) -> tuple[int, int]:
     """Returns the bytes of all weights, and of the weights that a pass reads."""
-    model = abstract_model(config, jnp.dtype(dtype))
+    model = abstract_model(config, weight_format(config, dtype))
     return size_of(model.params), weights_read(model)
 
 

@@ -22,12 +22,29 @@ from stree_jax.convert.families.configs import read_config
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.cpu_kernels.pages import to_large_pages
-from stree_jax.models import Model, ModelConfig, init_params
+from stree_jax.models import (
+    Format,
+    Model,
+    ModelConfig,
+    by_path,
+    init_params,
+    nest,
+    param_shapes,
+)
 from stree_jax.models.base.keys import default_numbers, key_of
 from stree_jax.models.stack.config import blocks
+from stree_jax.models.stack.param_table import param_at
+from stree_jax.models.stack.shapes import abstract_params
+from stree_jax.models.weights.formats import format_named
+from stree_jax.models.weights.kept import KeptFormat
+from stree_jax.models.weights.panels import KINDS
+from stree_jax.models.weights.weight import Part, Stored
 
 FOLDER = Path(__file__).with_suffix("")
 NAMES = tuple(sorted(folder.name for folder in FOLDER.iterdir()))
+# Storage of random matrices in dtypes "kept" and "kept-int8": 4 bits, with a scale for
+# each 32 columns.
+KEPT_KIND, KEPT_SCALE = KINDS["q4_0"], 0.004
 
 
 def config_of(shape: str, mtp: bool = False) -> ModelConfig:
@@ -65,7 +82,11 @@ def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
     """Returns a model with random weights, drawn on the device in their final dtype.
 
     One program per kind of layer is compiled, and called for every layer of that kind.
+    In dtype "kept", matrices are drawn on the host in `KEPT_KIND`.
     """
+    format = weight_format(config, dtype)
+    if isinstance(format, KeptFormat):
+        return as_loaded(_random_kept(config, format, seed))
     kinds = tuple(dict.fromkeys(config.kinds))
     one = partial(init_params, replace(config, layers=blocks(kinds)), dtype=dtype)
     names = [f"layers_{i}" for i in range(len(kinds))]
@@ -77,6 +98,46 @@ def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
         for i, (kind, key) in enumerate(zip(config.kinds, keys, strict=True)):
             params[f"layers_{i}"] = layers(key)[kinds.index(kind)]
     return as_loaded(Model(params=params, config=config))
+
+
+def weight_format(config: ModelConfig, dtype: Any) -> Format:
+    """Returns the format of random weights in a dtype, including the storage of kept
+    matrices."""
+    format = format_named(dtype)
+    if not isinstance(format, KeptFormat):
+        return format
+    layout = tuple(
+        (path, (Part(KEPT_KIND.name, shape[-2]),))
+        for path, shape in param_shapes(config).items()
+        if param_at(config, path).quantizable and KEPT_KIND.keeps(shape)
+    )
+    return replace(format, layout=layout)
+
+
+def _random_kept(config: ModelConfig, format: KeptFormat, seed: int) -> Model:
+    """Returns a model with random kept matrices; all blocks have the same scale."""
+    rng = np.random.default_rng(seed)
+    scales = np.full(KEPT_KIND.head // 2, KEPT_SCALE, np.float16).view(np.uint8)
+
+    def numbers(leaf: Any) -> jax.Array:
+        if leaf.dtype != np.uint8:  # a matrix that does not divide into tiles
+            drawn = 0.02 * rng.standard_normal(leaf.shape)
+            return jax.device_put(drawn.astype(leaf.dtype))
+        panels = rng.integers(0, 256, leaf.shape, np.uint8)
+        panels[..., : KEPT_KIND.head] = scales
+        return jax.device_put(panels)
+
+    params = {}
+    with default_numbers():
+        abstract = by_path(abstract_params(config, format))
+        keys = jax.random.split(key_of(seed), len(abstract))
+        for (path, leaf), key in zip(abstract.items(), keys, strict=True):
+            if isinstance(leaf, Stored):
+                params[path] = jax.tree.map(numbers, leaf)
+            else:
+                init = param_at(config, path).init
+                params[path] = init(key, leaf.shape, leaf.dtype)
+    return Model(params=nest(params), config=config)
 
 
 def as_loaded(model: Model) -> Model:

@@ -135,7 +135,10 @@ def _tensors(names: Names, config: ModelConfig, params: Any) -> dict[str, np.nda
     flat = {path: np.asarray(leaf) for path, leaf in by_path(params).items()}
     tensors: dict[str, np.ndarray] = {}
     for row in rows_of(names, config):
-        tensors |= split(row, flat[row.path])
+        for name, found in split(row, flat[row.path]).items():
+            if row.how == "rows" and name in tensors:  # below those before it
+                found = np.concatenate([tensors[name], found])
+            tensors[name] = found
     return tensors
 
 

@@ -76,7 +76,7 @@ def read_config(
       files: the checkpoint.
       tensors: its tensors by name.
       dt_floor: True to clamp dt of Nemotron-H and Zamba2 to at least `time_step_min`,
-        as transformers up to 5.23 does. The original code of their authors clamps it to
+        as transformers up to 5.24 does. The original code of their authors clamps it to
         `time_step_limit`, which is the default here.
       warn: called with one line if a stop token is outside the vocabulary, MTP layers
         are left out, or a field has no effect here (`notes`).

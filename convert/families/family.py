@@ -8,7 +8,7 @@ from stree_jax.convert.families.tensor_map import Names
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
-TRANSFORMERS = "transformers 5.23"
+TRANSFORMERS = "transformers 5.24"
 RECOMPUTED = "an independent float64 recomputation"
 
 

@@ -28,7 +28,7 @@ MAMBA_TYPES: dict[str, str] = {
 }
 PARTS = ("vocab_size", "num_tokens", "mixers", "shared")
 
-# transformers 5.23 takes the logarithm of `time_step_min`, so it cannot be 0.
+# transformers 5.24 takes the logarithm of `time_step_min`, so it cannot be 0.
 NO_FLOOR = 1e-30
 
 # The whole model
@@ -253,7 +253,7 @@ def rope(
     partial: float | None = None,
     theta: float = 10000.0,
 ) -> Rope:
-    """Reads a rotary embedding as transformers 5.23 does.
+    """Reads a rotary embedding as transformers 5.24 does.
 
     A config has either `rope_parameters`, or `rope_theta` and `rope_scaling`, where
     `type` is an old name of `rope_type`. If it has both, `rope_scaling` takes
@@ -508,7 +508,7 @@ def write_mamba(
 
 
 def floor_field(m: MambaConfig) -> dict[str, float]:
-    """Returns `time_step_min`, for classes where transformers 5.23 uses it as the lower
+    """Returns `time_step_min`, for classes where transformers 5.24 uses it as the lower
     limit of dt."""
     return {"time_step_min": m.dt_limit[0] or NO_FLOOR}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from stree_jax.convert.families import lfm2, read
 from stree_jax.convert.families.family import Family, alternates
-from stree_jax.convert.families.table import Field, read_fields, write_fields
+from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import Names, Part, Path, Row
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
@@ -64,6 +64,7 @@ MOE = (
     Field("moe_intermediate_size", "d_hidden", read.size, 1792),
     Field("norm_topk_prob", "normalize", read.flag, True),
     Field("routed_scaling_factor", "scale", read.positive, 1.0),
+    Field("use_expert_bias", "correction", read.flag, True),
 )
 DENSE = "num_dense_layers"
 
@@ -72,7 +73,6 @@ def parse(fields: ConfigFields) -> ModelConfig:
     fields = lfm2.renamed(fields)
     count = fields.size("num_hidden_layers", 32)
     dense = min(fields.size(DENSE, 2, low=0), count)
-    fields.choice("use_expert_bias", True, (True,))
     mixers: dict[str, Any] = {}
     if dense:
         mixers["mlp"] = MLPConfig(fields.size("intermediate_size", 7168))
@@ -87,6 +87,8 @@ def parse(fields: ConfigFields) -> ModelConfig:
 def export(config: ModelConfig) -> dict[str, Any]:
     second = config.kinds[1::2]
     mlp, moe = config.mixers.get("mlp"), config.mixers["moe"]
+    fits = (moe.router, moe.normalize_eps) == ("sigmoid", NORMALIZE_EPS)
+    require(FORMAT, {"router": fits})
     values = {
         "architectures": ["Lfm2MoeForCausalLM"],
         **lfm2.export_layers(FORMAT, config),

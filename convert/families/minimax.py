@@ -6,7 +6,7 @@ sum have factors. The slopes of lightning attention are not read: they follow fr
 number of the layer. transformers writes them, and tables of their powers, as buffers.
 
 Published configs have another `model_type` and other field names than transformers. In
-the published code only a part of each head rotates (`rotary_dim`). transformers 5.23
+the published code only a part of each head rotates (`rotary_dim`). transformers 5.24
 ignores that field and rotates whole heads.
 """
 

@@ -123,7 +123,7 @@ MAMBA = (
     hf.TIME_STEP_LIMIT._replace(read=_or("mamba_dt_limit", read.limits)),
 )
 HEADS = Field("num_attention_heads", "num_heads", read.size, 32)
-# Attention biases exist in the authors' code, but not in transformers 5.23.
+# Attention biases exist in the authors' code, but not in transformers 5.24.
 ATTENTION = (
     HEADS,
     Field("num_key_value_heads", "num_kv_heads", read.kv_heads(HEADS), 8),

@@ -51,7 +51,7 @@ def rescaling_notes(fields: ConfigFields) -> Iterator[str]:
     name = "rescale_prenorm_residual"
     if fields.get(name, False) is True:
         yield (
-            f"{fields.file}: {name} is about training; transformers 5.23 also divides "
+            f"{fields.file}: {name} is about training; transformers 5.24 also divides "
             "out_proj by the square root of the depth when it loads the weights, which "
             "are used here as they are"
         )

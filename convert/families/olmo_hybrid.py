@@ -5,7 +5,7 @@ attention have them after. Norms of q and k are of all heads together. The stren
 a write is up to 2 (`linear_allow_neg_eigval`).
 
 The norms of a layer have two spellings. The released model has the older one in layers
-with Gated DeltaNet only. transformers 5.23 saves it in all layers, and reads both in
+with Gated DeltaNet only. transformers 5.24 saves it in all layers, and reads both in
 any layer. It also saves the convolution of q, k and v in three parts of almost equal
 size, which are not q, k and v.
 """
@@ -159,7 +159,7 @@ def rotates(fields: ConfigFields) -> bool:
 
     If its parameters are absent or null, there is no such embedding, as in the
     published model.
-    transformers 5.23 uses a base of 10,000 in that case.
+    transformers 5.24 uses a base of 10,000 in that case.
     """
     older, current = fields.object("rope_scaling"), fields.object("rope_parameters")
     values = older.values or current.values

@@ -34,8 +34,8 @@ def export(config: ModelConfig) -> dict[str, Any]:
 
 
 def expresses(config: ModelConfig) -> bool:
-    fits = alternates(config, qwen3_next.TYPES, {"moe"})
-    return fits and "delta" in config.kinds
+    fits = alternates(config, qwen3_next.TYPES, {"moe"}) and "delta" in config.kinds
+    return fits and config.mixers["moe"].shared_gate
 
 
 FAMILY = Family(FORMAT, MODELS, NAMES, parse, export, expresses, parse_with_mtp)

@@ -219,11 +219,12 @@ class Tables(NamedTuple):
 HEADS = Field("num_attention_heads", "num_heads", read.size, 16)
 
 
-def attention_table(kv_heads: int) -> tuple[Field, ...]:
-    """Returns the table of attention, given the default number of KV heads."""
+def attention_table(kv_heads: int, head_dim: int = 256) -> tuple[Field, ...]:
+    """Returns the table of attention, given the defaults of the number of KV heads and
+    of the size of a head."""
     count = Field(hf.KV_HEADS.name, "num_kv_heads", read.kv_heads(HEADS), kv_heads)
-    head_dim = Field("head_dim", "head_dim", read.size, 256)
-    return (HEADS, count, head_dim, *hf.BIASES)
+    size = Field("head_dim", "head_dim", read.size, head_dim)
+    return (HEADS, count, size, *hf.BIASES)
 
 
 def moe_table(num_experts: int, top_k: int) -> tuple[Field, ...]:

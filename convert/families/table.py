@@ -6,7 +6,13 @@ from typing import Any, NamedTuple
 
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.tensors.fields import REQUIRED, ConfigFields
-from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
+from stree_jax.models import (
+    AttentionConfig,
+    MambaConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+)
 
 Read = Callable[[ConfigFields, str, Any], Any]
 
@@ -22,6 +28,7 @@ _WORDS = {
     (AttentionConfig, "sinks"): "attention sinks",
     (MLPConfig, "activation"): "activation",
     (MLPConfig, "gated"): "MLP without a gate",
+    (MoEConfig, "correction"): "lack of a bias for the choice of experts",
 }
 _PLURALS = {
     "_bias": "biases",

@@ -37,6 +37,7 @@ How = Literal[
     "heads",
     "computed",
     "transposed",
+    "rows",
 ]
 ENDINGS = (("weight", ""), ("bias", "_bias"))  # endings of tensors, and of parameters
 
@@ -93,10 +94,11 @@ class Row:
         "shape": flatten; "decay": flatten, and take log(-source); "log": take
         log(-source); "offset": add 1, in float32; "heads": concatenate the rows of all
         heads of [H, C, N], transposed, and of [H, P, C]; "transposed": exchange axes 1
-        and 2; "computed": no sources, the parameter is `numbers`.
+        and 2; "rows": some rows of a source that has several parameters, one below the
+        other; "computed": no sources, the parameter is `numbers`.
       sizes: for "concat", "halves" and a "conv" of several sources, the size of each
         source along the axis; for "shape" and "decay", the source's shape; for "heads",
-        (H, N, P).
+        (H, N, P); for "rows", the first row, the number of rows and that of the source.
       heads: for "concat", number of heads of each source whose rows are ordered in
         pairs of channels that rotate together (`by_pairs`); 0 if a source is in our
         order. If empty, all are.
@@ -134,6 +136,8 @@ def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
             return [(H, shape[1], N), (H, P, shape[1])]
         case "computed":
             return []
+        case "rows":
+            return [(row.sizes[2], *shape[1:])]
         case "transposed":
             return [(shape[0], shape[2], shape[1])]
         case "stack":
@@ -214,6 +218,9 @@ def _converted(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
             return np.concatenate([w.reshape(-1, w.shape[2]) for w in both])
         case "computed":
             return np.array(row.numbers, np.float32)
+        case "rows":
+            start, count, _ = row.sizes
+            return tensors[0][start : start + count]
         case "transposed":
             return tensors[0].swapaxes(1, 2)
         case "swap":
@@ -264,6 +271,8 @@ def pieces(
       places: slices of the axis that the device has. If empty, it has the whole
         parameter.
     """
+    if not places and row.how == "rows":
+        axis, places = 0, (slice(0, row.sizes[1]),)
     if not places:
         yield Piece(row, ((),) * len(row.sources))
     for place in places:
@@ -283,6 +292,12 @@ def _piece(row: Row, shape: tuple[int, ...], axis: int, place: slice) -> Piece:
                 (j, (slice(s.start + half * (1 - j), s.stop + half * (1 - j)),))
                 for j, s in _overlaps(row.sizes, place)
             ]
+        case "rows", _:
+            first, count, _ = row.sizes
+            own = slice(0, count) if axis else place
+            index = slice(first + own.start, first + own.stop)
+            row = replace(row, how="copy")
+            found = [(0, (index, *before[1:], *[place] * bool(axis)))]
         case "experts", 1:  # a device's channels of gate, or its channels of up
             ((j, channels),) = _overlaps((shape[1] // 2,) * 2, place)
             row = replace(row, how="stack", sources=row.sources[j::2])

@@ -445,7 +445,7 @@ def packed_orders(
         if scheme is None or len(shape) != 2 or not format.keeps(scheme, shape):
             return None
     by_columns = bool(row.groups) and row.group_axis == 1
-    if row.how not in ("copy", "concat", "swap"):
+    if row.how not in ("copy", "concat", "swap", "rows"):
         return None
     if by_columns and not format.keeps_columns:
         return None

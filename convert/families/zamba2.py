@@ -174,7 +174,7 @@ def _scale(head_dim: int) -> float:
 def _blocks(fields: ConfigFields, layers: hf.Layers) -> int:
     """Returns the number of distinct shared blocks.
 
-    transformers 5.23 shares the blocks only if the embeddings are tied. Otherwise it
+    transformers 5.24 shares the blocks only if the embeddings are tied. Otherwise it
     saves and runs a separate block in every layer that has one.
     """
     used = [i for i, kind in enumerate(layers) if kind == HYBRID]
@@ -209,7 +209,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
 def _check(
     config: ModelConfig, m: MambaConfig, c: AttentionConfig, mlp: MLPConfig
 ) -> None:
-    """Raises CheckpointError for a model that transformers 5.23 would build
+    """Raises CheckpointError for a model that transformers 5.24 would build
     differently."""
     shared = required(config.shared)
     own = shared.blocks >= config.kinds.count(HYBRID)

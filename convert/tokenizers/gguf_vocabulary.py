@@ -68,7 +68,26 @@ KIMI_K2 = (  # Chinese characters are split from other letters
     r"\p{N}{1,3}" + _REST
 )
 DIGITS = (r"\p{N}", GPT2)
-DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_THREE_DIGITS = r"[0-9][0-9][0-9]"
+DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", _THREE_DIGITS)
+FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, _THREE_DIGITS)
+_EAST_ASIAN = "[\u0800-\u9fa5\uac00-\ud7ff]+"
+# Letters with upper and lower case, without the scripts that the published list lacks.
+_CASED = (
+    r"\p{Lu}\p{Ll}\p{Lt}&&[^"
+    "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2f\ua790-\ua7ff\uab30-\uab6f"
+    "\U00010570-\U000105bf\U00010d50-\U00010d8f\U00016e40-\U0001dfff]"
+)
+_MARKS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
+DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_CASED}]+",
+    rf"\s?[{_MARKS}]+",
+    r"\s+$",
+    _EAST_ASIAN,
+    r"\p{N}+",
+)
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
 LLAMA3_LIKE = (
     "llama3",
     "llama-v3",
@@ -83,7 +102,10 @@ GPT2_LIKE = ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4")
 PRETOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": DEFAULT,
     **dict.fromkeys((*GPT2_LIKE, "mpt", "olmo", "granite-docling"), (GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), DIGITS),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), DIGITS),
+    "falcon": FALCON,
+    "deepseek-llm": DEEPSEEK_LLM,
+    "deepseek-coder": DEEPSEEK_CODER,
     **dict.fromkeys((*LLAMA3_LIKE, "dbrx", "smaug-bpe"), (LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
     "qwen35": (QWEN35,),
@@ -94,7 +116,7 @@ PRETOKENIZERS: dict[str, tuple[str, ...]] = {
 # with the BOS token unless the file says otherwise.
 WHOLE_WORDS = {*LLAMA3_LIKE, "tekken"}
 # Pre-tokenizers with NFC normalization; mpt and olmo use GPT-NeoX's tokenizer.
-COMPOSED = {"qwen2", "qwen35", "deepseek-r1-qwen", "mpt", "olmo"}
+COMPOSED = {"qwen2", "qwen35", "deepseek-r1-qwen", "mpt", "olmo", "command-r"}
 UINT32 = 2**32 - 1  # the largest id that a file can name
 ID_BITS = np.uint64(21)  # of a SentencePiece token's id; three ids fit in 64 bits
 MAX_PIECE = 256  # characters of a SentencePiece token; real ones have up to 32

@@ -43,8 +43,7 @@ class MoEConfig:
       shared_gate: True if the shared MLP's output is multiplied by the sigmoid of a
         number that each token computes (Qwen3-Next).
       router: "softmax" over the k largest logits (Granite) or all logits (Jamba, see
-        `normalize`), or "sigmoid" of each logit, with a correction bias that affects
-        only which experts are chosen (Nemotron-H).
+        `normalize`), or "sigmoid" of each logit (Nemotron-H).
       groups, top_groups: experts are chosen from the best `top_groups` of `groups`.
       normalize: True if the weights of the chosen experts are divided by their sum. If
         False, a softmax router's weights are those of the softmax over all experts
@@ -56,6 +55,8 @@ class MoEConfig:
       gated, activation: options of the experts, as in `MLPConfig`.
       bias: True if the experts' projections have biases, and a softmax router has one
         (gpt-oss).
+      correction: True if a sigmoid router has a bias that affects only which experts
+        are chosen.
     """
 
     num_experts: int
@@ -73,6 +74,7 @@ class MoEConfig:
     gated: bool = True
     activation: Activation = "silu"
     bias: bool = False
+    correction: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.top_k <= self.num_experts // self.groups * self.top_groups:
@@ -103,9 +105,9 @@ def moe_params(c: MoEConfig, d_model: int) -> Table:
         "into": Param((E, rows, width), runs=into, axis=1, quantizable=True),
         "down": Param((E, width, c.d_hidden), runs=into[:1], axis=2, quantizable=True),
     }
-    if c.router == "sigmoid":
+    if c.router == "sigmoid" and c.correction:
         table["router_bias"] = Param((E,), ZEROS, float32=True)
-    elif c.bias:
+    if c.router == "softmax" and c.bias:
         table["router_bias"] = Param((E,), ZEROS)
     if c.bias:
         table["into_bias"] = Param((E, rows), ZEROS, into, axis=1)

@@ -54,7 +54,7 @@ def load(
         and activations are float32, rounded to 16 bits for products. kept-int8 rounds
         them to 8 bits: it is faster and less exact, for draft models.
       dt_floor: if True, dt of Nemotron-H and Zamba2 is clamped to at least
-        `time_step_min`, as in transformers 5.23 (the authors' code does not).
+        `time_step_min`, as in transformers 5.24 (the authors' code does not).
       mtp: if True, the layers for multi-token prediction are read, for drafter "mtp".
         If None, they are read if the checkpoint has them.
       mesh, whole: see `shard`. If mesh is None, the model is put on one device. All

@@ -22,8 +22,8 @@ from stree_jax.generation.scoring import score
 
 LIMIT = 1e-4  # largest relative difference of float32 logits; see `Difference`
 TOKENS = 32
-GGUF_READ = ("llama", "qwen2", "qwen3")  # architectures that transformers 5.23 reads
-# Config fields that transformers 5.23 does not read from a GGUF file. It does not read
+GGUF_READ = ("llama", "qwen2", "qwen3")  # architectures that transformers 5.24 reads
+# Config fields that transformers 5.24 does not read from a GGUF file. It does not read
 # the scaling of rotary frequencies either.
 NOT_READ = ("head_dim", "attention_bias", "mlp_bias")
 # Parameters that are always float32, by their names in transformers.

@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import stree_jax
 from bench import budgets, shapes
 from stree_jax.models import init_records, init_state
 from stree_jax.models.stack.memory import size_of, weight_bytes
+from stree_jax.models.stack.shapes import abstract_params
 
 MILLIONS = {  # of parameters
     "bamba-9b": 9780,
@@ -17,6 +20,7 @@ MILLIONS = {  # of parameters
     "hybrid-1.2b": 1200,
     "hybrid-130m": 130.8,
     "hybrid-2m": 1.94,
+    "lara-4-mini": 7282,
     "lfm2-1.2b": 1170,
     "lfm2-350m": 354,
     "llama-135m": 134.5,
@@ -71,6 +75,7 @@ def test_an_unknown_shape_names_the_closest_one():
 @pytest.mark.parametrize(
     ("name", "state", "window", "record", "billions"),
     [
+        ("lara-4-mini", 1_048_576, 24_576, 18_528, 7.28),
         ("qwen3.5-0.8b", 1_048_576, 36_864, 24_704, 0.75),
         ("qwen3.5-9b", 2_097_152, 49_152, 37_056, 8.95),
         ("qwen3.5-27b", 3_145_728, 61_440, 49_408, 26.9),
@@ -87,6 +92,23 @@ def test_bytes_of_a_delta_layer(name, state, window, record, billions):
     records = jax.eval_shape(lambda: init_records(config, 1, 1, jnp.bfloat16))
     assert size_of(records[0]) == record
     assert weight_bytes(config, jnp.bfloat16) / 2e9 == pytest.approx(billions, rel=5e-3)
+
+
+@pytest.mark.parametrize("dtype", ["kept", "kept-int8"])
+def test_random_weights_in_four_bits(dtype):
+    """Every matrix is kept, experts too, and the model runs."""
+    small = {"vocab_size": 128, "num_tokens": 128, "d_model": 64}
+    whole = shapes.config_of("lara-4-mini")
+    moe = replace(whole.mixers["moe"], num_experts=8, d_hidden=64)
+    moe = replace(moe, shared=replace(moe.shared, d_hidden=64))
+    config = replace(whole, **small, layers=whole.layers[:8]).with_mixers(moe=moe)
+    model = shapes.random_model(config, dtype)
+    format = shapes.weight_format(config, dtype)
+    assert size_of(model.params) == size_of(abstract_params(config, format))
+    assert str(model.weight_format) == dtype
+    assert "q4_0, 4.5 bits" in model.weight_format.storage(model.params)
+    logits = stree_jax.score(model, [[1, 2, 3, 4]])
+    assert np.isfinite(logits).all() and np.std(logits) > 1e-3
 
 
 def test_budgets_of_shapes_with_mtp_layers():

@@ -228,7 +228,7 @@ def test_zamba2_options(tmp_path, options):
 @pytest.mark.parametrize("floored", [True, False])
 @pytest.mark.parametrize("make", [nemotron, zamba])
 def test_dt_has_the_lower_limit_of_the_model(tmp_path, make, floored):
-    """transformers 5.23 has its own limit unless the config sets one."""
+    """transformers 5.24 has its own limit unless the config sets one."""
     make(time_step_min=0.3).save_pretrained(tmp_path / "source")
 
     def lower(tensors):

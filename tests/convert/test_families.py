@@ -17,6 +17,7 @@ from transformers import (
     GraniteSWAConfig,
     JambaConfig,
     KimiLinearConfig,
+    LaraMiniConfig,
     Lfm3Config,
     LlamaConfig,
     Mamba2Config,
@@ -46,6 +47,7 @@ from stree_jax.convert.families import (
     granite_swa,
     jamba,
     kimi_linear,
+    lara_mini,
     lfm3,
     llama,
     mamba,
@@ -155,6 +157,10 @@ COMES_BACK = {
     "attention.rope.theta attention_near.window attention_near.rope.theta",
     "lfm3": "tie_embeddings stop_tokens mlp.d_hidden short_conv.d_conv short_conv.bias "
     "attention.rope.theta attention_near.window attention_near.rope.theta",
+    "lara-mini": "tie_embeddings stop_tokens moe.num_experts moe.top_k moe.normalize "
+    "moe.d_hidden moe.shared.d_hidden delta.key_dim delta.value_dim delta.d_conv "
+    "attention_near.window attention_near.rope.theta",
+    "lfm2-moe": "moe.correction moe.normalize moe.scale moe.d_hidden mlp.d_hidden",
     "gpt-oss": "tie_embeddings moe.d_hidden moe.top_k moe.num_experts "
     "attention_near.window",
     "qwen3-moe": "moe.num_experts moe.top_k moe.d_hidden moe.normalize mlp.d_hidden "
@@ -273,6 +279,7 @@ CLASSES = {
     falcon_h1: FalconH1Config,
     gemma3: Gemma3TextConfig,
     gpt_oss: GptOssConfig,
+    lara_mini: LaraMiniConfig,
     lfm3: Lfm3Config,
     nemotron_h: NemotronHConfig,
     qwen3_next: Qwen3NextConfig,

@@ -10,6 +10,7 @@ from stree_jax.convert.tokenizers.gguf_vocabulary import PRETOKENIZERS, read_voc
 from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.vocabularies import (
     COMPOSED,
+    RANGES,
     UNSEEN,
     byte_level,
     piece_ids,
@@ -19,7 +20,7 @@ from tests.support.vocabularies import (
 )
 
 PRES = ("gpt-2", "olmo", "smollm", "refact", "llama-bpe", "dbrx", "qwen2", "qwen35")
-PRES += ("falcon-h1",)
+PRES += ("falcon-h1", "falcon", "command-r", "deepseek-llm", "deepseek-coder")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,16 @@ def test_byte_level_tokens(write, pre):
             back = ours.decode(wanted.ids, skip_special_tokens=skip)
             assert back == theirs.decode(wanted.ids, skip_special_tokens=skip)
     assert ours.id_to_token(401) is None  # fills the embedding up
+
+
+def test_letters_of_words_are_those_of_the_published_list(write):
+    """At each end of each range, within and outside of it."""
+    theirs = byte_level("deepseek-llm")
+    ours = read(write(write_byte_level(theirs, "deepseek-llm")))
+    ends = {end + i for pair in RANGES for end in pair for i in (-1, 0, 1)}
+    text = "x".join(map(chr, sorted(ends)))
+    both = [t.pre_tokenizer.pre_tokenize_str(text) for t in (ours, theirs)]
+    assert both[0] == both[1] and len(both[0]) > len(RANGES)
 
 
 def test_every_name_makes_a_tokenizer(write):

@@ -23,6 +23,7 @@ from tests.support.mistakes import (
 MODELS = {
     "lfm2": lambda: lfm2(conv_bias=True),
     "lfm2-moe": lfm2_moe,
+    "lfm2-moe-unbiased": lambda: lfm2_moe(use_expert_bias=False),
     "olmo": lambda: olmo_hybrid(attention_bias=False),
 }
 
@@ -34,6 +35,15 @@ def made(tmp_path_factory):
 
 def thirds(*order):
     return lambda w: torch.cat([w.chunk(3)[i] for i in order])
+
+
+def biased_choice(model):
+    """Plants a bias for the choice of experts, of another sign for each neighbour."""
+    for layer in model.model.layers:
+        block = layer.feed_forward
+        if hasattr(block, "gate"):
+            block.use_expert_bias = block.gate.use_expert_bias = True
+            block.expert_bias = (-1.0) ** torch.arange(block.gate.num_experts)
 
 
 CONV = {
@@ -61,6 +71,13 @@ MISTAKES = {
             "experts.gate_up_proj", lambda w: torch.cat(w.chunk(2, 1)[::-1], 1)
         ),
         "experts in another order": changed("experts.down_proj", lambda w: w.flip(0)),
+        "router in another order": changed("gate.weight", lambda w: w.flip(0)),
+        "no scale before the experts": changed("ffn_norm.weight", ones),
+        "no scale of the experts": with_config(routed_scaling_factor=1.0),
+        "weights that are not normalized": with_config(norm_topk_prob=False),
+    },
+    "lfm2-moe-unbiased": {
+        "bias for the choice": biased_choice,
         "no scale of the experts": with_config(routed_scaling_factor=1.0),
         "weights that are not normalized": with_config(norm_topk_prob=False),
     },

@@ -1,7 +1,7 @@
 """Test that logits equal those of other implementations within 1e-4.
 
 Whole sequences (one that crosses chunk boundaries), token by token, and every path of
-random trees below a prefix. transformers 5.23 ignores `time_step_limit` in single-token
+random trees below a prefix. transformers 5.24 ignores `time_step_limit` in single-token
 steps (its own stepping differs from its own forward), so its whole forward is the
 reference everywhere.
 """
@@ -125,7 +125,7 @@ def test_greedy_text(pair):
 
 @pytest.mark.parametrize("make", [nemotron, zamba])
 def test_the_floor_of_dt_is_an_option(make, tmp_path):
-    """transformers 5.23 uses `time_step_min` instead of `time_step_limit`."""
+    """transformers 5.24 uses `time_step_min` instead of `time_step_limit`."""
     other = make(time_step_min=0.3)
     other.save_pretrained(tmp_path / "source")
     tokens = tokens_of(1, 20)

@@ -11,7 +11,7 @@ import stree_jax
 from stree_jax import Sampling
 from tests.speculation.auto import times
 from tests.support.drafting import drafters_of, random_prompts
-from tests.support.tiny import tiny_attention, tiny_hybrid, tiny_mamba1
+from tests.support.tiny import tiny_attention, tiny_hybrid, tiny_lara, tiny_mamba1
 
 NEW, LENGTHS = 24, [1, 5, 70, 33]
 AUTO = "auto:1,4,8"
@@ -31,6 +31,7 @@ MODELS = {
     "smollm3": partial(tiny_attention, 1, NOPE),
     "olmo3": partial(tiny_attention, 1, WHOLE),
     "ministral3": partial(tiny_attention, 1, GROWN),
+    "lara": partial(tiny_lara, 1),
 }
 CASES = [
     ("model", "A"),

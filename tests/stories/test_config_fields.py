@@ -25,7 +25,7 @@ from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.models import Model
 from stree_jax.models.stack.config_json import from_json, to_json
 from tests.support.hf_checkpoints import HF_CASES, LLAMA3, VOCAB
-from tests.support.hf_windows import FAR, NEAR
+from tests.support.hf_windows import DELTA, FAR, NEAR
 
 TOKENS = np.random.default_rng(7).integers(0, VOCAB, 37)
 LIMIT = 1e-4  # largest difference of logits
@@ -273,6 +273,39 @@ CASES = {
         ({"block_auto_adjust_ff_dim": True}, NO_EFFECT),
         ({"layer_types": ["conv"] * 2}, "layer_types"),
         ({"is_causal": False}, "is_causal"),
+    ],
+    "lara-mini": [
+        ({"sliding_window": 3}, EQUAL),
+        ({"sliding_window": 2**17}, EQUAL),
+        ({"layer_types": [DELTA, FAR, NEAR, DELTA]}, EQUAL),
+        ({"layer_types": [DELTA, NEAR, NEAR, DELTA]}, EQUAL),
+        ({"layer_types": GONE}, "tensor"),
+        ({"layer_types": [DELTA, NEAR]}, "layer_types"),
+        ({"rope_parameters": {"rope_theta": 9.0}}, EQUAL),
+        ({"rope_parameters": {**YARN, "rope_theta": 50.0}}, EQUAL),
+        ({"rope_parameters": PARTIAL}, NO_EFFECT),  # the class rotates whole heads
+        ({"rope_parameters": GONE}, EQUAL),
+        ({"rope_parameters": GONE, "rope_theta": 9.0}, EQUAL),
+        ({"rope_parameters": {FAR: {"rope_theta": 9.0}}}, FAR),
+        ({"norm_topk_prob": False}, EQUAL),
+        ({"num_experts_per_tok": 3}, EQUAL),
+        ({"num_experts_per_tok": 7}, "choose 7 experts"),
+        ({"linear_num_key_heads": 3}, "linear_num_key_heads"),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, NO_EFFECT),
+        ({"attn_output_gate": True}, NO_EFFECT),  # the class has none
+        ({"attention_bias": False}, f"attention_bias: {BIAS}"),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "lfm2-moe": [
+        ({"use_expert_bias": False}, "expert_bias"),
+        ({"norm_topk_prob": False}, EQUAL),
+    ],
+    "lfm2-moe-unbiased": [
+        ({"use_expert_bias": True}, "expert_bias"),
+        ({"use_expert_bias": GONE}, "expert_bias"),
+        ({"num_experts_per_tok": 3}, EQUAL),
     ],
     "gpt-oss": [
         ({"sliding_window": 3}, EQUAL),

@@ -1,6 +1,6 @@
 """Test `convert --verify` and `export` of GGUF files.
 
-transformers 5.23 can load the same files itself and gives the expected logits.
+transformers 5.24 can load the same files itself and gives the expected logits.
 """
 
 import numpy as np

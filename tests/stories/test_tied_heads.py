@@ -1,6 +1,6 @@
 """Test configs that tie the output head to the embedding, with files that differ.
 
-If the two tensors differ, transformers 5.23 keeps both and warns. It ties equal
+If the two tensors differ, transformers 5.24 keeps both and warns. It ties equal
 tensors. If the file has only the head, it is used as the embedding too.
 """
 

@@ -358,7 +358,7 @@ def test_vocab_json_and_merges_txt(tmp_path, name, model_type, further):
 
 
 def test_vocab_json_of_qwen3_5(tmp_path):
-    """transformers 5.23 reads no vocab.json for this class, so the class is made from
+    """transformers 5.24 reads no vocab.json for this class, so the class is made from
     the vocabulary itself."""
     path = write(tmp_path / "m", files=settings(), model_type="qwen3_5")
     trained("gpt-2").model.save(str(path))

@@ -1,6 +1,6 @@
 """Test files and keys beside config.json that would change a model's logits.
 
-In a directory, the library reads the files that transformers 5.23 reads, in the same
+In a directory, the library reads the files that transformers 5.24 reads, in the same
 order of precedence, and refuses adapters and unknown quantizations. In a GGUF file, it
 reads or refuses by name every key that llama.cpp's `load_hparams` and `llama_context`
 read for the architecture.

@@ -126,6 +126,17 @@ FAMILIES = {
             moe=MoEConfig(8, 2, 16, shared=MLPConfig(24), shared_gate=True),
         ),
     ),
+    "lara-mini": ModelConfig(
+        **SIZES,
+        layers=("delta", "moe", "near", "moe", "far", "moe"),
+        tie_embeddings=True,
+        mixers=named(
+            delta=DeltaConfig(8, 8, 6, 8),
+            near=AttentionConfig(8, 4, 4, rope=ROPE, window=5, qk_norm_eps=1e-3),
+            far=AttentionConfig(8, 4, 4, qk_norm_eps=1e-3),
+            moe=MoEConfig(8, 2, 16, shared=MLPConfig(24)),
+        ),
+    ),
     "lfm2": ModelConfig(
         **SIZES,
         layers=("short_conv", "mlp", "attention", "moe"),
@@ -133,7 +144,9 @@ FAMILIES = {
             short_conv=ShortConvConfig(32, bias=True),
             attention=AttentionConfig(8, 2, 4, rope=ROPE, qk_norm_eps=1e-3),
             mlp=MLPConfig(48),
-            moe=MoEConfig(8, 2, 16, router="sigmoid", normalize_eps=1e-6),
+            moe=MoEConfig(
+                8, 2, 16, router="sigmoid", normalize_eps=1e-6, correction=False
+            ),
         ),
     ),
     "lfm3": ModelConfig(  # with parts of Gemma 3 and gpt-oss

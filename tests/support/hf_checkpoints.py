@@ -599,6 +599,7 @@ HF_CASES = {
         tie_word_embeddings=True,
     ),
     "lfm2-moe": lfm2_moe,
+    "lfm2-moe-unbiased": lambda: lfm2_moe(use_expert_bias=False),
     "kimi-linear": kimi_linear,
     "kimi-linear-dense": lambda: kimi_linear(
         mlp_layer_types=["dense"] * 4, linear_num_heads=4
@@ -628,7 +629,7 @@ HF_CASES = {
         hidden_act="silu",
         layers_block_type=["hybrid", "mamba", "mamba", "hybrid"],
     ),
-    # If embeddings are not tied, transformers 5.23 does not share the blocks either.
+    # If embeddings are not tied, transformers 5.24 does not share the blocks either.
     "zamba2-untied": lambda: zamba(tie_word_embeddings=False),
     **WINDOW_CASES,
     **ATTENTION_CASES,

@@ -1,5 +1,4 @@
-"""Tiny random models of transformers' classes that have windows on some layers, and
-norms before and after every mixer."""
+"""Tiny random models of transformers' classes that have windows on some layers."""
 
 import torch
 from transformers import (
@@ -9,14 +8,22 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    LaraMiniConfig,
+    LaraMiniForCausalLM,
     Lfm3Config,
     Lfm3ForCausalLM,
 )
 
-from tests.support.hf_random import NO_TOKENS, VOCAB, randomize, randomize_offset
+from tests.support.hf_random import (
+    NO_TOKENS,
+    VOCAB,
+    randomize,
+    randomize_offset,
+    slower,
+)
 
 WINDOW = 6
-NEAR, FAR = "sliding_attention", "full_attention"
+NEAR, FAR, DELTA = "sliding_attention", "full_attention", "linear_attention"
 GEMMA3 = {
     "hidden_size": 32,
     "num_attention_heads": 4,
@@ -118,4 +125,44 @@ def gpt_oss(**options):
     return model
 
 
-WINDOW_CASES = {"gemma3": gemma3, "lfm3": lfm3, "gpt-oss": gpt_oss}
+def lara_mini(**options):
+    defaults = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "num_hidden_layers": 4,
+        "layer_types": [DELTA, NEAR, FAR, DELTA],
+        "sliding_window": WINDOW,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 3,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-3,
+        "vocab_size": VOCAB,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+        **NO_TOKENS,
+    }
+    model = LaraMiniForCausalLM(LaraMiniConfig(**(defaults | options)))
+    model.set_experts_implementation("eager")
+    return slower(randomize(model))
+
+
+WINDOW_CASES = {
+    "gemma3": gemma3,
+    "lfm3": lfm3,
+    "gpt-oss": gpt_oss,
+    "lara-mini": lara_mini,
+    "lara-mini-plain": lambda: lara_mini(
+        attention_bias=False,
+        norm_topk_prob=False,
+        tie_word_embeddings=False,
+        linear_num_key_heads=4,
+    ),
+}

@@ -46,7 +46,7 @@ def pass_of(model, state, tokens, parents, pending):
     return forward_hidden(model, state, tokens, nodes, pending=pending)
 
 
-def by_trees(model, tokens, draw):
+def by_trees(model, tokens, draw, capacity=8):
     """Reads a text by passes over trees; each pass accepts a path.
 
     The other nodes are random tokens. Each pass first replays the path that the one
@@ -54,10 +54,11 @@ def by_trees(model, tokens, draw):
 
     Args:
       draw: returns the parents [T] of a tree, and a path down from its root.
+      capacity: rows of KV caches. A model without attention needs none.
     """
     rng = np.random.default_rng(2)
     dtype = models.param_dtype(model.params)
-    state, done, last = init_state(model.config, 1, 8, dtype), 0, None
+    state, done, last = init_state(model.config, 1, capacity, dtype), 0, None
     records = init_records(model.config, 1, len(draw(rng)[0]), dtype)
     pending = Pending(records, jnp.zeros((1, M), jnp.int32), jnp.zeros(1, jnp.int32))
     while done < len(tokens):
@@ -90,23 +91,23 @@ def trees_and_steps(rng):
     return parents, path[: 1 + (rng.random() < 0.5) * M]
 
 
-def by_prefill(model, tokens, chunk):
+def by_prefill(model, tokens, chunk, capacity=8):
     dtype = models.param_dtype(model.params)
-    state = init_state(model.config, 1, 8, dtype)
+    state = init_state(model.config, 1, capacity, dtype)
     length = jnp.asarray([len(tokens)], jnp.int32)
     padded = np.pad(tokens, (0, -len(tokens) % chunk), constant_values=VOCAB - 1)
     read = jax.jit(partial(prefill, chunk=chunk))
     return None, read(model, state, padded[None], length)[0]
 
 
-def by_steps(model, tokens):
+def by_steps(model, tokens, capacity=8):
     """Reads a text token by token."""
 
     @jax.jit
     def run(model, tokens):
         dtype = models.param_dtype(model.params)
         start = (
-            init_state(model.config, 1, 8, dtype),
+            init_state(model.config, 1, capacity, dtype),
             jnp.zeros((1, 1, model.config.d_model), jnp.float32),
         )
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import save_file
 
 from tests.support import hf_checkpoints as hf
+from tests.support.hf_windows import lara_mini
 
 # Widths that are multiples of the group size 16, but not of the block size 24 x 20.
 MODELS = {
@@ -36,6 +37,9 @@ MODELS = {
         intermediate_size=48,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=48,
+    ),
+    "lara-mini": lambda: lara_mini(
+        hidden_size=32, head_dim=8, shared_expert_intermediate_size=48
     ),
 }
 LINEAR = re.compile(

@@ -1,5 +1,7 @@
 """Tiny random models for tests that need no checkpoint."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -131,6 +133,27 @@ def tiny_attention(seed, layers):
             grown=AttentionConfig(4, 2, 8, rope=yarn, temperature=Temperature(0.6, 16)),
             mlp=MLPConfig(48),
             moe=MoEConfig(6, 2, 16, normalize=False),
+        ),
+    )
+    params = init_params(config, jax.random.key(seed), jnp.float32)
+    return Model(params=perturbed(params, 0.2, seed), config=config)
+
+
+def tiny_lara(seed):
+    """Returns a model with layers as in Lara 4 Mini."""
+    far = AttentionConfig(4, 2, 8, qk_norm_eps=1e-4)
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_tokens=REAL,
+        d_model=32,
+        layers=("delta", "moe", "near", "moe", "attention", "moe"),
+        stop_tokens=(STOP,),
+        tie_embeddings=True,
+        mixers=named(
+            delta=DeltaConfig(2, 4, 8, 12, norm_eps=1e-4),
+            near=replace(far, rope=Rope(1e4, 8), window=9),
+            attention=far,
+            moe=MoEConfig(6, 2, 16, shared=MLPConfig(24)),
         ),
     )
     params = init_params(config, jax.random.key(seed), jnp.float32)

@@ -37,17 +37,34 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SPACE = "\u2581"  # used by sentencepiece
 PLAIN = "<fim>"  # an added token that is not special
 
-COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen", "mpt", "olmo")
+COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen", "mpt", "olmo", "command-r")
 BYTES = {"add_prefix_space": False, "use_regex": False}
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Letters of words in deepseek-llm's tokenizer.json, as ranges of hexadecimal numbers.
+LETTERS = """
+41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376 377
+37b-37d 37f 386 388-38a 38c 38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5
+13a0-13f5 13f8-13fd 1c90-1cba 1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a 1e00-1f15
+1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4
+1fb6-1fbc 1fbe 1fc2-1fc4 1fc6-1fcc 1fd0-1fd3 1fd6-1fdb 1fe0-1fec 1ff2-1ff4
+1ff6-1ffc 2102 2107 210a-2113 2115 2119-211d 2124 2126 2128 212a-212d 212f-2134
+2139 213c-213f 2145-2149 214e 2183 2184 2c00-2c7b 2c7e-2ce4 2ceb-2cee 2cf2 2cf3
+a640-a66d a680-a69b a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 fb13-fb17
+ff21-ff3a ff41-ff5a 10400-1044f 104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2
+118a0-118df 1e900-1e943
+"""
+RANGES = [[int(end, 16) for end in word.split("-")] for word in LETTERS.split()]
+CASED = "".join(f"{chr(ends[0])}-{chr(ends[-1])}" for ends in RANGES)
+EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+MARKS = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 
 
-def split(expression):
-    cut = pre_tokenizers.Split(Regex(expression), "isolated")
-    return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(**BYTES)])
+def split(*expressions):
+    cuts = [pre_tokenizers.Split(Regex(e), "isolated") for e in expressions]
+    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(**BYTES)])
 
 
 def words(pre):
@@ -57,8 +74,19 @@ def words(pre):
     match pre:
         case "gpt-2" | "olmo" | "mpt":
             return plain
-        case "smollm" | "starcoder" | "refact":
+        case "smollm" | "starcoder" | "refact" | "command-r":
             return pre_tokenizers.Sequence([digits, plain])
+        case "falcon":
+            marks = pre_tokenizers.Punctuation("contiguous")
+            numbers = pre_tokenizers.Digits(individual_digits=False)
+            threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+            return pre_tokenizers.Sequence([marks, plain, numbers, threes])
+        case "deepseek-llm":
+            marks = (rf"\s?{MARKS}", r"\s+$")
+            words = rf"\s?[{CASED}]+"
+            return split("[\r\n]", words, *marks, EAST_ASIAN, r"\p{N}")
+        case "deepseek-coder":
+            return split("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EAST_ASIAN, r"\p{N}")
         case "llama-bpe" | "dbrx" | "falcon-h1":
             return split(LLAMA3)
         case "qwen2":
