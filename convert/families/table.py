@@ -20,6 +20,9 @@ _WORDS = {
     (AttentionConfig, "gate_by_head"): "attention gate of each head",
     (AttentionConfig, "window"): "attention window",
     (AttentionConfig, "sinks"): "attention sinks",
+    (AttentionConfig, "v_norm"): "attention norms of v",
+    (AttentionConfig, "k_is_v"): "attention without values of its own",
+    (ModelConfig, "logits_cap"): "cap of logits",
     (MLPConfig, "activation"): "activation",
     (MLPConfig, "gated"): "MLP without a gate",
 }

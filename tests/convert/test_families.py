@@ -12,6 +12,7 @@ from transformers import (
     FalconH1Config,
     FalconMambaConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
@@ -36,6 +37,7 @@ from stree_jax.convert.families import (
     falcon_mamba,
     families,
     gemma3,
+    gemma4,
     gpt_oss,
     granite,
     jamba,
@@ -143,6 +145,9 @@ COMES_BACK = {
     "qwen3": "attention.num_kv_heads attention.rope.theta tie_embeddings",
     "gemma3": "tie_embeddings stop_tokens mlp.d_hidden "
     "attention.rope.theta attention_near.window attention_near.rope.theta",
+    "gemma4": "tie_embeddings stop_tokens logits_cap norm_eps",
+    "gemma4-moe": "tie_embeddings logits_cap attention.rope.theta "
+    "attention_near.window attention_near.rope.theta attention_near.num_kv_heads",
     "lfm3": "tie_embeddings stop_tokens mlp.d_hidden short_conv.d_conv short_conv.bias "
     "attention.rope.theta attention_near.window attention_near.rope.theta",
     "gpt-oss": "tie_embeddings moe.d_hidden moe.top_k moe.num_experts "
@@ -251,6 +256,7 @@ CLASSES = {
     bamba: BambaConfig,
     falcon_h1: FalconH1Config,
     gemma3: Gemma3TextConfig,
+    gemma4: Gemma4TextConfig,
     gpt_oss: GptOssConfig,
     lfm3: Lfm3Config,
     nemotron_h: NemotronHConfig,

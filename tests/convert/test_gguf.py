@@ -37,6 +37,8 @@ LOGITS = [
     "qwen35",
     "falcon-mamba",
     "jamba",
+    "gemma4",
+    "gemma4-moe",
 ]  # compared with transformers
 
 

@@ -11,7 +11,7 @@ import stree_jax
 from stree_jax import Sampling
 from tests.speculation.auto import times
 from tests.support.drafting import drafters_of, random_prompts
-from tests.support.tiny import tiny_hybrid, tiny_mamba1
+from tests.support.tiny import tiny_gemma4, tiny_hybrid, tiny_mamba1
 
 NEW, LENGTHS = 24, [1, 5, 70, 33]
 AUTO = "auto:1,4,8"
@@ -25,6 +25,7 @@ MODELS = {
     "olmo": partial(tiny_hybrid, 1, AFTER, qk_norm_whole=True),
     "minimax": partial(tiny_hybrid, 1, LIGHTNING),
     "mamba1": partial(tiny_mamba1, 1),
+    "gemma4": partial(tiny_gemma4, 1),
 }
 CASES = [
     ("model", "A"),

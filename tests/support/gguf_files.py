@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from tests.support.gguf_gemma4 import GEMMA4_GGUF, describe_gemma4, gemma4_layout
 from tests.support.gguf_qwen import (
     QWEN,
     QWEN_CASES,
@@ -156,6 +157,7 @@ GGUF_CASES = {
     "kimi-linear-joined": ("kimi-linear", lambda: kimi_linear(**KIMI)),
     # llama.cpp knows which layers have windows, and the base of their positions.
     "gemma3": ("gemma3", lambda: gemma3(**GEMMA3)),
+    **GEMMA4_GGUF,
     **QWEN_CASES,
 }
 # The converter reorders q and k of these architectures, for a rotary embedding that
@@ -180,6 +182,9 @@ def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
         tensors |= mtp_tensors(config) if name.endswith("-mtp") else {}
         describe_qwen(writer, arch, config, int("mtp.fc.weight" in tensors))
         placed = qwen_layout(arch, config, tensors)
+    elif arch == "gemma4":
+        describe_gemma4(writer, config)
+        placed = gemma4_layout(config, tensors, name.endswith("-apart"))
     else:
         config["joined"] = name.endswith("-joined")
         describe(writer, arch, config)

@@ -51,6 +51,7 @@ from transformers import (
     Zamba2ForCausalLM,
 )
 
+from tests.support.hf_gemma4 import GEMMA4_CASES
 from tests.support.hf_minimax import minimax
 from tests.support.hf_random import (
     NO_TOKENS,
@@ -630,6 +631,7 @@ HF_CASES = {
     # If embeddings are not tied, transformers 5.23 does not share the blocks either.
     "zamba2-untied": lambda: zamba(tie_word_embeddings=False),
     **WINDOW_CASES,
+    **GEMMA4_CASES,
     "nemotron-h": nemotron,
     "nemotron-h-moe": lambda: nemotron(**NEMOTRON_MOE),
     "nemotron-h-latent": lambda: nemotron(
