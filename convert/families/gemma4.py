@@ -321,7 +321,9 @@ def _channel_mixers(fields: ConfigFields, eps: float, shared: int) -> dict[str, 
         moe = MoEConfig(**read_fields(MOE, fields), activation="gelu_tanh")
         return {"mlp_moe": MLPMoEConfig(mlp, moe, eps)}
     both = {"mlp": mlp}
-    return both | {"mlp_wide": replace(mlp, d_hidden=2 * mlp.d_hidden)} if wide else both
+    return (
+        both | {"mlp_wide": replace(mlp, d_hidden=2 * mlp.d_hidden)} if wide else both
+    )
 
 
 def _token_mixers(config: ModelConfig) -> list[str]:

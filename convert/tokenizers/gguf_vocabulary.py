@@ -346,8 +346,14 @@ def _vocabulary(fields: ConfigFields, kinds: np.ndarray) -> dict[str, int]:
 
 
 def _sentencepiece(fields: ConfigFields, kinds: np.ndarray) -> "Tokenizer":
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
-    from tokenizers import pre_tokenizers
+    from tokenizers import (
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
 
     tokens, vocabulary = _tokens(fields), _vocabulary(fields, kinds)
     unknown, listed = _special(fields, "unknown"), _is_gemma4(fields)
