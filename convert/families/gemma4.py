@@ -8,9 +8,9 @@ the token (`hidden_size_per_layer_input`), and experts may run next to the MLP
 """
 
 import math
+import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from stree_jax.convert.families import gemma3, read
@@ -208,28 +208,30 @@ def parse(fields: ConfigFields) -> ModelConfig:
     mixers = _attention(fields, model["norm_eps"], kinds)
     for kind in dict.fromkeys(kinds[count - shared :]):
         mixers[READERS[kind]] = _reader(kind, mixers[kind])
-    names = *kinds[: count - shared], *(READERS[k] for k in kinds[count - shared :])
-    channel = _channel_mixers(fields, model["norm_eps"], shared)
-    last: tuple[str, ...] = ("both:mlp",)
-    if "mlp_moe" in channel:
-        last = ("after:mlp_moe",)
+    mixers |= _channel_mixers(fields, model["norm_eps"], shared)
     if width := fields.size(INPUT, low=0, top=MAX_SIZE):
-        channel[PER_LAYER] = PerLayerConfig(width)
-        last = *last, f"after:{PER_LAYER}"
+        mixers[PER_LAYER] = PerLayerConfig(width)
         rows = fields.size(INPUT_ROWS, model["vocab_size"], top=MAX_SIZE)
         if rows != model["vocab_size"]:
             raise fields.error(INPUT_ROWS, f"{rows} is not {model['vocab_size']}")
-    layers = []
-    for i, name in enumerate(names):
-        wide = "mlp_wide" in channel and i >= count - shared
-        each = [x.replace(":mlp", ":mlp_wide") if wide else x for x in last]
-        layers += [f"both:{name}", *each[:-1], f"{each[-1]}+scaled"]
     return ModelConfig(
         **model,
         embedding_multiplier=math.sqrt(model["d_model"]),
-        layers=blocks(layers),
-        mixers={**mixers, **channel},
+        layers=blocks(_layers(kinds, count - shared, mixers)),
+        mixers=mixers,
     )
+
+
+def _layers(kinds: hf.Layers, own: int, mixers: dict[str, Any]) -> Iterator[str]:
+    """Yields the layers; those from number `own` on read the keys of others."""
+    for i, kind in enumerate(kinds):
+        mlp = "mlp_wide" if "mlp_wide" in mixers and i >= own else "mlp"
+        last = "after:mlp_moe" if "mlp_moe" in mixers else f"both:{mlp}"
+        yield f"both:{kind if i < own else READERS[kind]}"
+        if PER_LAYER in mixers:
+            yield last
+            last = f"after:{PER_LAYER}"
+        yield f"{last}+scaled"
 
 
 def _with_defaults(fields: ConfigFields) -> ConfigFields:
@@ -320,10 +322,8 @@ def _channel_mixers(fields: ConfigFields, eps: float, shared: int) -> dict[str, 
             raise fields.error(WIDE, "next to experts is not supported")
         moe = MoEConfig(**read_fields(MOE, fields), activation="gelu_tanh")
         return {"mlp_moe": MLPMoEConfig(mlp, moe, eps)}
-    both = {"mlp": mlp}
-    return (
-        both | {"mlp_wide": replace(mlp, d_hidden=2 * mlp.d_hidden)} if wide else both
-    )
+    twice = replace(mlp, d_hidden=2 * mlp.d_hidden)
+    return {"mlp": mlp, "mlp_wide": twice} if wide else {"mlp": mlp}
 
 
 def _token_mixers(config: ModelConfig) -> list[str]:
@@ -373,7 +373,7 @@ def _checked(config: ModelConfig, values: dict[str, Any]) -> dict[str, Any]:
     Raises:
       CheckpointError: they describe another model.
     """
-    file, shape = Path("config.json"), (config.vocab_size, config.d_model)
+    file, shape = pathlib.Path("config.json"), (config.vocab_size, config.d_model)
     tensors = {f"{NAMES.embedding}.weight": TensorInfo(file, shape, "float32")}
     found = parse(ConfigFields(file, {"model_type": FORMAT, **values}, tensors=tensors))
     same = found == replace(config, num_tokens=config.vocab_size)
