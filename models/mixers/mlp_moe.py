@@ -10,7 +10,7 @@ from flax import linen as nn
 from stree_jax.models.base.shards import ALONE, Group, total
 from stree_jax.models.layers.mixer import Mixer
 from stree_jax.models.layers.nodes import Pass
-from stree_jax.models.layers.norm import Norm, rms_norm
+from stree_jax.models.layers.norm import Norm, ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import ONES, Param, Table, declare, norm_params
 from stree_jax.models.mixers.mlp import MLP, MLP_MIXER, MLPConfig
 from stree_jax.models.mixers.moe import (
@@ -21,7 +21,7 @@ from stree_jax.models.mixers.moe import (
     weighted_experts,
     without_padding,
 )
-from stree_jax.models.weights.linear import as_row, linear
+from stree_jax.models.weights.linear import linear
 
 # The norms before and after the MLP, and before and after the experts.
 NORMS = ("mlp_norm", "mlp_norm_after", "moe_norm", "moe_norm_after")
@@ -82,8 +82,9 @@ class MLPMoE(nn.Module):
         c, count = self.config.moe, pass_.valid_count
         p = declare(self, MLP_MOE.params(self.config, u.shape[-1]), self.dtype)
         with jax.named_scope("moe"):
-            scale = as_row(p["router_scale"], u.ndim) * u.shape[-1] ** -0.5
-            routed = rms_norm(u, self.config.norm_eps) * scale
+            norm = ScaledNorm(self.config.norm_eps)
+            routed = scaled_rms_norm(u, p["router_scale"], norm, count)
+            routed = routed * u.shape[-1] ** -0.5
             logits = linear(routed, p["router"], valid_count=count)
             chosen, weight = route(logits.reshape(-1, c.num_experts), None, c)
             weight = weight * p["expert_scale"][chosen]
