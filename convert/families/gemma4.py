@@ -292,8 +292,9 @@ def _attention(fields: ConfigFields, eps: float, kinds: hf.Layers) -> dict[str, 
     """Reads the attention of each type of layers that the model has."""
     options: Any = {"scale": 1.0, "qk_norm_eps": eps, "v_norm": True}
     mixers = {}
-    for kind, theirs in TYPES.items():
+    for kind in (NEAR, "attention"):
         if kind in kinds:
+            theirs = TYPES[kind]
             table = FAR_ATTENTION if kind == "attention" else ATTENTION
             c = AttentionConfig(**read_fields(table, fields), **options)
             args = (fields, theirs, c.head_dim, THETAS[theirs], ROPES[theirs])

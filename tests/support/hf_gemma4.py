@@ -99,7 +99,7 @@ VISION = {
 
 def gemma4_multimodal(**options):
     """Returns a model with a vision encoder, as the hub has them."""
-    text = Gemma4TextConfig(**PLAIN | SHARED | options)
+    text = Gemma4TextConfig(**PLAIN | SHARED | {"pad_token_id": 0} | options)
     both = Gemma4Config(text_config=text, vision_config=VISION, audio_config=None)
     return prepared(Gemma4ForConditionalGeneration(both))
 
