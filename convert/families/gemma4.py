@@ -336,8 +336,8 @@ def _token_mixers(config: ModelConfig) -> list[str]:
 def export(config: ModelConfig) -> dict[str, Any]:
     kinds = _token_mixers(config)
     sources = {reader: kind for kind, reader in READERS.items()}
-    far, experts = config.mixers.get("attention"), config.mixers.get("mlp_moe")
-    require(FORMAT, {"attention": isinstance(far, AttentionConfig)})
+    require(FORMAT, {"attention": "attention" in config.mixers})
+    far, experts = config.mixers["attention"], config.mixers.get("mlp_moe")
     near = config.mixers.get(NEAR, far)
     mlp = config.mixers["mlp"] if experts is None else experts.mlp
     of_mixers = ("rope", "window", "scale", "qk_norm_eps", "v_norm")

@@ -105,7 +105,8 @@ class KVReader(nn.Module):
             depth = pass_.of_queries(pass_.nodes.depth)
             q = rotated(q, *angles(pass_.length[:, None] + depth, c.rope))
         with jax.named_scope("attention"):
-            y = attended(q, *pass_.source, pass_, c, self.dtype)
+            state_read, record_read = pass_.source
+            y = attended(q, state_read, record_read, pass_, c, self.dtype)
             out = linear_summed(y, p["out"], None, self.parts, valid_count)
         return out, KVReaderRecord(), KVReaderState()
 

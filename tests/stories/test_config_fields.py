@@ -419,6 +419,8 @@ class Edited:
         other = HF_CASES[family]()
         other.save_pretrained(directory)
         self.options = other.config
+        # Sizes of Gemma 4's layers
+        self.options.allow_global_per_layer_attribute_access = True
         self.fields = json.loads((directory / "config.json").read_text())
         self.theirs, self.config = self.reference(), self.opened().config
         self.ours = self.logits(self.opened())

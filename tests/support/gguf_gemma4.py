@@ -5,8 +5,9 @@ import numpy as np
 
 from tests.support.hf_gemma4 import FAR, NEAR, gemma4, gemma4_moe, gemma4_unified
 
+# llama.cpp wants the last two layers with keys of their own to be a near and a far one.
 GEMMA4_GGUF = {
-    "gemma4": ("gemma4", gemma4),
+    "gemma4": ("gemma4", lambda: gemma4(num_kv_shared_layers=2)),
     "gemma4-moe": ("gemma4", gemma4_moe),
     "gemma4-moe-apart": ("gemma4", gemma4_moe),
     "gemma4-unified": ("gemma4", gemma4_unified),
