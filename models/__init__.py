@@ -21,12 +21,15 @@ from stree_jax.models.layers.rope import Rope as Rope
 from stree_jax.models.mixers.attention import AttentionConfig as AttentionConfig
 from stree_jax.models.mixers.delta import DeltaConfig as DeltaConfig
 from stree_jax.models.mixers.kda import KDAConfig as KDAConfig
+from stree_jax.models.mixers.kv_reader import KVReaderConfig as KVReaderConfig
 from stree_jax.models.mixers.lightning import LightningConfig as LightningConfig
 from stree_jax.models.mixers.mamba1 import Mamba1Config as Mamba1Config
 from stree_jax.models.mixers.mamba2 import MambaConfig as MambaConfig
 from stree_jax.models.mixers.mla import MLAConfig as MLAConfig
 from stree_jax.models.mixers.mlp import MLPConfig as MLPConfig
+from stree_jax.models.mixers.mlp_moe import MLPMoEConfig as MLPMoEConfig
 from stree_jax.models.mixers.moe import MoEConfig as MoEConfig
+from stree_jax.models.mixers.per_layer import PerLayerConfig as PerLayerConfig
 from stree_jax.models.mixers.short_conv import ShortConvConfig as ShortConvConfig
 from stree_jax.models.stack.config import Block as Block
 from stree_jax.models.stack.config import ModelConfig as ModelConfig

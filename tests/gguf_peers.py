@@ -23,10 +23,12 @@ from stree_jax.convert.tensors.gguf_header import read_header
 from stree_jax.convert.tokenizers.gguf_vocabulary import COMPOSED, PRETOKENIZERS
 from stree_jax.convert.tokenizers.tokenizer import read_tokenizer
 from tests.support.gguf_files import GGUF_CASES, write_gguf
+from tests.support.gguf_gemma4 import GEMMA4_GGUF
 from tests.support.hf_checkpoints import VOCAB
 from tests.support.vocabularies import (
     UNSEEN,
     byte_level,
+    piece_merges,
     pieces,
     write_byte_level,
     write_pieces,
@@ -35,7 +37,7 @@ from tests.support.vocabularies import (
 LIMIT = 1e-4
 # llama.cpp reads GELU from a table of 16-bit floats. With transformers' GELU rounded in
 # that way, gemma3's difference from transformers falls from 7.5e-4 to 1.5e-4.
-LIMITS = {"gemma3": 2e-3}
+LIMITS = {"gemma3": 2e-3, **dict.fromkeys(GEMMA4_GGUF, 2e-3)}
 CRASHES = ("kimi-linear-joined",)  # llama.cpp 0.3.36 dies of these cases by a signal
 READ = 6  # ids prefilled together; the others follow one by one
 
@@ -87,6 +89,8 @@ def vocabulary_files(folder):
         yield made(pre, trained.get_vocab_size() + 1, extra)
     tokens, scores = pieces()
     yield made("pieces", len(tokens), write_pieces(tokens, scores))
+    merged = write_pieces(tokens, scores, piece_merges(), add_space_prefix=False)
+    yield made("gemma4", len(tokens), merged)
 
 
 def check_vocabularies(args, folder):

@@ -122,7 +122,7 @@ MLP = (Field("intermediate_size", "d_hidden", read.size, 9216),)
 
 def parse(fields: ConfigFields) -> ModelConfig:
     if fields.get("model_type") != FORMAT:
-        fields = text_fields(fields)
+        fields = text_fields(fields, (FORMAT,), NAMES.left_out)
     _check_supported(fields)
     names = (NAMES, *(nested(NAMES, prefix) for prefix in NESTED))
     model = hf.read_model(MODEL, fields, *names)
@@ -149,13 +149,21 @@ def parse(fields: ConfigFields) -> ModelConfig:
     )
 
 
-def text_fields(fields: ConfigFields) -> ConfigFields:
+def text_fields(
+    fields: ConfigFields, formats: tuple[str, ...], left_out: tuple[str, ...]
+) -> ConfigFields:
     """Returns the fields of a multimodal model's language model: those of
     `text_config`, and the stop tokens and `tie_word_embeddings` if the file has them
-    outside it."""
+    outside it.
+
+    Args:
+      fields: the fields of the config file.
+      formats: the language model's possible values of `model_type`.
+      left_out: see `Names.left_out`.
+    """
     fields.get(TEXT)  # raises if it is missing
     text = fields.object(TEXT)
-    text.choice("model_type", FORMAT, (FORMAT,))
+    text.choice("model_type", formats[0], formats)
     outside = {
         name: fields.values[name]
         for name in ("eos_token_id", "tie_word_embeddings")
@@ -164,7 +172,7 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
     tensors = {
         name: info
         for name, info in text.tensors.items()
-        if not name.startswith(NAMES.left_out)
+        if not name.startswith(left_out)
     }
     return replace(text, values={**text.values, **outside}, tensors=tensors)
 

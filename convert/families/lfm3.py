@@ -21,6 +21,7 @@ from stree_jax.convert.families.windows import (
     WINDOW,
     effective,
     typed_rope,
+    typed_rope_fields,
 )
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, ShortConvConfig
@@ -156,7 +157,11 @@ def export(config: ModelConfig) -> dict[str, Any]:
         values |= fields
     if near is not None:
         values[WINDOW] = near.window
-    ropes = {t: _rope_fields(c.rope) for t, c in both.items() if c is not None}
+    ropes = {
+        kind: typed_rope_fields(FORMAT, c.rope)
+        for kind, c in both.items()
+        if c is not None
+    }
     return values | {"rope_parameters": {**ROPES, **ropes}}
 
 
@@ -172,18 +177,6 @@ def _attention_fields(config: ModelConfig, c: AttentionConfig) -> dict[str, Any]
     )
     elsewhere = ("rope", "window", "qk_norm_eps", "gate_by_head")
     return write_fields(FORMAT, ATTENTION, c, elsewhere)
-
-
-def _rope_fields(rope: Rope) -> dict[str, Any]:
-    """Returns the parameters of an embedding; the inverse of `_rope`."""
-    if rope.share < 1:
-        plain = replace(rope, share=1.0, linear=1.0)
-        require(FORMAT, {"rotary scaling": not hf.scaling_fields(FORMAT, plain)})
-        values = {"rope_type": "proportional", PARTIAL: rope.share}
-        values |= {"factor": rope.linear} if rope.linear != 1 else {}
-    else:
-        values = hf.scaling_fields(FORMAT, rope) or {"rope_type": "default"}
-    return {**values, "rope_theta": rope.theta}
 
 
 def expresses(config: ModelConfig) -> bool:

@@ -19,7 +19,7 @@ from stree_jax.models import (
     MLPConfig,
     ModelConfig,
 )
-from stree_jax.models.layers.params import NORM_AFTER, Path
+from stree_jax.models.layers.params import NORM_AFTER, SCALAR, Path
 from stree_jax.models.stack.state import token_mixers
 
 How = Literal[
@@ -452,13 +452,19 @@ class Names:
       head: name of the head, if it is not tied to the embedding.
       parts: names of the mixers' tensors, by our names of the mixers.
       norm_how: conversion of the scales of block norms; see `Row`.
-      shared_rows: yields a `Row` for each parameter of shared transformer blocks.
+      norms: names of the norms of layers whose first mixer has this name, if they
+        differ from those above.
+      scalar: name of the factor of the residual stream after a layer.
+      shared_rows: yields a `Row` for each parameter outside the layers, such as shared
+        transformer blocks.
       mtp_rows: yields a `Row` for each parameter of the MTP layers.
       computed: function (config, path of our layer, number of the layer in the file,
         block) that yields a `Row` for each parameter of a layer that follows from the
         config and is not in the file.
       ignored: endings of the names of tensors that are not read, because they follow
         from the config.
+      unread: yields prefixes of the names of tensors that are not read, because the
+        model has no use for them.
       spelling: returns the names that a file uses, from the names of its tensors, for
         formats with several spellings. These names are those of an export.
       renamed: names of tensors in the file, by the names that these `Names` give them,
@@ -481,10 +487,13 @@ class Names:
     norm_after_mlp: str = ""
     head: str = "lm_head"
     norm_how: How = "copy"
+    norms: Mapping[str, str] = field(default_factory=dict)
+    scalar: str = ""
     shared_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     mtp_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     computed: Callable[[ModelConfig, Path, int, Block], Iterator[Row]] | None = None
     ignored: tuple[str, ...] = ()
+    unread: Callable[["Names", ModelConfig], Iterator[str]] | None = None
     spelling: Callable[["Names", Collection[str]], "Names"] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
@@ -552,8 +561,10 @@ def layer_rows(
     before = names.mixer_norm if mixes else names.mlp_norm
     after = names.norm_after_mixer if mixes else names.norm_after_mlp
     norm = after if block.norms == "after" else before
+    norm = names.norms.get(block.mixers[0], norm)
     yield from norm_rows((*ours, "norm"), prefix + norm, names.norm_how)
     yield from norm_rows((*ours, NORM_AFTER), prefix + after, names.norm_how)
+    yield Row((*ours, SCALAR), (prefix + names.scalar,))
     for name in block.mixers:
         part = names.part(name)
         yield from part.rows((*ours, name), prefix + part.module, config.mixers[name])

@@ -94,6 +94,9 @@ def check_tensors(
     mtp = ["mtp."]  # prefixes of MTP layers, which may be left out
     if names is not None and names.mtp_is_last:
         mtp.append(names.layer.format(i=numbered_layers(names, config)))
+    if names is not None and names.unread is not None:
+        unread = tuple(names.unread(names, config))
+        copies |= {name for name in present if name.startswith(unread)}
     for name in sorted(present.keys() - expected.keys() - copies):
         unused = name.endswith("rotary_emb.inv_freq") or name in source.unlisted
         unused |= names is not None and name.endswith(names.ignored)
@@ -128,9 +131,11 @@ def without_left_out(
         return source, ()
     patterns = tuple(f"{prefix}*" for prefix in prefixes)
     if warn is not None:
+        sound = any("audio" in prefix for prefix in prefixes)
+        what = "encoders of images and sound" if sound else "the vision encoder"
         warn(
-            f"{source.directory}: {', '.join(patterns)} (the vision encoder) is left "
-            "out; the model reads text only"
+            f"{source.directory}: {', '.join(patterns)} ({what}) is left out; the "
+            "model reads text only"
         )
     left = tuple(prefixes)
     kept = {n: t for n, t in source.tensors.items() if not n.startswith(left)}

@@ -242,3 +242,15 @@ def typed_rope(
     }
     values = {**others, name: {"rope_theta": theta, **own, **older}}
     return hf.rope(replace(fields, values=values), head_dim)
+
+
+def typed_rope_fields(format: str, rope: Rope) -> dict[str, Any]:
+    """Returns the parameters of one type of layers; the inverse of `typed_rope`."""
+    if rope.share < 1:
+        plain = replace(rope, share=1.0, linear=1.0)
+        require(format, {"rotary scaling": not hf.scaling_fields(format, plain)})
+        values = {"rope_type": "proportional", "partial_rotary_factor": rope.share}
+        values |= {"factor": rope.linear} if rope.linear != 1 else {}
+    else:
+        values = hf.scaling_fields(format, rope) or {"rope_type": "default"}
+    return {**values, "rope_theta": rope.theta}

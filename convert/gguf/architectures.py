@@ -10,7 +10,7 @@ from typing import Any
 from stree_jax.convert.families.huggingface import Layers, with_mlps
 from stree_jax.convert.families.table import read_fields
 from stree_jax.convert.families.tensor_map import Names
-from stree_jax.convert.gguf import by_layer, gemma, kimi, lfm2, mamba, qwen
+from stree_jax.convert.gguf import by_layer, gemma, gemma4, kimi, lfm2, mamba, qwen
 from stree_jax.convert.gguf.keys import (
     FEED_FORWARD,
     GATING,
@@ -228,6 +228,7 @@ ARCHITECTURES = {
     "granitehybrid": GRANITE,
     "falcon-h1": Architecture(HALVES, _falcon_h1),
     "gemma3": Architecture(gemma.NAMES, gemma.parse, gemma.KEYS),
+    "gemma4": Architecture(gemma4.NAMES, gemma4.parse, gemma4.KEYS, gemma4.names),
     "kimi-linear": Architecture(kimi.NAMES, kimi.parse, kimi.KEYS, kimi.names),
     "lfm2": Architecture(lfm2.NAMES, lfm2.parse),
     "lfm2moe": Architecture(

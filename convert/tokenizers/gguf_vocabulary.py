@@ -1,8 +1,8 @@
 """Reads the tokenizer, special tokens and chat template of a GGUF file.
 
-Two kinds of vocabulary are supported: byte-level BPE ("gpt2"), where the file names the
-pre-tokenizer, and SentencePiece's BPE ("llama"), where the merges follow from the
-scores.
+Three kinds of vocabulary are supported: byte-level BPE ("gpt2"), where the file names
+the pre-tokenizer; SentencePiece's BPE ("llama"), where the merges follow from the
+scores; and the same with merges in the file ("gemma4").
 
 Sources: llama.cpp's `llama-vocab.cpp` (names, defaults), the tokenizer.json files that
 the names stand for (expressions), sentencepiece's `bpe_model.cc`.
@@ -121,6 +121,8 @@ UINT32 = 2**32 - 1  # the largest id that a file can name
 ID_BITS = np.uint64(21)  # of a SentencePiece token's id; three ids fit in 64 bits
 MAX_PIECE = 256  # characters of a SentencePiece token; real ones have up to 32
 SPACE = "\u2581"  # SentencePiece's symbol for a space
+PIECES = ("llama", "gemma4")  # kinds of SentencePiece's vocabularies
+LINES = r"[^\n]+|\n+"  # what Gemma 4 merges as one word
 
 
 def read_vocabulary(
@@ -146,7 +148,7 @@ def read_vocabulary(
             from tokenizers import Tokenizer
 
             return for_whole_texts(Tokenizer.from_str(whole))
-        if model == "llama":
+        if model in PIECES:
             return piece_tokenizer(fields)
         if model == "gpt2" and pre in PRETOKENIZERS:
             kinds = _kinds(fields)
@@ -173,7 +175,7 @@ def has_vocabulary(header: Header) -> bool:
         return True
     model = _text(fields, "model", "no_vocab")
     known = _text(fields, "pre", "default") in PRETOKENIZERS
-    return model == "llama" or (model == "gpt2" and known)
+    return model in PIECES or (model == "gpt2" and known)
 
 
 def piece_tokenizer(fields: ConfigFields) -> "Tokenizer":
@@ -185,6 +187,11 @@ def piece_tokenizer(fields: ConfigFields) -> "Tokenizer":
     """
     kinds = _kinds(fields)
     return _finished(fields, kinds, _sentencepiece(fields, kinds), True)
+
+
+def _is_gemma4(fields: ConfigFields) -> bool:
+    """True if the file lists the merges of its SentencePiece vocabulary."""
+    return fields.values.get("model") == "gemma4"
 
 
 def _warn_of_missing(fields: ConfigFields, warn: Callable[[str], object]) -> None:
@@ -321,13 +328,10 @@ def _special(fields: ConfigFields, name: str) -> int | None:
 def _byte_level(fields: ConfigFields, kinds: np.ndarray, pre: str) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    vocabulary = _vocabulary(fields, kinds)
-    merges = []
-    for merge in _texts(fields, "merges"):
-        first, _, second = merge[1:].partition(" ")  # a token may begin with a space
-        merges.append((merge[:1] + first, second))
     model = models.BPE(
-        vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS
+        vocab=_vocabulary(fields, kinds),
+        merges=_listed_merges(fields),
+        ignore_merges=pre in WHOLE_WORDS,
     )
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _words(PRETOKENIZERS[pre])
@@ -335,6 +339,15 @@ def _byte_level(fields: ConfigFields, kinds: np.ndarray, pre: str) -> "Tokenizer
     if pre in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
+
+
+def _listed_merges(fields: ConfigFields) -> list[tuple[str, str]]:
+    """Returns the merges that the file lists."""
+    merges = []
+    for merge in _texts(fields, "merges"):
+        first, _, second = merge[1:].partition(" ")  # a token may begin with a space
+        merges.append((merge[:1] + first, second))
+    return merges
 
 
 def _words(expressions: tuple[str, ...]) -> "PreTokenizer":
@@ -355,13 +368,21 @@ def _vocabulary(fields: ConfigFields, kinds: np.ndarray) -> dict[str, int]:
 
 
 def _sentencepiece(fields: ConfigFields, kinds: np.ndarray) -> "Tokenizer":
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import (
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
 
     tokens, vocabulary = _tokens(fields), _vocabulary(fields, kinds)
-    unknown = _special(fields, "unknown")
+    unknown, listed = _special(fields, "unknown"), _is_gemma4(fields)
+    merges = _listed_merges(fields) if listed else _merges(fields, kinds, vocabulary)
     model = models.BPE(
         vocab=vocabulary,
-        merges=_merges(fields, kinds, vocabulary),
+        merges=merges,
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -369,7 +390,9 @@ def _sentencepiece(fields: ConfigFields, kinds: np.ndarray) -> "Tokenizer":
     tokenizer = Tokenizer(model)
     spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
     shown = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if fields.flag("add_space_prefix", True):
+    if listed:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(LINES), "isolated")
+    if fields.flag("add_space_prefix", not listed):
         spaces = [normalizers.Prepend(SPACE), *spaces]
         shown.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(spaces)

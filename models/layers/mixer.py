@@ -39,6 +39,7 @@ C = TypeVar("C")
 Role = Literal["state", "window", "cache", "record"]
 
 FLOAT = 4  # bytes of a float32, in which forward passes compute
+INPUTS = ":inputs"  # `Mixer.source` of mixers that read the layer's per-layer input
 
 
 class Leaf(NamedTuple):
@@ -210,6 +211,16 @@ class Mixer(Generic[C]):
     def part(self, c: C, n: int) -> C:
         """Returns the config of one device's share when n devices share the mixer."""
         raise NotImplementedError
+
+    def source(self, c: C) -> str:
+        """Returns what the mixer reads of other layers, which it finds in
+        `Pass.source`.
+
+        That is the name of another mixer, whose state and record it reads in the last
+        layer before it that has that mixer; `INPUTS`, the per-layer input; or "",
+        nothing.
+        """
+        return ""
 
     def conv_taps(self, c: C) -> int:
         """Returns K, the taps of the mixer's convolution; 1 without a convolution."""

@@ -78,6 +78,9 @@ class Pass(Generic[Record]):
       length: [B] int32, number of committed tokens, including those of `pending`.
       valid_count: [B] int32. Queried nodes [:valid_count] are valid; outputs of the
         rest are unspecified. If None, all are valid.
+      source: what the layer's mixers read of other layers, see `Mixer.source`: another
+        layer's state, which includes `pending`, and its record of all T nodes, as a
+        pair; or the layer's per-layer input [B, Tq, P] float32. None for most layers.
     """
 
     nodes: Nodes
@@ -85,6 +88,7 @@ class Pass(Generic[Record]):
     pending: MixerPending[Record] | None
     length: jax.Array
     valid_count: jax.Array | None = None
+    source: Any = None
 
     def nodes_only(self, x: jax.Array) -> jax.Array:
         """Returns x [B, Tq, ...] with padding set to 0.

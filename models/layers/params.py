@@ -28,6 +28,8 @@ Init = Callable[..., jax.Array]
 NORMAL = nn.initializers.normal(0.02)
 ONES, ZEROS = nn.initializers.ones, nn.initializers.zeros
 NORM_AFTER = "norm_after"  # name of a layer's second norm, of its mixers' output
+# The factor of the residual stream after a layer with `Block.scaled`.
+SCALAR = "scalar"
 
 
 class Param(NamedTuple):
@@ -100,6 +102,11 @@ def shared_params(d_model: int, n: int = 1) -> Table:
             (d_model, width), runs=(Run(width, width),), axis=1, quantizable=True
         )
     }
+
+
+def scalar_params() -> Table:
+    """Returns the factor of the residual stream after a layer."""
+    return {SCALAR: Param((1,), ONES, float32=True)}
 
 
 def model_params(

@@ -10,19 +10,22 @@ from stree_jax.models.layers.mixer import Mixer
 from stree_jax.models.mixers.attention import ATTENTION
 from stree_jax.models.mixers.delta import DELTA
 from stree_jax.models.mixers.kda import KDA_MIXER
+from stree_jax.models.mixers.kv_reader import KV_READER
 from stree_jax.models.mixers.lightning import LIGHTNING
 from stree_jax.models.mixers.mamba1 import MAMBA1
 from stree_jax.models.mixers.mamba2 import MAMBA2
 from stree_jax.models.mixers.mla import MLA_MIXER
 from stree_jax.models.mixers.mlp import MLP_MIXER
+from stree_jax.models.mixers.mlp_moe import MLP_MOE
 from stree_jax.models.mixers.moe import MOE
+from stree_jax.models.mixers.per_layer import PER_LAYER_MIXER
 from stree_jax.models.mixers.short_conv import SHORT_CONV
 
 MIXERS: dict[str, Mixer[Any]] = {
     mixer.kind: mixer
     for mixer in (
         *(MAMBA1, MAMBA2, DELTA, KDA_MIXER, LIGHTNING, SHORT_CONV),
-        *(ATTENTION, MLA_MIXER, MLP_MIXER, MOE),
+        *(ATTENTION, KV_READER, MLA_MIXER, MLP_MIXER, MOE, MLP_MOE, PER_LAYER_MIXER),
     )
 }
 

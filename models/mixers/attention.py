@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,10 @@ class AttentionConfig:
       gate_by_head: True if this projection has one channel for each head (LFM3).
       temperature: growth of the queries with their position (Ministral 3). If None,
         they do not grow.
+      v_norm: True if each head of v has an RMSNorm with epsilon `qk_norm_eps` and
+        without a scale (Gemma 4).
+      k_is_v: True if v is the projection of k, before its norm and rotary embedding
+        (Gemma 4).
     """
 
     num_heads: int
@@ -90,10 +94,17 @@ class AttentionConfig:
     sinks: bool = False
     gate_by_head: bool = False
     temperature: Temperature | None = None
+    v_norm: bool = False
+    k_is_v: bool = False
 
     @property
     def d_qkv(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def d_projected(self) -> int:
+        """Rows of the projection that are those of q, k and, if it has its own, v."""
+        return self.d_qkv - self.k_is_v * self.num_kv_heads * self.head_dim
 
     @property
     def d_gate(self) -> int:
@@ -219,18 +230,24 @@ def commit_attention(
 
 def head_runs(c: AttentionConfig) -> tuple[Run, Run, Run]:
     """Returns the channels of q, k and v as runs of heads."""
-    kv = Run(c.num_kv_heads * c.head_dim, c.num_kv_heads, True)
+    kv = kv_run(c.num_kv_heads, c.head_dim)
     return Run(c.num_heads * c.head_dim, c.num_heads), kv, kv
+
+
+def kv_run(num_kv_heads: int, head_dim: int) -> Run:
+    """Returns the channels of keys or of values as a run of heads."""
+    return Run(num_kv_heads * head_dim, num_kv_heads, True)
 
 
 def attention_params(c: AttentionConfig, d_model: int) -> Table:
     """Returns the parameters by name. The rows of `qkv` are those of the output's gate,
     of q, k and v, and of the MLP inside."""
-    d_in, d_out = c.d_qkv + c.d_gate + 2 * c.d_mlp, c.num_heads * c.head_dim + c.d_mlp
+    d_in = c.d_projected + c.d_gate + 2 * c.d_mlp
+    d_out = c.num_heads * c.head_dim + c.d_mlp
     width, heads = c.d_out or d_model, head_runs(c)
     inside = (Run(c.d_mlp, c.d_mlp),) if c.d_mlp else ()
     gate = (Run(c.d_gate, c.num_heads),) if c.gated else ()
-    into = (*gate, *heads, *2 * inside)
+    into = (*gate, *heads[: 3 - c.k_is_v], *2 * inside)
     table = {
         "qkv": Param((d_in, d_model), runs=into, quantizable=True),
         "out": Param(
@@ -264,7 +281,8 @@ def normed_heads(
     c: AttentionConfig,
     parts: Group = ALONE,
 ) -> jax.Array:
-    """Applies an RMSNorm to each head of q and k, or to all heads together.
+    """Applies an RMSNorm to each head of q and k, or to all heads together, and to each
+    head of v if the config says so.
 
     Args:
       qkv: [B, T, d_qkv] float32, the channels of q, k and v.
@@ -274,7 +292,7 @@ def normed_heads(
       parts: the devices that share the heads.
 
     Returns:
-      [B, T, d_qkv] float32. The channels of v are unchanged.
+      [B, T, d_qkv] float32. Without a norm of v, its channels are unchanged.
     """
     assert c.qk_norm_eps is not None
     if c.qk_norm_whole:
@@ -287,6 +305,8 @@ def normed_heads(
     heads = qkv.reshape(*qkv.shape[:2], -1, c.head_dim)
     q, k, v = jnp.split(heads, np.cumsum([c.num_heads, c.num_kv_heads]), axis=2)
     q, k = scaled_rms_norm(q, q_scale, norm), scaled_rms_norm(k, k_scale, norm)
+    if c.v_norm:
+        v = scaled_rms_norm(v, jnp.ones((c.head_dim,), jnp.float32), norm)
     return jnp.concatenate([q, k, v], axis=2).reshape(qkv.shape)
 
 
@@ -327,8 +347,11 @@ class Attention(nn.Module):
             u, valid_count = scaled(u, c.in_multiplier), pass_.valid_count
             projected = linear(u, p["qkv"], p.get("qkv_bias"), valid_count=valid_count)
             gate, qkv, mlp = jnp.split(
-                projected, [c.d_gate, c.d_gate + c.d_qkv], axis=-1
+                projected, [c.d_gate, c.d_gate + c.d_projected], axis=-1
             )
+            if c.k_is_v:
+                keys = qkv[..., c.num_heads * c.head_dim :]
+                qkv = jnp.concatenate([qkv, keys], axis=-1)
             if adapter is not None:
                 qkv = qkv + adapter
             inputs = None
@@ -340,7 +363,7 @@ class Attention(nn.Module):
                 qkv = tree_conv(inputs, *conv)
             if c.qk_norm_eps is not None:
                 qkv = normed_heads(qkv, p["q_norm"], p["k_norm"], c, self.parts)
-            depth, mask = map(pass_.of_queries, (pass_.nodes.depth, pass_.nodes.mask))
+            depth = pass_.of_queries(pass_.nodes.depth)
             positions = length[:, None] + depth
             turns = angles(positions, c.rope)
             q, *kv = cut_heads(qkv, *turns, valid_count, config=c, dtype=self.dtype)
@@ -351,12 +374,7 @@ class Attention(nn.Module):
             record = replace(pass_.merged(before, new), qkv=inputs)
 
         with jax.named_scope("attention"):
-            scale = c.head_dim**-0.5 if c.scale is None else c.scale
-            k_cache, v_cache = (z.view(self.dtype) for z in (state.k, state.v))
-            first, mask = seen_tokens(c.window, pass_, mask)
-            arrays = (q, record.k, record.v, k_cache, v_cache, length, mask)
-            y = tree_attention(*arrays, scale, first, p.get("sinks"))
-            y = y.reshape(*u.shape[:2], -1)
+            y = attended(q, state, record, pass_, c, self.dtype, p.get("sinks"))
             if c.gated:
                 if c.gate_by_head:
                     gate = jnp.repeat(gate, c.head_dim, axis=-1)
@@ -366,6 +384,54 @@ class Attention(nn.Module):
                 y = jnp.concatenate([y, up * jax.nn.silu(mlp_gate)], axis=-1)
             out = linear_summed(y, p["out"], p.get("out_bias"), self.parts, valid_count)
             return scaled(out, c.out_multiplier), record, state
+
+
+class Attends(Protocol):
+    """The options of the attention operation, in the config of a mixer; see
+    `AttentionConfig`."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def window(self) -> int: ...
+
+
+def attended(
+    q: jax.Array,
+    state: AttentionState,
+    record: AttentionRecord,
+    pass_: Pass[Any],
+    c: Attends,
+    dtype: Any,
+    sink: jax.Array | None = None,
+) -> jax.Array:
+    """Computes what the queried nodes read from the committed tokens and from their
+    ancestors.
+
+    Args:
+      q: [B, Tq, Hq, hd] float32, after the rotary embedding.
+      state: the caches of the committed tokens.
+      record: keys and values of all T nodes.
+      pass_: the forward pass.
+      c: the mixer's config.
+      dtype: dtype of the caches.
+      sink: see `tree_attention`.
+
+    Returns:
+      [B, Tq, Hq * hd] float32.
+    """
+    scale = c.head_dim**-0.5 if c.scale is None else c.scale
+    k_cache, v_cache = (z.view(dtype) for z in (state.k, state.v))
+    first, mask = seen_tokens(c.window, pass_, pass_.of_queries(pass_.nodes.mask))
+    arrays = (q, record.k, record.v, k_cache, v_cache, pass_.length, mask)
+    y = tree_attention(*arrays, scale, first, sink)
+    return y.reshape(*q.shape[:2], -1)
 
 
 def seen_tokens(
@@ -458,6 +524,10 @@ class AttentionMixer(Mixer[AttentionConfig]):
         eps = c.qk_norm_eps
         if eps is not None and not 0 < eps < np.inf:
             raise ValueError(f"{name}.qk_norm_eps: {eps} does not fit")
+        if c.v_norm and (eps is None or c.qk_norm_whole):
+            raise ValueError(f"{name}.v_norm: needs norms of each head of q and k")
+        if c.k_is_v and (c.d_conv or c.qkv_bias):
+            raise ValueError(f"{name}.k_is_v: beside a bias or a convolution")
         if c.rope is not None:
             check_rope(c.rope, f"{name}.rope")
         if (t := c.temperature) is not None and not 0 < t.length < np.inf:
@@ -502,10 +572,10 @@ class AttentionMixer(Mixer[AttentionConfig]):
         rows = padded_rows(batch * nodes)
         outputs = c.d_gate + c.d_qkv + 2 * c.d_mlp
         products = rows * (outputs + c.num_heads * c.head_dim)
-        return max(FLOAT * products, _scores_bytes(c, batch, nodes, dtype))
+        return max(FLOAT * products, scores_bytes(c, batch, nodes, dtype))
 
 
-def _scores_bytes(c: AttentionConfig, batch: int, nodes: int, dtype: Any) -> int:
+def scores_bytes(c: Attends, batch: int, nodes: int, dtype: Any) -> int:
     """Returns the bytes of temporaries of the attention operation.
 
     The CPU kernel needs queries and outputs. Without it there are the scores

@@ -158,6 +158,18 @@ def route(
     return chosen, weight * c.scale
 
 
+def without_padding(
+    chosen: jax.Array, tokens: int, valid_count: jax.Array | None
+) -> jax.Array:
+    """Returns the experts [B * T, k] of T tokens in each row, with `PADDING` for those
+    of padding; `valid_count` is as in `linear`."""
+    if valid_count is None:
+        return chosen
+    place = jnp.arange(tokens, dtype=jnp.int32)
+    is_node = place[None] < valid_count[:, None]
+    return jnp.where(is_node.reshape(-1, 1), chosen, PADDING)
+
+
 class MoE(nn.Module):
     """Computes the sum of weight * expert(x) over the chosen experts, plus shared(x).
 
@@ -188,10 +200,7 @@ class MoE(nn.Module):
             added = p.get("router_bias") if c.router == "softmax" else None
             logits = linear(x, p["router"], added, valid_count=valid_count)
             chosen, weight = route(logits, p.get("router_bias"), c)
-            if valid_count is not None:
-                place = jnp.arange(u.shape[1], dtype=jnp.int32)
-                is_node = place[None] < valid_count[:, None]
-                chosen = jnp.where(is_node.reshape(-1, 1), chosen, PADDING)
+            chosen = without_padding(chosen, u.shape[1], valid_count)
             if c.d_latent:
                 # Without the barrier XLA:CPU fuses the transpose at the end of `linear`
                 # into the experts' product, which it cannot compile in bfloat16.

@@ -2,7 +2,7 @@
 
 Published drafters name places in the target's residual stream as boundaries: boundary b
 is the stream after b of the maker's layers. For most families one such layer is two of
-ours, a token mixer and an MLP.
+ours, a token mixer and an MLP. For Gemma 4 with per-layer inputs it is three.
 """
 
 from stree_jax.models.stack.config import ModelConfig
@@ -14,12 +14,16 @@ EMBEDDING = -1  # the tap of boundary 0
 def layers_per_boundary(config: ModelConfig) -> int:
     """Returns the number of residual layers in a layer of the maker's count.
 
-    It is 2 if token mixers and MLPs take turns from the first layer to the last, else 1
-    (Nemotron-H, where layers of both kinds follow each other in any order).
+    It is 2 if token mixers and MLPs take turns from the first layer to the last, 3 if
+    two layers without a token mixer follow each of those with one, else 1 (Nemotron-H,
+    where layers of both kinds follow each other in any order).
     """
     mixes = [bool(token_mixers(config, block)) for block in config.layers]
-    in_turns = len(mixes) % 2 == 0 and mixes == [True, False] * (len(mixes) // 2)
-    return 2 if in_turns else 1
+    for count in (2, 3):
+        turn = [True, *[False] * (count - 1)]
+        if mixes == turn * (len(mixes) // count):
+            return count
+    return 1
 
 
 def boundary_count(config: ModelConfig) -> int:

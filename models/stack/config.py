@@ -11,12 +11,13 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 from flax.core import FrozenDict
 
+from stree_jax.models.layers.mixer import INPUTS
 from stree_jax.models.mixers import mixer_of
 
 Value = TypeVar("Value")
 # A block in text form is "mamba+attention"; "mamba+shared" also reads a shared
-# transformer block.
-SHARED = "shared"
+# transformer block, and the output of "mlp+scaled" is multiplied by a parameter.
+SHARED, SCALED = "shared", "scaled"
 PLUS, COLON = "+", ":"
 
 
@@ -47,11 +48,14 @@ class Block:
       shared: True if the layer's input also includes the output of one of the model's
         shared transformer blocks, which reads the residual stream and the embedding
         (Zamba2).
+      scaled: True if the residual stream after the layer is multiplied by a parameter,
+        one number for all channels, written as "mlp+scaled" (Gemma 4).
     """
 
     mixers: tuple[str, ...]
     shared: bool = False
     norms: Norms = "before"
+    scaled: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -60,12 +64,14 @@ class Block:
         for other in get_args(Norms):
             if text.startswith(other + COLON):
                 norms, text = other, text.removeprefix(other + COLON)
-        names = text.split(PLUS)
-        shared = len(names) > 1 and names[-1] == SHARED
-        return cls(tuple(names[:-1] if shared else names), shared, norms)
+        names, marks = text.split(PLUS), set()
+        while len(names) > 1 and names[-1] in (SHARED, SCALED):
+            marks.add(names.pop())
+        return cls(tuple(names), SHARED in marks, norms, SCALED in marks)
 
     def __str__(self) -> str:
-        text = PLUS.join((*self.mixers, *[SHARED] * self.shared))
+        marks = *[SHARED] * self.shared, *[SCALED] * self.scaled
+        text = PLUS.join((*self.mixers, *marks))
         return text if self.norms == "before" else f"{self.norms}{COLON}{text}"
 
 
@@ -128,6 +134,8 @@ class ModelConfig:
         (Granite, Falcon-H1).
       residual_scales: further factors of the layers, by the name of a layer's first
         mixer (MiniMax). Factors of other layers are 1.
+      logits_cap: bound c of the logits, which become c * tanh(logits / c) (Gemma 4). If
+        0, there is no bound.
       stop_tokens: end-of-text ids.
       mtp: layers that predict the token after the next one (multi-token prediction).
         They only draft; plain decoding does not run them.
@@ -138,8 +146,9 @@ class ModelConfig:
         exports can write the same one. If empty, it is unknown. It is not compared.
 
     Raises:
-      ValueError: a block names a mixer that is missing from `mixers`, or a config in
-        `mixers` is of an unknown kind.
+      ValueError: a block names a mixer that is missing from `mixers`; a mixer reads the
+        cache of another one that no layer before it has; or a config in `mixers` is of
+        an unknown kind.
     """
 
     vocab_size: int
@@ -155,6 +164,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     residual_scales: Mapping[str, ResidualScales] = FrozenDict()
+    logits_cap: float = 0.0
     stop_tokens: tuple[int, ...] = ()
     mtp: tuple[Block, ...] = ()
     head_rows: int = 0
@@ -176,6 +186,7 @@ class ModelConfig:
             self._check_name("residual_scales", name)
         for block in dict.fromkeys(self.layers + self.mtp):
             self._check(block)
+        self._check_sources()
 
     def _check(self, block: Block) -> None:
         if block.shared and self.shared is None:
@@ -187,6 +198,24 @@ class ModelConfig:
             self._check_name("layers", name)
         if not names or len(set(names)) < len(names):
             raise ValueError(f"layers: {names}: want at least one mixer, none repeated")
+
+    def _check_sources(self) -> None:
+        """Checks that every layer finds what its mixers read of other layers."""
+        if any(map(self.source, self.mtp)):
+            raise ValueError("mtp: layers that read other layers are not supported")
+        before = {INPUTS, ""}
+        for block in self.layers:
+            if (source := self.source(block)) not in before:
+                raise ValueError(
+                    f"layers: {str(block)!r} reads {source!r}, which no layer before "
+                    "it has"
+                )
+            before.update(self.mixer_names(block))
+
+    def source(self, block: Block) -> str:
+        """Returns what a layer's mixers read of other layers; see `Mixer.source`."""
+        sources = (mixer_of(c).source(c) for c in map(self.mixers.get, block.mixers))
+        return next(filter(None, sources), "")
 
     def _check_name(self, field: str, name: str) -> None:
         if name not in self.mixers:

@@ -103,6 +103,8 @@ def _check_numbers(config: ModelConfig) -> None:
         raise ValueError(f"model.norm_eps: {config.norm_eps} does not fit")
     if not 0 < abs(config.logits_divisor) < math.inf:
         raise ValueError(f"model.logits_divisor: {config.logits_divisor} does not fit")
+    if not 0 <= config.logits_cap < math.inf:
+        raise ValueError(f"model.logits_cap: {config.logits_cap} does not fit")
 
 
 def _mixer(value: Any, name: str) -> Any:

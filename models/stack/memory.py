@@ -6,6 +6,7 @@ import jax
 
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model import Model
+from stree_jax.models.stack.per_layer import PER_LAYER
 from stree_jax.models.stack.shapes import abstract_params
 from stree_jax.models.stack.state import init_state
 from stree_jax.models.weights.formats import format_named
@@ -19,11 +20,14 @@ def weight_bytes(config: ModelConfig, dtype: Any) -> int:
 def weights_read(model: Model) -> int:
     """Counts the bytes of weights that a forward pass reads.
 
-    That is every weight except an untied embedding, of which a pass reads a few rows.
+    That is every weight except an untied embedding and the table of per-layer inputs,
+    of which a pass reads a few rows.
     """
     total = size_of(model.params)
     if not model.config.tie_embeddings:
         total -= size_of(model.params["embedding"])
+    if PER_LAYER in model.params:
+        total -= size_of(model.params[PER_LAYER]["embedding"])
     return total
 
 

@@ -25,24 +25,28 @@ from stree_jax.models.base.shards import (
     Cut,
     gathered,
     own,
-    own_rows,
     total,
 )
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.base.trimmed import scattered
+from stree_jax.models.layers.embedding import embedded
+from stree_jax.models.layers.mixer import INPUTS
 from stree_jax.models.layers.nodes import Nodes, Pass
 from stree_jax.models.layers.norm import Norm
 from stree_jax.models.layers.params import (
     NORM_AFTER,
+    SCALAR,
     Params,
     declare,
     model_params,
     mtp_params,
     parameter_count,
+    scalar_params,
     shared_params,
 )
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.stack.config import Block, ModelConfig, ResidualScales, required
+from stree_jax.models.stack.per_layer import PerLayerInputs, per_layer_sizes
 from stree_jax.models.stack.shared import Adapters, SharedBlock
 from stree_jax.models.stack.state import (
     LayerRecord,
@@ -52,8 +56,8 @@ from stree_jax.models.stack.state import (
     State,
     init_state,
 )
-from stree_jax.models.weights.formats import as_weight, format_of, storage_named
-from stree_jax.models.weights.linear import linear, scaled
+from stree_jax.models.weights.formats import format_of, storage_named
+from stree_jax.models.weights.linear import as_row, linear, scaled
 from stree_jax.models.weights.weight import Format
 
 if TYPE_CHECKING:
@@ -252,7 +256,11 @@ class ResidualLayer(nn.Module):
             added = last(added, pass_.valid_count)
         scales = c.residual_scales.get(self.block.mixers[0], ResidualScales())
         added = scaled(c.residual_multiplier * added, scales.added)
-        return scaled(stream, scales.stream) + added, records, states
+        h = scaled(stream, scales.stream) + added
+        if self.block.scaled:
+            factor = declare(self, scalar_params(), self.dtype)[SCALAR]
+            h = h * as_row(factor, h.ndim)
+        return h, records, states
 
 
 def mixer_args(
@@ -312,6 +320,7 @@ def run_layers(
     pending: Pending | None,
     valid_count: jax.Array | None = None,
     taps: Taps = (),
+    inputs: Iterable[jax.Array] = (),
 ) -> tuple[jax.Array, Tapped, Records, State]:
     """Runs all layers on the residual stream.
 
@@ -320,6 +329,7 @@ def run_layers(
       blocks: each layer's shared transformer block, or None.
       h: [B, Tq, d] float32, the embeddings.
       nodes, state, records, rows, pending, valid_count, taps: see `forward_tapped`.
+      inputs: the per-layer inputs [B, Tq, P] float32 of the layers that read one.
 
     Returns:
       The residual stream [B, Tq, d] after all layers; and tapped streams, records and
@@ -327,14 +337,18 @@ def run_layers(
     """
     length = state.length if pending is None else state.length + pending.length
     out_records, out_states, streams, embedding = [], [], {-1: h}, h
+    each, seen = iter(inputs), dict[str, Any]()
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         last = None if pending is None else pending.layer(i)
         record = None if records is None else records[i]
-        pass_ = Pass(nodes, rows, last, length, valid_count)
+        source = layer.config.source(layer.block)
+        read = next(each) if source == INPUTS else seen.get(source)
+        pass_ = Pass(nodes, rows, last, length, valid_count, read)
         args = (h, pass_, state.layers[i], record)
         h, record, layer_state = _run(layer, block, embedding, *args)
         out_records.append(record)
         out_states.append(layer_state)
+        seen |= {name: (layer_state[name], record[name]) for name in record}
         if i in taps:
             streams[i] = h
     tapped = tuple(streams[i] for i in taps)
@@ -411,6 +425,8 @@ class LanguageModel(nn.Module):
         count = 0 if c.shared is None else c.shared.blocks
         self.shared = [SharedBlock(c, self.dtype, self.cut) for _ in range(count)]
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
+        if per_layer_sizes(c)[0]:
+            self.per_layer = PerLayerInputs(c, self.dtype, self.cut)
         if c.mtp:
             self.mtp = MTPLayers(c, self.dtype, self.cut)
 
@@ -422,14 +438,7 @@ class LanguageModel(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Looks up the embeddings [B, T, d] float32 of tokens [B, T] int32."""
-        # XLA:CPU has no 16-bit gather and converts to float32. Without the barrier it
-        # would convert the whole table before the decoding loop and keep the copy.
-        table, tokens = jax.lax.optimization_barrier((self.embedding, tokens))
-        group = self.cut.group(VOCAB)
-        ids, here = own_rows(tokens, table.shape[0], group)
-        h = as_weight(table).rows(ids)
-        if group.size > 1:
-            h = total(jnp.where(here[..., None], h, 0.0), group)
+        h = embedded(self.embedding, tokens, self.cut.group(VOCAB))
         return h * self.config.embedding_multiplier
 
     def __call__(
@@ -451,7 +460,8 @@ class LanguageModel(nn.Module):
         valid_count = nodes.valid_count if rows is None else valid_count
         args = (nodes, state, records, rows, pending, valid_count, taps)
         h = self.embed(tokens)
-        h, tapped, out, state = run_layers(self.layers, blocks, h, *args)
+        inputs = self.per_layer(tokens, h) if per_layer_sizes(self.config)[0] else ()
+        h, tapped, out, state = run_layers(self.layers, blocks, h, *args, inputs)
         return self.norm(h, valid_count), tapped, out, state
 
     def predict(
@@ -468,9 +478,9 @@ class LanguageModel(nn.Module):
             group, c = self.cut.group(VOCAB), self.config
             own = linear(hidden, self.head_weight, valid_count=valid_count)
             if self.head_ids is not None:
-                own = own / c.logits_divisor
+                own = capped(own / c.logits_divisor, c.logits_cap)
                 return scattered(own, self.head_ids, group.size * c.vocab_size)
-            return gathered(own, group) / c.logits_divisor
+            return capped(gathered(own, group) / c.logits_divisor, c.logits_cap)
 
     def init_all(self, tokens: jax.Array, nodes: Nodes, state: State) -> jax.Array:
         """Runs every module once, so that `init` creates all parameters."""
@@ -480,6 +490,11 @@ class LanguageModel(nn.Module):
             empty = init_state(mtp_config, tokens.shape[0], 1, self.dtype)
             hidden = self.predict(tokens, hidden, nodes, empty)[0]
         return self.head(hidden)
+
+
+def capped(logits: jax.Array, cap: float) -> jax.Array:
+    """Returns cap * tanh(logits / cap), or the logits themselves if the cap is 0."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def param_dtype(params: Params) -> Any:

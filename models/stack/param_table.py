@@ -15,10 +15,12 @@ from stree_jax.models.layers.params import (
     model_params,
     mtp_params,
     norm_params,
+    scalar_params,
     shared_params,
 )
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.stack.config import Block, ModelConfig, required
+from stree_jax.models.stack.per_layer import PER_LAYER, per_layer_params
 from stree_jax.models.stack.shared import adapter_params, shared_block_params
 
 MAX_WIDTH = 1 << 27  # longest axis of a parameter; real models are far below
@@ -55,6 +57,7 @@ def _entries(c: ModelConfig) -> Iterator[tuple[Path, Entry]]:
     ends = model_params(c.vocab_size, c.d_model, c.tie_embeddings, c.head_rows)
     yield from _flat((), ends, VOCAB)
     yield from _flat(("norm",), norm_params(c.norm, c.d_model), EVERYWHERE)
+    yield from _flat((PER_LAYER,), per_layer_params(c), VOCAB)
     layers = {block: list(_layer(c, block)) for block in {*c.layers, *c.mtp}}
     for i, block in enumerate(c.layers):
         yield from (((f"layers_{i}", *path), entry) for path, entry in layers[block])
@@ -78,6 +81,8 @@ def _layer(c: ModelConfig, block: Block) -> Iterator[tuple[Path, Entry]]:
     for name in block.mixers:
         config = c.mixers[name]
         yield from _flat((name,), mixer_of(config).params(config, c.d_model), name)
+    if block.scaled:
+        yield from _flat((), scalar_params(), EVERYWHERE)
     if block.shared:
         shared = required(c.shared)
         yield from _flat((), shared_params(c.d_model), WIDTH)

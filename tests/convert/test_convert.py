@@ -148,6 +148,7 @@ def test_bin_without_torch_is_one_line(source, monkeypatch):
 NEWER = ("gemma3_text", "lfm2", "lfm2_moe", "lfm3", "minimax", "olmo_hybrid")
 NEWER += ("smollm3", "olmo3", "granite_swa", "granitemoe_swa")
 NEWER += ("lara_mini",)
+NEWER += ("gemma4_text", "gemma4_unified_text")
 
 
 def old_spelling(values):
@@ -174,9 +175,9 @@ def old_spelling(values):
 
 
 def old_spelling_by_layer(values, rope):
-    """Rewrites the rotary embeddings of a config as in releases of Gemma 3. LFM3 has no
-    older spelling, and that of Olmo 3 has one base for all layers."""
-    if values["model_type"] in ("lfm3", "olmo3"):
+    """Rewrites the rotary embeddings of a config as in releases of Gemma 3. LFM3 and
+    Gemma 4 have no older spelling, and that of Olmo 3 has one base for all layers."""
+    if values["model_type"] != "gemma3_text":
         values["rope_parameters"] = rope
         return
     far, near = rope["full_attention"], rope["sliding_attention"]

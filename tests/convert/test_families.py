@@ -12,6 +12,7 @@ from transformers import (
     FalconH1Config,
     FalconMambaConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     GraniteSWAConfig,
@@ -42,6 +43,7 @@ from stree_jax.convert.families import (
     falcon_mamba,
     families,
     gemma3,
+    gemma4,
     gpt_oss,
     granite,
     granite_swa,
@@ -155,6 +157,9 @@ COMES_BACK = {
     "qwen3": "attention.num_kv_heads attention.rope.theta tie_embeddings",
     "gemma3": "tie_embeddings stop_tokens mlp.d_hidden "
     "attention.rope.theta attention_near.window attention_near.rope.theta",
+    "gemma4": "tie_embeddings stop_tokens logits_cap",
+    "gemma4-moe": "tie_embeddings logits_cap attention.rope.theta "
+    "attention_near.window attention_near.rope.theta attention_near.num_kv_heads",
     "lfm3": "tie_embeddings stop_tokens mlp.d_hidden short_conv.d_conv short_conv.bias "
     "attention.rope.theta attention_near.window attention_near.rope.theta",
     "lara-mini": "tie_embeddings stop_tokens moe.num_experts moe.top_k moe.normalize "
@@ -278,6 +283,7 @@ CLASSES = {
     bamba: BambaConfig,
     falcon_h1: FalconH1Config,
     gemma3: Gemma3TextConfig,
+    gemma4: Gemma4TextConfig,
     gpt_oss: GptOssConfig,
     lara_mini: LaraMiniConfig,
     lfm3: Lfm3Config,
@@ -300,6 +306,7 @@ CLASSES = {
 def test_defaults_are_those_of_transformers(family):
     """For a file that lacks a field; the others follow from a tensor or a width."""
     config, seen = CLASSES[family](), 0
+    config.allow_global_per_layer_attribute_access = True  # sizes of Gemma 4's layers
     tables = [table for table in vars(family).values() if isinstance(table, tuple)]
     for row in (row for table in tables for row in table if isinstance(row, Field)):
         odd = row.name in ("", "eos_token_id", "mamba_d_head")  # theirs: 2; a number

@@ -43,6 +43,8 @@ LOGITS = [
     "mistral3",
     "granite-swa",
     "granite-swa-moe",
+    "gemma4",
+    "gemma4-moe",
 ]  # compared with transformers
 
 

@@ -1,5 +1,7 @@
 """Test that vocabularies of GGUF files give the same tokens as their source."""
 
+import re
+
 import pytest
 
 import stree_jax
@@ -14,6 +16,7 @@ from tests.support.vocabularies import (
     UNSEEN,
     byte_level,
     piece_ids,
+    piece_merges,
     pieces,
     write_byte_level,
     write_pieces,
@@ -100,6 +103,20 @@ def test_pieces(write, prefix):
             assert ours.decode(wanted) == text
     assert ours.encode("").ids == [1]
     assert ours.encode("a</s>b", add_special_tokens=False).ids.count(2) == 1
+
+
+def test_pieces_with_merges_in_the_file(write):
+    """As in files of Gemma 4, where every line is merged as one word."""
+    tokens, scores = pieces()
+    extra = write_pieces(tokens, scores, piece_merges(), add_space_prefix=False)
+    ours = read(write(extra))
+    for text in (t for t in UNSEEN if t):
+        words = re.findall(r"[^\n]+|\n+", text)
+        each = [piece_ids(word, tokens, scores, False) for word in words]
+        wanted = [number for ids in each for number in ids]
+        assert ours.encode(text).ids == [1, *wanted], text
+        if "\u2581" not in text:
+            assert ours.decode(wanted) == text
 
 
 def test_what_chat_needs(write):

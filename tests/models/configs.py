@@ -17,6 +17,7 @@ from stree_jax.models import (
     ShortConvConfig,
 )
 from stree_jax.models.stack.config import named
+from tests.support.tiny import GEMMA4_LAYERS, GEMMA4_MIXERS
 
 CONFIGS = {
     "mamba2 hybrid": ModelConfig(
@@ -156,6 +157,14 @@ CONFIGS = {
             attention=AttentionConfig(4, 2, 4, rope=Rope(theta=20.0, dim=2)),
             moe=MoEConfig(6, 2, 8),
         ),
+    ),
+    "keys of other layers": ModelConfig(
+        vocab_size=32,
+        num_tokens=32,
+        d_model=16,
+        layers=GEMMA4_LAYERS,
+        logits_cap=5.0,
+        mixers=GEMMA4_MIXERS,
     ),
     "two mixers a layer": ModelConfig(
         vocab_size=32,

@@ -92,7 +92,7 @@ def test_logits_do_not_depend_on_what_is_read_together(name, dtype):
     assert same(stree_jax.score(model, text), one)
 
 
-@pytest.mark.parametrize("name", ["granite", "qwen3.5", "lfm3", "lightning"])
+@pytest.mark.parametrize("name", ["granite", "qwen3.5", "lfm3", "gemma4", "lightning"])
 def test_a_node_of_a_tree_has_the_bits_of_its_path(name):
     model = model_of(name, "bfloat16")
     text = text_of(model)
@@ -113,7 +113,7 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(name):
         assert same(np.asarray(logits)[:, path], alone), leaf
 
 
-@pytest.mark.parametrize("name", ["granite", "qwen3.5", "lfm3", "jamba"])
+@pytest.mark.parametrize("name", ["granite", "qwen3.5", "lfm3", "gemma4", "jamba"])
 def test_a_row_has_the_same_bits_in_any_batch(name):
     model = model_of(name, "bfloat16")
     text = text_of(model, rows=3)

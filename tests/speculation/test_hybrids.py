@@ -11,7 +11,13 @@ import stree_jax
 from stree_jax import Sampling
 from tests.speculation.auto import times
 from tests.support.drafting import drafters_of, random_prompts
-from tests.support.tiny import tiny_attention, tiny_hybrid, tiny_lara, tiny_mamba1
+from tests.support.tiny import (
+    tiny_attention,
+    tiny_gemma4,
+    tiny_hybrid,
+    tiny_lara,
+    tiny_mamba1,
+)
 
 NEW, LENGTHS = 24, [1, 5, 70, 33]
 AUTO = "auto:1,4,8"
@@ -32,6 +38,7 @@ MODELS = {
     "olmo3": partial(tiny_attention, 1, WHOLE),
     "ministral3": partial(tiny_attention, 1, GROWN),
     "lara": partial(tiny_lara, 1),
+    "gemma4": partial(tiny_gemma4, 1),
 }
 CASES = [
     ("model", "A"),

@@ -259,6 +259,28 @@ CASES = {
         ({"hidden_act": "silu"}, NO_EFFECT),
         ({"is_causal": False}, "is_causal"),
     ],
+    "gemma4": [
+        ({"sliding_window": 3}, EQUAL),
+        ({"sliding_window": 2**17}, EQUAL),
+        ({"final_logit_softcapping": None}, EQUAL),
+        ({"final_logit_softcapping": 2.0}, EQUAL),
+        ({"layer_types": [NEAR, FAR, NEAR, FAR, NEAR, NEAR]}, NO_EFFECT),
+        ({"num_kv_shared_layers": 2}, "tensor"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers"),
+        ({"use_double_wide_mlp": False}, "want shape"),
+        ({"hidden_size_per_layer_input": 0}, "unexpected tensor"),
+        ({"vocab_size_per_layer_input": 60}, "vocab_size_per_layer_input"),
+        ({"rope_parameters": GONE}, EQUAL),
+        ({"rope_parameters": {NEAR: {**YARN, "rope_theta": 50.0}, FAR: HALF}}, EQUAL),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"use_bidirectional_attention": "vision"}, NO_EFFECT),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional"),
+        ({"hidden_activation": "silu"}, "hidden_activation"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_k_eq_v": True}, "unexpected tensor"),
+        ({"enable_moe_block": True}, "use_double_wide_mlp"),
+        ({"per_layer_config": {"0": {"head_dim": 12}}}, "per_layer_config"),
+    ],
     "lfm3": [
         ({"sliding_window": 3}, EQUAL),
         ({"layer_types": [NEAR, "conv", NEAR]}, EQUAL),
@@ -512,6 +534,8 @@ class Edited:
         other = HF_CASES[family]()
         other.save_pretrained(directory)
         self.options = other.config
+        # Sizes of Gemma 4's layers
+        self.options.allow_global_per_layer_attribute_access = True
         self.fields = json.loads((directory / "config.json").read_text())
         self.theirs, self.config = self.reference(), self.opened().config
         self.ours = self.logits(self.opened())

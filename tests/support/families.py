@@ -24,7 +24,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.layers.rope import Temperature
 from stree_jax.models.stack.config import named
-from tests.support.tiny import perturbed
+from tests.support.tiny import GEMMA4_LAYERS, GEMMA4_MIXERS, perturbed
 
 SIZES = {"vocab_size": 64, "num_tokens": 61, "d_model": 32}
 ROPE = Rope(theta=50.0, dim=4)
@@ -176,6 +176,13 @@ FAMILIES = {
             moe=MoEConfig(8, 2, 16, shared=MLPConfig(24), normalize=False),
             mlp=MLPConfig(48),
         ),
+    ),
+    "gemma4": ModelConfig(
+        **SIZES,
+        layers=GEMMA4_LAYERS,
+        logits_cap=5.0,
+        tie_embeddings=True,
+        mixers=GEMMA4_MIXERS,
     ),
     "jamba": ModelConfig(
         **SIZES,

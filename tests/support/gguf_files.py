@@ -20,6 +20,7 @@ from tests.support.gguf_attention import (
     describe_attention,
     granite_tensors,
 )
+from tests.support.gguf_gemma4 import GEMMA4_GGUF, describe_gemma4, gemma4_layout
 from tests.support.gguf_qwen import (
     QWEN,
     QWEN_CASES,
@@ -163,6 +164,7 @@ GGUF_CASES = {
     # llama.cpp knows which layers have windows, and the base of their positions.
     "gemma3": ("gemma3", lambda: gemma3(**GEMMA3)),
     **ATTENTION_CASES,
+    **GEMMA4_GGUF,
     **QWEN_CASES,
 }
 # The converter reorders q and k of these architectures, for a rotary embedding that
@@ -187,6 +189,9 @@ def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
         tensors |= mtp_tensors(config) if name.endswith("-mtp") else {}
         describe_qwen(writer, arch, config, int("mtp.fc.weight" in tensors))
         placed = qwen_layout(arch, config, tensors)
+    elif arch == "gemma4":
+        describe_gemma4(writer, config)
+        placed = gemma4_layout(config, tensors, name.endswith("-apart"))
     else:
         config["joined"] = name.endswith("-joined")
         describe(writer, arch, config)

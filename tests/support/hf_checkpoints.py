@@ -52,6 +52,7 @@ from transformers import (
 )
 
 from tests.support.hf_attention import ATTENTION_CASES
+from tests.support.hf_gemma4 import GEMMA4_CASES
 from tests.support.hf_minimax import minimax
 from tests.support.hf_random import (
     NO_TOKENS,
@@ -633,6 +634,7 @@ HF_CASES = {
     "zamba2-untied": lambda: zamba(tie_word_embeddings=False),
     **WINDOW_CASES,
     **ATTENTION_CASES,
+    **GEMMA4_CASES,
     "nemotron-h": nemotron,
     "nemotron-h-moe": lambda: nemotron(**NEMOTRON_MOE),
     "nemotron-h-latent": lambda: nemotron(

@@ -9,14 +9,17 @@ from stree_jax.models import (
     AttentionConfig,
     DeltaConfig,
     KDAConfig,
+    KVReaderConfig,
     LightningConfig,
     Mamba1Config,
     MambaConfig,
     MLAConfig,
     MLPConfig,
+    MLPMoEConfig,
     Model,
     ModelConfig,
     MoEConfig,
+    PerLayerConfig,
     ResidualScales,
     Rope,
     ShortConvConfig,
@@ -26,6 +29,44 @@ from stree_jax.models.layers.rope import Temperature, Yarn
 from stree_jax.models.stack.config import named
 
 VOCAB, REAL, STOP = 50, 47, 7  # three rows of the vocabulary are padding
+
+
+# The layers of Gemma 4: with and without a window, with an MLP and with experts, and
+# layers that read the keys and values of earlier ones.
+GEMMA4_LAYERS = (
+    *("both:near", "both:mlp", "after:per_layer+scaled"),
+    *("both:far", "after:mlp_moe", "after:per_layer+scaled"),
+    *("both:near_reader", "both:wide", "after:per_layer+scaled"),
+    *("both:far_reader", "both:wide", "after:per_layer+scaled"),
+)
+_HEADS = {"scale": 1.0, "qk_norm_eps": 1e-3, "v_norm": True}
+_NEAR, _FAR = Rope(50.0, 4), Rope(9.0, 6, share=0.5)
+GEMMA4_MIXERS = named(
+    near=AttentionConfig(8, 2, 4, rope=_NEAR, window=5, **_HEADS),
+    far=AttentionConfig(8, 4, 6, rope=_FAR, k_is_v=True, **_HEADS),
+    near_reader=KVReaderConfig("near", 8, 2, 4, 1e-3, _NEAR, 1.0, 5),
+    far_reader=KVReaderConfig("far", 8, 4, 6, 1e-3, _FAR, 1.0),
+    mlp=MLPConfig(24, activation="gelu_tanh"),
+    wide=MLPConfig(48, activation="gelu_tanh"),
+    mlp_moe=MLPMoEConfig(MLPConfig(24), MoEConfig(8, 2, 16), 1e-3),
+    per_layer=PerLayerConfig(8),
+)
+
+
+def tiny_gemma4(seed):
+    """Returns a model with the layers of Gemma 4."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_tokens=REAL,
+        d_model=32,
+        layers=GEMMA4_LAYERS,
+        logits_cap=20.0,
+        tie_embeddings=True,
+        stop_tokens=(STOP,),
+        mixers=GEMMA4_MIXERS,
+    )
+    params = init_params(config, jax.random.key(seed), jnp.float32)
+    return Model(params=perturbed(params, 0.2, seed), config=config)
 
 
 def tiny(seed, layers=("mamba", "mlp", "attention", "mlp", "mamba"), d_model=32):

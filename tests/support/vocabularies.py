@@ -150,25 +150,38 @@ def write_byte_level(tokenizer, pre, template=None, **flags):
 BYTE_TOKENS = [f"<0x{b:02X}>" for b in range(256)]
 
 
-def pieces():
-    """Returns tokens and scores of a trained SentencePiece vocabulary."""
+def _trained_pieces():
     trained = SentencePieceBPETokenizer()
     options = {"vocab_size": 300, "show_progress": False, "special_tokens": ["<unk>"]}
     trained.train_from_iterator(TEXTS, **options)
-    known = trained.get_vocab()
+    return trained
+
+
+def pieces():
+    """Returns tokens and scores of a trained SentencePiece vocabulary."""
+    known = _trained_pieces().get_vocab()
     found = [t for t in sorted(known, key=known.get) if t != "<unk>"]
     tokens = ["<unk>", "<s>", "</s>", *BYTE_TOKENS, *found]
     return tokens, [0.0] * 259 + [-float(i) for i in range(len(found))]
 
 
-def write_pieces(tokens, scores, **flags):
-    """Does the same as `write_byte_level` for a SentencePiece vocabulary."""
+def piece_merges():
+    """Returns the merges of the vocabulary `pieces`, as in files of Gemma 4."""
+    merges = json.loads(_trained_pieces().to_str())["model"]["merges"]
+    return [" ".join(pair) for pair in merges]
+
+
+def write_pieces(tokens, scores, merges=None, **flags):
+    """Does the same as `write_byte_level` for a SentencePiece vocabulary; with
+    `merges`, for one whose merges the file lists."""
     kinds = gguf.TokenType
     types = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE] * 256]
     types += [kinds.NORMAL] * (len(tokens) - 259)
 
     def write(writer):
-        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_model("llama" if merges is None else "gemma4")
+        if merges is not None:
+            writer.add_token_merges(merges)
         writer.add_token_list(tokens)
         writer.add_token_scores(scores)
         writer.add_token_types(types)

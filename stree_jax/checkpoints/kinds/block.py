@@ -100,7 +100,7 @@ class OpenedBlock(OpenedDrafter):
             if self._equal(EMBEDDING, target.params.get("embedding")):
                 config = replace(config, own_embedding=False)
         own_head = config.head_rows == config.vocab_size and HEAD in self.plain_names
-        if own_head and c.logits_divisor == 1:
+        if own_head and c.logits_divisor == 1 and not c.logits_cap:
             if self._equal(HEAD, target.params.get("embedding" if tied else "lm_head")):
                 config = replace(config, head_rows=0)
         return config

@@ -1,0 +1,69 @@
+"""The per-layer inputs of a model (Gemma 4): for each token, one small vector for every
+layer with a `per_layer` mixer.
+
+They are the sum of a table's row for the token and of a projection of its embedding.
+"""
+
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from stree_jax.models.base.shards import VOCAB, WHOLE, Cut, Run
+from stree_jax.models.layers.embedding import embedded
+from stree_jax.models.layers.mixer import INPUTS
+from stree_jax.models.layers.norm import Norm
+from stree_jax.models.layers.params import Param, Table, declare, norm_params
+from stree_jax.models.stack.config import ModelConfig
+from stree_jax.models.weights.linear import linear
+
+PER_LAYER = "per_layer"  # the module's name among a model's parameters
+
+
+def per_layer_sizes(c: ModelConfig) -> tuple[int, int]:
+    """Returns the number of layers with a per-layer input, and its width P.
+
+    Raises:
+      ValueError: the layers' inputs differ in width.
+    """
+    layers = [block for block in c.layers if c.source(block) == INPUTS]
+    widths = {c.mixers[name].d_input for block in layers for name in block.mixers}
+    if len(widths) > 1:
+        raise ValueError(f"layers: per-layer inputs of several widths {sorted(widths)}")
+    return len(layers), max(widths, default=0)
+
+
+def per_layer_params(c: ModelConfig) -> Table:
+    """Returns the parameters of the per-layer inputs. Empty if no layer has one."""
+    count, width = per_layer_sizes(c)
+    if not count:
+        return {}
+    rows = (Run(c.vocab_size, c.vocab_size),)
+    return {
+        "embedding": Param((c.vocab_size, count * width), runs=rows, quantizable=True),
+        "projection": Param((count * width, c.d_model), quantizable=True),
+        "norm": norm_params(c.norm, width),
+    }
+
+
+class PerLayerInputs(nn.Module):
+    """Computes (table's row * sqrt(P) + norm(projection(h) / sqrt(d))) / sqrt(2), where
+    h is the token's embedding."""
+
+    config: ModelConfig
+    dtype: Any
+    cut: Cut = WHOLE
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, h: jax.Array) -> tuple[jax.Array, ...]:
+        """Computes each layer's input [B, T, P] float32 of tokens [B, T] int32 with
+        embeddings h [B, T, d] float32."""
+        c = self.config
+        count, width = per_layer_sizes(c)
+        by_layer = (*tokens.shape, count, width)
+        p = declare(self, per_layer_params(c), self.dtype)
+        row = embedded(p["embedding"], tokens, self.cut.group(VOCAB)) * width**0.5
+        norm = Norm(c.norm, c.norm_eps, self.dtype, name="norm")
+        projected = linear(h, p["projection"]) * c.d_model**-0.5
+        x = (row.reshape(by_layer) + norm(projected.reshape(by_layer))) * 2**-0.5
+        return tuple(x[:, :, i] for i in range(count))
