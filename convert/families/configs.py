@@ -56,10 +56,12 @@ def detect(fields: ConfigFields) -> Family:
         raise fields.error("model_type", f"{model_type} {UNSUPPORTED[model_type]}")
     found = known.get(model_type) if isinstance(model_type, str) else None
     if found is None or found.mark != found.name:
-        marks = ", ".join(family.mark for family in known.values())
+        # Without families that are exported as others, so that the line stays short.
+        main = (f.mark for f in known.values() if not f.exported.startswith("as "))
         raise fields.error(
             "model_type",
-            f"{reprlib.repr(model_type)} is not supported; known: {marks}",
+            f"{reprlib.repr(model_type)} is not supported; known: {', '.join(main)}, "
+            "and variants of these",
         )
     return found
 
