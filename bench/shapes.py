@@ -35,10 +35,9 @@ from stree_jax.models.base.keys import default_numbers, key_of
 from stree_jax.models.stack.config import blocks
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.stack.shapes import abstract_params
-from stree_jax.models.weights.formats import format_named
-from stree_jax.models.weights.kept import KeptFormat
+from stree_jax.models.weights.formats import format_named, is_weight
 from stree_jax.models.weights.panels import KINDS
-from stree_jax.models.weights.weight import Part, Stored
+from stree_jax.models.weights.weight import Layout, Part
 
 FOLDER = Path(__file__).with_suffix("")
 NAMES = tuple(sorted(folder.name for folder in FOLDER.iterdir()))
@@ -85,7 +84,7 @@ def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
     In dtype "kept", matrices are drawn on the host in `KEPT_KIND`.
     """
     format = weight_format(config, dtype)
-    if isinstance(format, KeptFormat):
+    if format.layout:
         return as_loaded(_random_kept(config, format, seed))
     kinds = tuple(dict.fromkeys(config.kinds))
     one = partial(init_params, replace(config, layers=blocks(kinds)), dtype=dtype)
@@ -104,17 +103,19 @@ def weight_format(config: ModelConfig, dtype: Any) -> Format:
     """Returns the format of random weights in a dtype, including the storage of kept
     matrices."""
     format = format_named(dtype)
-    if not isinstance(format, KeptFormat):
-        return format
-    layout = tuple(
+    return format.fitted(lambda: _layout(config)) or format
+
+
+def _layout(config: ModelConfig) -> Layout:
+    """Returns the storage of matrices in `KEPT_KIND`, where it divides them."""
+    return tuple(
         (path, (Part(KEPT_KIND.name, shape[-2]),))
         for path, shape in param_shapes(config).items()
         if param_at(config, path).quantizable and KEPT_KIND.keeps(shape)
     )
-    return replace(format, layout=layout)
 
 
-def _random_kept(config: ModelConfig, format: KeptFormat, seed: int) -> Model:
+def _random_kept(config: ModelConfig, format: Format, seed: int) -> Model:
     """Returns a model with random kept matrices; all blocks have the same scale."""
     rng = np.random.default_rng(seed)
     scales = np.full(KEPT_KIND.head // 2, KEPT_SCALE, np.float16).view(np.uint8)
@@ -132,7 +133,7 @@ def _random_kept(config: ModelConfig, format: KeptFormat, seed: int) -> Model:
         abstract = by_path(abstract_params(config, format))
         keys = jax.random.split(key_of(seed), len(abstract))
         for (path, leaf), key in zip(abstract.items(), keys, strict=True):
-            if isinstance(leaf, Stored):
+            if is_weight(leaf):
                 params[path] = jax.tree.map(numbers, leaf)
             else:
                 init = param_at(config, path).init
