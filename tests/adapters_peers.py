@@ -72,7 +72,7 @@ def write(model, folder, options):
             for name, p in adapted.named_parameters():
                 if "lora_" in name or p.requires_grad:
                     noise = torch.randn(p.shape, generator=generator)
-                    p.add_(0.2 * noise)
+                    p.add_(0.1 * noise)
         adapted.save_pretrained(folder)
     with torch.no_grad():
         return adapted(input_ids=torch.tensor(TOKENS)[None]).logits[0].numpy()

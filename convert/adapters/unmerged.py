@@ -1,6 +1,5 @@
 """Converts an adapter to low-rank matrices of a model's parameters."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +7,7 @@ import numpy as np
 
 from stree_jax.convert.adapters.merged import Change, Merged
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.families.tensor_map import Names, Row, join, order_of
+from stree_jax.convert.families.tensor_map import Names, Row, join
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.models import ModelConfig, nest
 from stree_jax.models.weights.adapted import LowRank
@@ -54,11 +53,7 @@ def _low_rank(source: Merged, row: Row) -> LowRank:
     ups = [np.zeros((len(up), columns[-1]), np.float32) for up, _ in added]
     for i, (up, _) in enumerate(added):
         ups[i][:, columns[i] : columns[i + 1]] = up
-    down = np.concatenate(downs)
-    if row.groups and row.group_axis == 1:
-        down = np.take(down, order_of(row.groups), axis=1)
-        row = replace(row, groups=())
-    return LowRank(jnp.asarray(join(row, ups)), jnp.asarray(down))
+    return LowRank(jnp.asarray(join(row, ups)), jnp.asarray(np.concatenate(downs)))
 
 
 def _problem(row: Row, change: Change | None) -> str | None:
@@ -72,4 +67,5 @@ def _problem(row: Row, change: Change | None) -> str | None:
         return "is no longer tied to the embedding"
     if change.added.norms is not None:
         return "is normalized (DoRA)"
-    return None if row.how in BY_ROWS else "is not a matrix of its own in the model"
+    by_rows = row.how in BY_ROWS and row.group_axis == 0
+    return None if by_rows else "is not a matrix of its own in the model"
