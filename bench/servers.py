@@ -107,10 +107,8 @@ def _histories(
             found = {name: ask(port, prompt, ANSWER) for name, port in turns}
             answer = found[OURS].text
             agent.messages.append([*answer.split(" "), STOP])
-            rows.append({"kind": kind, **{n: vars(a) for n, a in found.items()}})
-    for row in rows:
-        for name in ports:
-            del row[name]["text"]
+            figures = {n: vars(a) | {"text": None} for n, a in found.items()}
+            rows.append({"kind": kind, **figures})
     return {"rows": rows}
 
 
@@ -238,7 +236,8 @@ def _wait(port: int, process: subprocess.Popen[bytes], log: IO[str]) -> None:
             pass
         time.sleep(0.2)
     log.seek(0)
-    raise RuntimeError(f"{process.args}: {' '.join(log.read().splitlines()[-3:])}")
+    last = " ".join(log.read().splitlines()[-3:])
+    raise RuntimeError(f"{process.args!r}: {last}")
 
 
 @dataclass

@@ -37,6 +37,7 @@ from stree_jax.models import (
     param_dtype,
     prefill,
 )
+from stree_jax.models.stack.config import required
 from stree_jax.sampling.best import log_softmax
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.settings import Sampling
@@ -351,7 +352,7 @@ class _Run:
             text, values = one.tokens[0], list(_values(one)[0])
             if not rest:
                 left = self.new - first
-                past = self._saved(one.past) if drafted else one.past
+                past = self._saved(required(one.past)) if drafted else one.past
                 two = self.decode([[]], max_new_tokens=left, past=past, **ways[1])
                 text, values = text + two.tokens[0], values + list(_values(two)[0])
             tokens.append(text + rest)
