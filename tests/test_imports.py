@@ -53,7 +53,7 @@ FLOORS = {
         "families",
         "gguf saved",
         "checkpoint drafters export",
-        "hub",
+        "export_gguf hub",
     ),
 }
 
