@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from stree_jax.convert.gguf.writing import (
 )
 from stree_jax.convert.saved.atomic import atomic_file
 from stree_jax.convert.saved.store import SPACE_MARGIN, check_free, read_params
-from stree_jax.convert.tensors.gguf_blocks import file_bytes
+from stree_jax.convert.tensors.gguf_blocks import file_bytes, read_plain
 from stree_jax.convert.tensors.gguf_quantize import BY_NAME, encoded
 from stree_jax.convert.tensors.gguf_write import Entry, write_container
 from stree_jax.convert.tensors.stored_tensors import TensorInfo
@@ -114,8 +115,12 @@ def export_gguf(
         named, tokenizer = token_names(files), read_tokenizer(files, warn)
         size, stops = config.vocab_size, config.stop_tokens
         values = vocabulary_values(tokenizer, size, named, stops, template, warn)
-    same = files.is_gguf and model.name == prefer and opened.source is not None
-    stored = opened.source.tensors if same and opened.source else {}
+    stored: Mapping[str, TensorInfo] = {}
+    if opened.source is not None and files.is_gguf and model.name == prefer:
+        stored = opened.source.tensors
+        if (t := files.header.tensors.get(ROPE_FACTORS)) is not None:
+            factors = read_plain(t.file, ROPE_FACTORS, t.kind, t.start, t.shape)
+            model = replace(model, factors=factors.reshape(-1))
     _write(model, name, values, _reader(opened), stored, dst, progress, warn)
 
 

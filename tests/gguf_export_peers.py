@@ -80,7 +80,7 @@ def other_texts(tokenizer, python, folder):
     with a tokenizer."""
     model, file = folder / "words", folder / "words.gguf"
     size = tokenizer.get_vocab_size() + 1
-    GGUF_CASES["llama-tied"][1](vocab_size=size).save_pretrained(model)
+    GGUF_CASES["granite"][1](vocab_size=size).save_pretrained(model)
     tokenizer.save(str(model / "tokenizer.json"))
     pieces = tokenizer.token_to_id("<s>") is not None
     roles = ("<s>", "</s>") if pieces else ("<|im_start|>", "<|im_end|>")

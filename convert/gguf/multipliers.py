@@ -36,7 +36,7 @@ def factor_of(config: ModelConfig, path: Path) -> np.ndarray | float:
         return 1.0
     name = path[-1]
     is_bias = name.endswith("_bias")
-    match config.mixers[path[1]]:
+    match config.mixers.get(path[1]):
         case AttentionConfig() as c if name in ("qkv", "qkv_bias"):
             into = 1.0 if is_bias else c.in_multiplier
             kv = c.num_kv_heads * c.head_dim

@@ -129,7 +129,8 @@ def test_files_are_those_of_llama_cpp_s_converter(made, name):
         np.testing.assert_allclose(*pair, 2e-6 if close else 0, 0, err_msg=tensor)
     pair = keys_of(theirs), keys_of(ours)
     assert pair[0]["general.architecture"] == pair[1]["general.architecture"]
-    assert stree_jax.load(ours).config == stree_jax.load(theirs).config
+    pair = [stree_jax.load(file).config for file in (theirs, ours)]
+    assert replace(pair[1], stop_tokens=pair[0].stop_tokens) == pair[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -142,7 +143,7 @@ def test_a_model_reads_back(made, name):
     assert replace(back.config, stop_tokens=()) == replace(config, stop_tokens=())
     tokens = np.random.default_rng(0).integers(0, 61, (1, 16))
     pair = (np.asarray(stree_jax.score(m, jnp.asarray(tokens))) for m in (back, ours))
-    np.testing.assert_allclose(*pair, 0, 1e-4 if name.startswith("falcon") else 1e-5)
+    np.testing.assert_allclose(*pair, 0, 1e-4 if name.startswith("falcon") else 5e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen35-mtp", "qwen35moe-mtp"])
@@ -399,7 +400,7 @@ def test_every_source_gives_the_same_file(made, tmp_path, dtype):
     for name, source in sources.items():
         default = kind if name == "hf" else None
         export_gguf(opened(source), tmp_path / f"{name}.gguf", default)
-    export_gguf(opened(tmp_path / "own.gguf"), tmp_path / "again.gguf")
+    export_gguf(opened(tmp_path / "own.gguf"), tmp_path / "again.gguf", kind)
     found = {n: tensors_of(tmp_path / f"{n}.gguf") for n in ("hf", "own", "again")}
     for name, (stored, numbers) in found["own"].items():
         np.testing.assert_array_equal(found["again"][name][1], numbers)
@@ -413,9 +414,10 @@ def test_every_source_gives_the_same_file(made, tmp_path, dtype):
     assert texts[0] == texts[1]
 
 
-def test_quantized_sources_need_a_type(made, tmp_path):
-    directory, _, _ = made("llama-tied")
-    file = write_theirs(directory, "llama-tied", tmp_path / "q.gguf", "Q8_0")
+def test_quantized_sources_need_a_type(tmp_path):
+    model = GGUF_CASES["llama"][1](hidden_size=64, intermediate_size=96, head_dim=16)
+    model.save_pretrained(tmp_path / "model")
+    file = write_theirs(tmp_path / "model", "llama", tmp_path / "q.gguf", "Q8_0")
     said = r"q.gguf: the weights are quantized \(q8_0\); choose .* --type: f32, bf16"
     with pytest.raises(CheckpointError, match=said):
         export_gguf(opened(file), tmp_path / "m.gguf")
