@@ -30,9 +30,8 @@ from stree_jax.convert.tensors.gguf_quantize import BY_NAME, encoded
 from stree_jax.convert.tokenizers.gguf_vocabulary import COMPOSED
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, Rope, init_params
 from stree_jax.models.stack.config import named
-from tests.convert.test_gguf_export import CASES
-from tests.convert.test_gguf_tokens import PRES, sentencepiece, with_template
 from tests.gguf_peers import LIMIT, LIMITS, READ
+from tests.support.gguf_exports import CASES, PRES, sentencepiece, with_template
 from tests.support.gguf_files import GGUF_CASES
 from tests.support.hf_checkpoints import VOCAB
 from tests.support.vocabularies import UNSEEN, byte_level

@@ -34,6 +34,7 @@ from stree_jax.models import (
 from stree_jax.models.layers.rope import Yarn
 from stree_jax.models.stack.config import named
 from tests.bench.pairs import HYBRID, MAMBA2, params_of
+from tests.support.gguf_exports import CASES
 from tests.support.gguf_files import GGUF_CASES
 from tests.support.gguf_files import write_gguf as write_theirs
 
@@ -108,11 +109,6 @@ def keys_of(file):
 
 def squeezed(numbers):
     return numbers.reshape([n for n in numbers.shape if n != 1] or [1])
-
-
-# Files of an older spelling, which is not written, and files with MTP layers.
-OTHERS = ("kimi-linear-joined", "qwen35-mtp", "qwen35moe-mtp")
-CASES = [name for name in GGUF_CASES if name not in OTHERS]
 
 
 @pytest.mark.parametrize("name", CASES)

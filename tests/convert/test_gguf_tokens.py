@@ -5,14 +5,12 @@ import json
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
-from tokenizers.processors import TemplateProcessing
 
 import stree_jax
 from stree_jax.checkpoints.info import described as opened
 from stree_jax.cli.chat import read_chat_template, read_special_tokens
 from stree_jax.convert.export_gguf import export_gguf
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.gguf_header import Header, read_header
 from stree_jax.convert.tokenizers.gguf_tokens import (
     PROBES,
@@ -23,20 +21,18 @@ from stree_jax.convert.tokenizers.gguf_tokens import (
 from stree_jax.convert.tokenizers.gguf_vocabulary import (
     PRETOKENIZERS,
     WHOLE_WORDS,
-    piece_tokenizer,
     read_vocabulary,
     stop_tokens,
 )
+from tests.support.gguf_exports import PRES, sentencepiece, with_template
 from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.vocabularies import (
     COMPOSED,
     UNSEEN,
     byte_level,
-    pieces,
     write_byte_level,
 )
 
-PRES = ("gpt-2", "olmo", "smollm", "llama-bpe", "dbrx", "qwen2", "qwen35")
 NAMED = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
 
@@ -49,21 +45,6 @@ def written(tokenizer, count=410, named=NAMED, stops=(2,), **options):
 
 def read(values, tmp_path):
     return read_vocabulary(Header(tmp_path / "m.gguf", values, {}))
-
-
-def with_template(tokenizer, first, last):
-    single = [w for w in (first, "$A", last) if w]
-    ids = [(t, tokenizer.token_to_id(t)) for t in (first, last) if t]
-    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)
-    return tokenizer
-
-
-def sentencepiece():
-    tokens, scores = pieces()
-    types = np.array([3, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)], np.int32)
-    values = {"model": "llama", "tokens": tokens, "token_type": types}
-    values["scores"] = np.array(scores, np.float32)
-    return piece_tokenizer(ConfigFields("none", values))
 
 
 @pytest.mark.parametrize("pre", PRES)
