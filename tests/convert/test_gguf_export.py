@@ -248,7 +248,7 @@ MAMBA = HYBRID.mixers["mamba"]
             HYBRID.with_mixers(
                 attention=replace(HYBRID.mixers["attention"], rope=Rope(1e4, 4))
             ),
-            "llama.cpp's granitehybrid cannot express this model's rope.dimension_count: ",
+            "granitehybrid cannot express this model's rope.dimension_count: 4 of 8",
         ),
         (replace(MAMBA2, logits_divisor=2.0), "this model's logits_divisor"),
         (
