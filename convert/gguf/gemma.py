@@ -77,10 +77,9 @@ def parse(fields: ConfigFields) -> ModelConfig:
 def write(config: ModelConfig) -> dict[str, Any]:
     """Returns the metadata: the inverse of `parse`."""
     kinds = mixers_of(config)
-    far, near = (config.mixers.get(name) for name in ("attention", NEAR))
-    values = model_values(config) | attention_values(near if far is None else far)
+    far, near = config.mixers["attention"], config.mixers.get(NEAR)
+    values = model_values(config) | attention_values(far) | rope_values(far.rope)
     values |= values_of(MLP, config.mixers["mlp"])
-    values |= rope_values((near if far is None else far).rope)
     if near is not None:
         every = (*kinds, "attention").index("attention") + 1
         values |= {WINDOW: near.window, PATTERN: every, NEAR_THETA: near.rope.theta}

@@ -41,18 +41,22 @@ def factor_of(config: ModelConfig, path: Path) -> np.ndarray | float:
             into = 1.0 if is_bias else c.in_multiplier
             kv = c.num_kv_heads * c.head_dim
             each = (into, into * c.key_multiplier, into)
-            return np.repeat(np.float32(each), (c.num_heads * c.head_dim, kv, kv))
+            return np.repeat(
+                np.array(each, np.float32), (c.num_heads * c.head_dim, kv, kv)
+            )
         case AttentionConfig() as c if name in ("out", "out_bias"):
             return c.out_multiplier
         case MambaConfig() as c if name in ("in_proj", "in_proj_bias"):
             into = 1.0 if is_bias else c.in_multiplier
             states = c.n_groups * c.d_state
             widths = (c.d_inner, c.d_inner, states, states, c.num_heads)
-            return np.repeat(np.float32(c.part_multipliers) * np.float32(into), widths)
+            return np.repeat(
+                np.array(c.part_multipliers, np.float32) * np.float32(into), widths
+            )
         case MambaConfig() as c if name in ("out_proj", "out_proj_bias"):
             return c.out_multiplier
         case MLPConfig() as c if name in ("gate_up", "gate_up_bias"):
-            return np.repeat(np.float32((c.gate_multiplier, 1)), c.d_hidden)
+            return np.repeat(np.array((c.gate_multiplier, 1), np.float32), c.d_hidden)
         case MLPConfig() as c if name in ("down", "down_bias"):
             return c.down_multiplier
     return 1.0
@@ -60,5 +64,5 @@ def factor_of(config: ModelConfig, path: Path) -> np.ndarray | float:
 
 def times(param: np.ndarray, factor: np.ndarray | float) -> np.ndarray:
     """Multiplies a parameter by the result of `factor_of`."""
-    column = np.float32(factor).reshape(-1, *[1] * (param.ndim - 1))
+    column = np.array(factor, np.float32).reshape(-1, *[1] * (param.ndim - 1))
     return param * column

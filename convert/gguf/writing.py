@@ -173,7 +173,8 @@ def _read_back(
     name: str, config: ModelConfig, names: Names, keys: Mapping[str, Any]
 ) -> ModelConfig:
     """Returns the config that a file with these keys and names would have."""
-    architecture, shapes, tensors = ARCHITECTURES[name], param_shapes(config), {}
+    architecture, shapes = ARCHITECTURES[name], param_shapes(config)
+    tensors: dict[str, TensorInfo] = {}
     for row in rows_of(names, config):
         each = zip(row.sources, source_shapes(row, shapes[row.path]), strict=True)
         tensors |= {n: TensorInfo(Path(), shape, "float32") for n, shape in each}

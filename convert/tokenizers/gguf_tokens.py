@@ -144,7 +144,7 @@ def _special_values(
         if f"{ours}_token" in ids
     }
     end = ids.get("eos_token")
-    ends = [end] if end in stops else []
+    ends = [end] if end is not None and end in stops else []
     values |= _stop_values([*ends, *(i for i in stops if i != end)])
     for name, around in zip(("bos", "eos"), _around(tokenizer), strict=True):
         if around:

@@ -102,7 +102,6 @@ def measured(monkeypatch, subject, off):
     monkeypatch.setattr(peers, "llama_process", stand_in(subject.target, off))
     known = {"version": "0", "built_with": "nothing"}
     monkeypatch.setattr(peers, "llama_version", lambda python: known)
-    monkeypatch.setattr(peers, "write_gguf", lambda *args: 10**6)
     monkeypatch.setattr(peers, "transformers_version", lambda: None)
     monkeypatch.setattr(peers, "threads_of_xla", lambda: 2)
     words = ["--dtypes", "float32", "--llama-python", "python", "--passes", "1", "3"]
