@@ -29,6 +29,8 @@ from stree_jax.verify.parity import Difference
 
 OURS, LLAMA = "ours", "llama.cpp"
 FILE_DTYPE = "kept"  # default dtype of a file
+# Types of the GGUF files that are written for llama.cpp, by our dtypes.
+TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
 CHECKED, READ = 48, 24  # tokens of the compared text; the first READ are prefilled
 PASS = 8  # tokens of the passes that are compared, if --passes names none
 OTHER_MODEL = 0.5  # relative difference of logits that no rounding explains
@@ -87,14 +89,19 @@ def model_file(model: str, drafter: str | None) -> ModelFile | None:
     path = resolve(model)
     if not is_gguf(path):
         return None
-    tensors = read_header(path).tensors
-    counts = {name: int(np.prod(t.shape)) for name, t in tensors.items()}
-    sizes = {name: t.kind.nbytes(counts[name]) for name, t in tensors.items()}
-    total = sum(sizes.values())
-    table = f"{EMBEDDING}.weight"
-    untied = sizes.get(table, 0) if f"{HEAD}.weight" in sizes else 0
+    count = sum(int(np.prod(t.shape)) for t in read_header(path).tensors.values())
     name = LOOKUP if drafter is None else drafter
-    return ModelFile(path, name, sum(counts.values()), total, total - untied)
+    return ModelFile(path, name, count, *tensor_bytes(path))
+
+
+def tensor_bytes(path: Path) -> tuple[int, int]:
+    """Returns the bytes of all tensors of a GGUF file, and of those that every forward
+    pass reads: all except an embedding that is not also the head."""
+    tensors = read_header(path).tensors
+    sizes = {n: t.kind.nbytes(int(np.prod(t.shape))) for n, t in tensors.items()}
+    total, table = sum(sizes.values()), f"{EMBEDDING}.weight"
+    untied = sizes.get(table, 0) if f"{HEAD}.weight" in sizes else 0
+    return total, total - untied
 
 
 def checked_ids(num_tokens: int) -> list[int]:

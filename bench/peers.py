@@ -27,7 +27,6 @@ from bench.arms import (
     workload,
 )
 from bench.device_memory import read_bandwidth
-from bench.gguf_writer import KINDS, write_gguf
 from bench.inputs import RANDOM_PROMPT, in_dtype, load_prompts
 from bench.llama_process import Ask, llama_process, llama_version
 from bench.method import Run
@@ -42,10 +41,12 @@ from bench.peer_files import (
     CHECKED,
     FILE_DTYPE,
     READ,
+    TYPES,
     ModelFile,
     compare_file,
     exact_logits,
     model_file,
+    tensor_bytes,
 )
 from bench.peer_passes import (
     context_of,
@@ -68,6 +69,7 @@ from bench.widen import sizes_of, widened
 from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.cli.options import add, group
+from stree_jax.convert.export_gguf import write_gguf
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.generation.scoring import score
 from stree_jax.models import Model, format_named
@@ -154,7 +156,7 @@ def add_options(b: argparse.ArgumentParser) -> None:
     shapes += f"(default: {SHAPE}; with a GGUF file as --model none)"
     add(b, "--shapes", str, None, shapes, "*")
     dtypes = "of weights; a GGUF file is in its own types in llama.cpp (default: "
-    dtypes += f"{' '.join(KINDS)}; {FILE_DTYPE} for a GGUF file)"
+    dtypes += f"{' '.join(TYPES)}; {FILE_DTYPE} for a GGUF file)"
     add(b, "--dtypes", str, None, dtypes, "+", list(FORMATS))
     tokens = "also time passes over N tokens, here and in llama.cpp (default: none)"
     group(b, MEASURING).add_argument(
@@ -181,8 +183,8 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     if args.shapes is None:
         args.shapes = [] if file else [SHAPE]
     if args.dtypes is None:
-        args.dtypes = [FILE_DTYPE] if file else list(KINDS)
-    unwritten = [dtype for dtype in args.dtypes if dtype not in KINDS]
+        args.dtypes = [FILE_DTYPE] if file else list(TYPES)
+    unwritten = [dtype for dtype in args.dtypes if dtype not in TYPES]
     if unwritten and (args.shapes or file is None):
         raise ValueError(
             f"--dtypes {unwritten[0]}: only for a GGUF file as --model, and without "
@@ -399,7 +401,8 @@ def _hand_over(
     assert source is not None
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.gguf"
-        read_bytes = write_gguf(source.config, source.params, dtype, file)
+        write_gguf(source.config, source.params, TYPES[dtype], file)
+        read_bytes = tensor_bytes(file)[1]
         ask("load", path=str(file), exact=dtype == "float32", **sizes)
     return read_bytes  # llama.cpp keeps the removed file mapped
 

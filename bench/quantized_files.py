@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gguf_writer import write_gguf
 from bench.llama_process import llama_process
 from bench.shapes import config_of, random_model
+from stree_jax.convert.export_gguf import write_gguf
 
 TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M"),
@@ -43,7 +43,7 @@ def write_types(
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source = Path(scratch) / "source.gguf"
         model = random_model(config_of(shape), "bfloat16")
-        write_gguf(model.config, model.params, "bfloat16", source)
+        write_gguf(model.config, model.params, "bf16", source)
         del model
         for kind in types:
             target = folder / f"{shape}-{kind}.gguf"

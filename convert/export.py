@@ -75,7 +75,7 @@ def export_hf(
             "float32 to export it"
         )
     dtype = dtype_named(format)
-    fields = hf_config(config, dtype.name, _kept_fields(config, source))
+    fields = hf_config(config, dtype.name, kept_fields(config, source))
     tensors = _tensors(families()[fields["model_type"]].names, config, params)
     with atomic_directory(dst) as temporary:
         check_space(dst, config, dtype)
@@ -91,7 +91,7 @@ def export_hf(
                 _write_json(settings, tokenizer_json(config, tokenizer))
 
 
-def _kept_fields(config: ModelConfig, source: Path | None) -> dict[str, int]:
+def kept_fields(config: ModelConfig, source: Path | None) -> dict[str, int]:
     """Returns numbers of the source's config that do not affect the model's results.
 
     A directory of our own format has the source's config if it was converted.

@@ -53,7 +53,7 @@ FLOORS = {
         "families",
         "adapters gguf saved",
         "checkpoint drafters export",
-        "hub",
+        "export_gguf hub",
     ),
 }
 

@@ -1,23 +1,27 @@
-"""Converts the metadata of llama.cpp's architectures to our configs.
+"""Converts the metadata of llama.cpp's architectures to our configs and back.
 
 The files have no limits of dt, which Hugging Face directories may have.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from stree_jax.convert.families.huggingface import Layers, with_mlps
 from stree_jax.convert.families.table import read_fields
 from stree_jax.convert.families.tensor_map import Names
+from stree_jax.convert.families.windows import NEAR
 from stree_jax.convert.gguf import by_layer, gemma, gemma4, kimi, lfm2, mamba, qwen
 from stree_jax.convert.gguf.keys import (
+    BLOCKS,
     FEED_FORWARD,
     GATING,
     HEADS,
     INNER,
     KV_HEADS,
     MAMBA,
+    MLP,
+    MOE,
     ROTATES,
     SCALES,
     SHARED,
@@ -26,15 +30,21 @@ from stree_jax.convert.gguf.keys import (
     SOFTMAX_SCALE,
     WINDOW,
     attention_config,
+    attention_values,
     further_count,
     layer_count,
+    mamba_values,
+    mixers_of,
     mlp_config,
     model_options,
+    model_values,
     per_layer,
     second_mixer,
+    values_of,
+    where,
 )
 from stree_jax.convert.gguf.names import ALIKE, HALVES, PAIRS
-from stree_jax.convert.gguf.rotary import rope
+from stree_jax.convert.gguf.rotary import rope, rope_values
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import (
     MambaConfig,
@@ -43,6 +53,9 @@ from stree_jax.models import (
     MoEConfig,
 )
 from stree_jax.models.stack.config import blocks, named
+
+LAYER_NORM_EPS = "attention.layer_norm_epsilon"  # wanted by llama.cpp's Nemotron-H
+SHARED_COUNT, BEST_GROUPS = "expert_shared_count", "expert_group_used_count"
 
 
 def _mamba(fields: ConfigFields, eps: float) -> MambaConfig:
@@ -151,7 +164,7 @@ def _nemotron_h(fields: ConfigFields) -> ModelConfig:
         fields.choice(GATING, 0, (0, SIGMOID))
         shared = MLPConfig(**read_fields(SHARED, fields), **form)
         options = read_fields(SIGMOID_MOE, fields)
-        best = fields.size("expert_group_used_count", *[1] * (options["groups"] == 1))
+        best = fields.size(BEST_GROUPS, *[1] * (options["groups"] == 1))
         moe = MoEConfig(
             **options, top_groups=best, shared=shared, router="sigmoid", **form
         )
@@ -168,6 +181,74 @@ def _nemotron_h(fields: ConfigFields) -> ModelConfig:
     )
 
 
+def _write_llama(config: ModelConfig) -> dict[str, Any]:
+    c = config.mixers["attention"]
+    values = model_values(config) | attention_values(c) | rope_values(c.rope)
+    return values | values_of(MLP, config.mixers["mlp"])
+
+
+def _write_mamba2(config: ModelConfig) -> dict[str, Any]:
+    values = model_values(config) | mamba_values(config.mixers["mamba"])
+    return values | {FEED_FORWARD: 0, HEADS.name: 0}
+
+
+def _write_granite(config: ModelConfig) -> dict[str, Any]:
+    mamba, c, mlp, moe = (
+        config.mixers.get(name) for name in ("mamba", "attention", "mlp", "moe")
+    )
+    assert c is not None  # of `Architecture.layers`
+    values = model_values(config, *SCALES) | attention_values(c, SOFTMAX_SCALE)
+    values |= rope_values(c.rope) | {ROTATES: c.rope is not None}
+    if mamba is not None:
+        values |= mamba_values(mamba)
+        values[KV_HEADS] = where(mixers_of(config), "attention", c.num_kv_heads)
+    if mlp is not None:
+        values |= values_of(MLP, mlp)
+    if moe is not None:
+        values |= values_of(MOE[:2], moe) | {FEED_FORWARD: moe.d_hidden}
+        if moe.shared is not None:
+            values |= values_of(SHARED, moe.shared)
+    return values
+
+
+def _write_falcon_h1(config: ModelConfig) -> dict[str, Any]:
+    return _write_llama(config) | mamba_values(config.mixers["mamba"])
+
+
+def _write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
+    mamba, c, mlp, moe = (
+        config.mixers.get(name) for name in ("mamba", "attention", "mlp", "moe")
+    )
+    kinds = list(config.kinds)
+    values = model_values(config) | {BLOCKS: len(kinds)}
+    values[LAYER_NORM_EPS] = config.norm_eps
+    if mamba is not None:
+        values |= mamba_values(mamba)
+    if c is not None:
+        values |= attention_values(c)
+        values[KV_HEADS] = where(kinds, "attention", c.num_kv_heads)
+    if mlp is not None:
+        values[FEED_FORWARD] = where(kinds, "mlp", mlp.d_hidden)
+    if moe is not None:
+        values |= values_of(SIGMOID_MOE, moe) | values_of(SHARED, moe.shared)
+        values |= {FEED_FORWARD: where(kinds, "moe", moe.d_hidden), SHARED_COUNT: 1}
+        values |= {BEST_GROUPS: moe.top_groups} if moe.groups > 1 else {}
+    return values
+
+
+def _twice(config: ModelConfig) -> dict[str, bool]:
+    """Returns whether Mamba layers are as wide as llama.cpp wants them."""
+    mixers = [m for name, m in config.mixers.items() if name in ("mamba", "mamba1")]
+    fits = all(mixer.d_inner == 2 * config.d_model for mixer in mixers)
+    return {"Mamba layers that are not twice as wide as the model": fits}
+
+
+def _square(config: ModelConfig) -> dict[str, bool]:
+    """Returns whether the delta rule's states are as llama.cpp wants them."""
+    d = config.mixers["delta"]
+    return {"delta-rule heads of two sizes": d.key_dim == d.value_dim}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One of llama.cpp's architectures.
@@ -182,6 +263,13 @@ class Architecture:
         that the file has. If None, MTP layers are not supported.
       ignored: keys of `NEUTRAL` that llama.cpp ignores for this architecture. They have
         no effect here, either, except for a warning.
+      write: converts our config, including MTP layers, to the metadata: the inverse of
+        `parse` and `add_mtp`.
+      layers, optional: kinds of layers that a model must have, and those that it may
+        also have, to be written as this architecture; separated by spaces.
+      limits: function (config) that returns what llama.cpp can run only in part, each
+        with whether this model can be run; see `table.require`.
+      folds: True if the model's multipliers are multiplied into the weights of a file.
     """
 
     names: Names
@@ -190,24 +278,61 @@ class Architecture:
     names_in: Callable[[Collection[str]], Names] | None = None
     add_mtp: Callable[[ConfigFields, ModelConfig], ModelConfig] | None = None
     ignored: tuple[str, ...] = ()
+    write: Callable[[ModelConfig], dict[str, Any]] | None = None
+    layers: str = ""
+    optional: str = ""
+    limits: Callable[[ModelConfig], Mapping[str, bool]] | None = None
+    folds: bool = False
+
+    def may_write(self, config: ModelConfig) -> bool:
+        """True if the architecture has the model's kinds of layers."""
+        needed, found = set(self.layers.split()), set(config.kinds)
+        return needed <= found <= needed | set(self.optional.split())
+
+    def written_names(self, config: ModelConfig) -> Names:
+        """Returns the names for a new file. An MTP layer has its own final norm."""
+        if self.names_in is None or not config.mtp:
+            return self.names
+        block = self.names.layer.format(i=len(config.layers) // 2)
+        return self.names_in((f"{block}{qwen.MTP_NORM}.weight",))
 
 
-def _hybrid(names_in: Callable[[Collection[str]], Names]) -> Architecture:
+def _attends(
+    names: Names, parse: Callable[[ConfigFields], ModelConfig]
+) -> Architecture:
+    """Returns an architecture with attention and MLPs."""
+    return Architecture(
+        names, parse, ignored=(WINDOW,), write=_write_llama, layers="attention mlp"
+    )
+
+
+def _hybrid(
+    names_in: Callable[[Collection[str]], Names], layers: str, optional: str = ""
+) -> Architecture:
     """Returns an architecture of `qwen`."""
-    known = ("expert_count",)
-    return Architecture(names_in(()), qwen.parse, known, names_in, qwen.add_mtp)
+    return Architecture(
+        *(names_in(()), qwen.parse, ("expert_count",), names_in, qwen.add_mtp),
+        write=qwen.write,
+        layers=layers,
+        optional=optional,
+        limits=_square,
+    )
 
 
 GRANITE = Architecture(
     PAIRS,
     _granite,
     ("expert_count", SOFTMAX_SCALE.name, *(field.name for field in SCALES)),
+    write=_write_granite,
 )
+LFM2 = Architecture(lfm2.NAMES, lfm2.parse, write=lfm2.write)
 SIGMOID_KEYS = ("expert_count", GATING, "expert_weights_scale")
+NEMOTRON_H = Architecture(ALIKE, _nemotron_h, write=_write_nemotron_h)
+# Where several can express a model, the first one is written.
 ARCHITECTURES = {
-    "llama": Architecture(PAIRS, _llama, ignored=(WINDOW,)),
-    "qwen2": Architecture(HALVES, _llama, ignored=(WINDOW,)),
-    "qwen3": Architecture(HALVES, _qwen3, ignored=(WINDOW,)),
+    "llama": _attends(PAIRS, _llama),
+    "qwen2": _attends(HALVES, _llama),
+    "qwen3": _attends(HALVES, _qwen3),
     "qwen3moe": Architecture(HALVES, _qwen3, ("expert_count",), ignored=(WINDOW,)),
     "smollm3": Architecture(PAIRS, by_layer.parse_smollm3, ignored=(WINDOW,)),
     "olmo2": Architecture(
@@ -217,23 +342,66 @@ ARCHITECTURES = {
     "granite_swa": Architecture(
         by_layer.GRANITE_NAMES, by_layer.parse_granite_swa, by_layer.GRANITE_KEYS
     ),
-    "qwen3next": _hybrid(qwen.names),
-    "qwen35": _hybrid(qwen.tiled_names),
-    "qwen35moe": _hybrid(qwen.tiled_names),
-    "mamba": Architecture(mamba.NAMES, mamba.parse, (mamba.NORMED,)),
-    "jamba": Architecture(mamba.NAMES, mamba.parse_jamba, ("expert_count",)),
-    "mamba2": Architecture(HALVES, _mamba2),
-    "granite": GRANITE,
-    "granitemoe": GRANITE,
-    "granitehybrid": GRANITE,
-    "falcon-h1": Architecture(HALVES, _falcon_h1),
-    "gemma3": Architecture(gemma.NAMES, gemma.parse, gemma.KEYS),
     "gemma4": Architecture(gemma4.NAMES, gemma4.parse, gemma4.KEYS, gemma4.names),
-    "kimi-linear": Architecture(kimi.NAMES, kimi.parse, kimi.KEYS, kimi.names),
-    "lfm2": Architecture(lfm2.NAMES, lfm2.parse),
-    "lfm2moe": Architecture(
-        lfm2.NAMES, lfm2.parse, ("expert_count", GATING, lfm2.DENSE)
+    "qwen35": _hybrid(qwen.tiled_names, "delta attention mlp"),
+    "qwen35moe": _hybrid(qwen.tiled_names, "delta attention moe"),
+    "qwen3next": _hybrid(qwen.names, "delta attention", "mlp moe"),
+    "mamba": Architecture(
+        mamba.NAMES,
+        mamba.parse,
+        (mamba.NORMED,),
+        write=mamba.write,
+        layers="mamba1",
+        limits=_twice,
     ),
-    "nemotron_h": Architecture(ALIKE, _nemotron_h),
-    "nemotron_h_moe": Architecture(ALIKE, _nemotron_h, SIGMOID_KEYS),
+    "jamba": Architecture(
+        mamba.NAMES,
+        mamba.parse_jamba,
+        ("expert_count",),
+        write=mamba.write_jamba,
+        layers="mamba1 attention",
+        optional="mlp moe",
+        limits=_twice,
+    ),
+    "mamba2": Architecture(HALVES, _mamba2, write=_write_mamba2, layers="mamba"),
+    "granite": replace(GRANITE, layers="attention mlp"),
+    "granitemoe": replace(GRANITE, layers="attention moe"),
+    "granitehybrid": replace(
+        GRANITE, layers="mamba attention", optional="mlp moe", limits=_twice
+    ),
+    "falcon-h1": Architecture(
+        HALVES,
+        _falcon_h1,
+        write=_write_falcon_h1,
+        layers="mamba+attention mlp",
+        folds=True,
+    ),
+    "gemma3": Architecture(
+        gemma.NAMES,
+        gemma.parse,
+        gemma.KEYS,
+        write=gemma.write,
+        layers="both:attention both:mlp",
+        optional=f"both:{NEAR}",
+    ),
+    "kimi-linear": Architecture(
+        kimi.NAMES,
+        kimi.parse,
+        kimi.KEYS,
+        kimi.names,
+        write=kimi.write,
+        layers="kda mla",
+        optional="mlp moe",
+    ),
+    "lfm2": replace(LFM2, layers="short_conv attention mlp"),
+    "lfm2moe": replace(
+        LFM2,
+        known=("expert_count", GATING, lfm2.DENSE),
+        layers="short_conv attention moe",
+        optional="mlp",
+    ),
+    "nemotron_h": replace(NEMOTRON_H, layers="mamba", optional="attention mlp"),
+    "nemotron_h_moe": replace(
+        NEMOTRON_H, known=SIGMOID_KEYS, layers="mamba moe", optional="attention"
+    ),
 }

@@ -8,19 +8,25 @@ Sources: llama.cpp's `conversion/gemma.py` and its `models/gemma3.cpp`.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from stree_jax.convert.families.huggingface import with_mlps
 from stree_jax.convert.families.tensor_map import Part
 from stree_jax.convert.families.windows import NEAR
 from stree_jax.convert.gguf.keys import (
+    MLP,
     WINDOW,
     attention_config,
+    attention_values,
     layer_count,
+    mixers_of,
     mlp_config,
     model_options,
+    model_values,
+    values_of,
 )
 from stree_jax.convert.gguf.names import HALVES, attention_rows
-from stree_jax.convert.gguf.rotary import rope
+from stree_jax.convert.gguf.rotary import rope, rope_values
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig, Rope
 from stree_jax.models.stack.config import blocks, named
@@ -66,3 +72,15 @@ def parse(fields: ConfigFields) -> ModelConfig:
         layers=blocks(f"both:{kind}" for kind in with_mlps(kinds)),
         mixers=named(**{"attention": far, NEAR: near, "mlp": mlp}),
     )
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata: the inverse of `parse`."""
+    kinds = mixers_of(config)
+    far, near = config.mixers["attention"], config.mixers.get(NEAR)
+    values = model_values(config) | attention_values(far) | rope_values(far.rope)
+    values |= values_of(MLP, config.mixers["mlp"])
+    if near is not None:
+        every = (*kinds, "attention").index("attention") + 1
+        values |= {WINDOW: near.window, PATTERN: every, NEAR_THETA: near.rope.theta}
+    return values

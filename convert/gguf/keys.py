@@ -1,9 +1,9 @@
-"""Reads the metadata keys that several of llama.cpp's architectures share.
+"""Reads and writes the metadata keys that several of llama.cpp's architectures share.
 
 Key names are given without their prefix, which is the architecture's name.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,17 @@ from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.gguf.names import EMBEDDING, HEAD
 from stree_jax.convert.tensors.fields import MAX_EXPERTS, ConfigFields
-from stree_jax.models import AttentionConfig, MLPConfig, MoEConfig
+from stree_jax.models import (
+    AttentionConfig,
+    MambaConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+)
 from stree_jax.models.stack.config_json import MAX_LAYERS
 
 BLOCKS, KV_HEADS = "block_count", "attention.head_count_kv"
+CONTEXT_LENGTH, VOCAB_SIZE = "context_length", "vocab_size"
 MTP_COUNT = "nextn_predict_layers"  # these are the last ones of the layers
 FEED_FORWARD = "feed_forward_length"
 INNER = "ssm.inner_size"
@@ -231,3 +238,52 @@ def second_mixer(fields: ConfigFields) -> dict[str, MLPConfig | MoEConfig]:
     if fields.size(SHARED[0].name, 0, low=0):
         shared = MLPConfig(**read_fields(SHARED, fields))
     return {"moe": MoEConfig(**read_fields(MOE, fields), shared=shared)}
+
+
+# Writing
+
+
+def values_of(table: Sequence[Field], part: Any) -> dict[str, Any]:
+    """Returns the values of a table's keys: the inverse of `table.read_fields`.
+
+    An attribute that is None has no key. Whether the keys describe the whole config is
+    checked afterwards, by reading them (`writing.architecture_for`).
+
+    Args:
+      table: the table.
+      part: our config, which has the table's attributes.
+    """
+    pairs = ((row, getattr(part, row.attribute)) for row in table if row.name)
+    return {row.name: row.write(value) for row, value in pairs if value is not None}
+
+
+def model_values(config: ModelConfig, *more: Field) -> dict[str, Any]:
+    """Returns the keys of the whole model; `more` as in `model_options`."""
+    blocks = len(mixers_of(config)) + len(config.mtp) // 2
+    sizes = values_of((*SIZES, *more), config)
+    return {VOCAB_SIZE: config.vocab_size, BLOCKS: blocks, **sizes}
+
+
+def attention_values(c: AttentionConfig, *more: Field) -> dict[str, Any]:
+    return values_of((*ATTENTION, *more), c) | {VALUE_LENGTH: c.head_dim}
+
+
+def mamba_values(c: MambaConfig) -> dict[str, Any]:
+    return values_of(MAMBA, c) | {INNER: c.d_inner}
+
+
+def mixers_of(config: ModelConfig) -> list[str]:
+    """Returns the token mixer of each layer of a model that has an MLP or experts after
+    each mixer, and all layers of a model without MLPs."""
+    kinds = [block.mixers[0] for block in config.layers]
+    return kinds[::2] if {"mlp", "moe"} & set(kinds) else kinds
+
+
+def second_of(config: ModelConfig) -> list[str]:
+    """Returns the mixer after each token mixer: "mlp" or "moe"."""
+    return [block.mixers[0] for block in config.layers[1::2]]
+
+
+def where(kinds: Sequence[str], name: str, value: int = 1) -> np.ndarray:
+    """Returns `value` for layers with this mixer, and 0 for others, [layers] int32."""
+    return np.array([value * (kind == name) for kind in kinds], np.int32)

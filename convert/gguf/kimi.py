@@ -6,6 +6,7 @@ and in the code of the model's authors.
 """
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields
@@ -14,13 +15,20 @@ from stree_jax.convert.gguf.keys import (
     GATING,
     HEADS,
     KV_HEADS,
+    MLP,
     MOE,
     SIGMOID,
     SIGMOID_MOE,
+    VALUE_LENGTH,
     layer_count,
+    mixers_of,
     mlp_config,
     model_options,
+    model_values,
     per_layer,
+    second_of,
+    values_of,
+    where,
 )
 from stree_jax.convert.gguf.names import HALVES, linear_rows
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -30,6 +38,7 @@ from stree_jax.models.stack.config import blocks, named
 
 DENSE, SHARED = "leading_dense_block_count", "expert_shared_count"
 NORMALIZES, SCALE = "expert_weights_norm", "expert_weights_scale"
+KDA_SIZE, TAPS, QK_DIM = "kda.head_dim", "ssm.conv_kernel", "attention.key_length_mla"
 KEYS = ("expert_count", GATING, DENSE, SCALE)  # keys of `keys.NEUTRAL` that are read
 UP = "attn_kv_b.weight"  # older files have keys and values of a head in one tensor
 
@@ -101,6 +110,7 @@ GROUPS = (
     Field("expert_group_used_count", "top_groups", read.size, 1),
     Field(NORMALIZES, "normalize", read.flag, True),
 )
+EXPERTS = (*MOE, *GROUPS, *(field for field in SIGMOID_MOE if field.name == SCALE))
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
@@ -130,8 +140,8 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def _kda(fields: ConfigFields, eps: float) -> KDAConfig:
-    heads, width = HEADS.value(fields), fields.size("kda.head_dim")
-    d_conv = fields.size("ssm.conv_kernel")
+    heads, width = HEADS.value(fields), fields.size(KDA_SIZE)
+    d_conv = fields.size(TAPS)
     return KDAConfig(
         *(heads, heads, width, width, d_conv, eps), decay_rank=width, gate_rank=width
     )
@@ -141,16 +151,32 @@ def _mla(fields: ConfigFields) -> MLAConfig:
     if fields.get("attention.q_lora_rank", None) is not None:
         raise fields.error("attention.q_lora_rank", "latent queries are not supported")
     options = read_fields(MLA, fields)
-    name = "attention.key_length_mla"
-    nope_dim = fields.size(name) - options["rope_dim"]
+    nope_dim = fields.size(QK_DIM) - options["rope_dim"]
     if nope_dim < 1:
-        raise fields.error(name, f"want more than {options['rope_dim']}")
+        raise fields.error(QK_DIM, f"want more than {options['rope_dim']}")
     return MLAConfig(**options, nope_dim=nope_dim)
 
 
 def _moe(fields: ConfigFields) -> MoEConfig:
     fields.choice(GATING, SIGMOID, (SIGMOID,))
-    scale = next(field for field in SIGMOID_MOE if field.name == SCALE)
-    options = read_fields((*MOE, *GROUPS, scale), fields)
+    options = read_fields(EXPERTS, fields)
     width = fields.size(SHARED, 1) * options["d_hidden"]
     return MoEConfig(**options, shared=MLPConfig(width), router="sigmoid")
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata: the inverse of `parse`."""
+    kda, mla, mlp, moe = (config.mixers.get(n) for n in ("kda", "mla", "mlp", "moe"))
+    assert kda is not None and mla is not None  # of `architectures.Architecture.layers`
+    values = model_values(config) | values_of(MLA, mla)
+    values |= {QK_DIM: mla.qk_dim, "attention.key_length": mla.rank + mla.rope_dim}
+    values |= {VALUE_LENGTH: mla.rank, KDA_SIZE: kda.key_dim, TAPS: kda.d_conv}
+    values[KV_HEADS] = where(mixers_of(config), "mla")
+    if mlp is not None:
+        values |= values_of(MLP, mlp)
+    if moe is not None:
+        shared = 0 if moe.shared is None else moe.shared.d_hidden // moe.d_hidden
+        dense = second_of(config).count("mlp")
+        values |= values_of(EXPERTS, moe)
+        values |= {GATING: SIGMOID, SHARED: shared, DENSE: dense}
+    return values

@@ -5,6 +5,7 @@ Sources: llama.cpp's `conversion/lfm2.py` and its `models/lfm2.cpp`.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from stree_jax.convert.families import read
 from stree_jax.convert.families.lfm2_moe import NORMALIZE_EPS
@@ -14,16 +15,23 @@ from stree_jax.convert.gguf.keys import (
     GATING,
     HEADS,
     KV_HEADS,
+    MLP,
     MOE,
     SIGMOID,
     attention_config,
+    attention_values,
     layer_count,
+    mixers_of,
     mlp_config,
     model_options,
+    model_values,
     per_layer,
+    second_of,
+    values_of,
+    where,
 )
 from stree_jax.convert.gguf.names import HALVES, linear_rows
-from stree_jax.convert.gguf.rotary import rope
+from stree_jax.convert.gguf.rotary import rope, rope_values
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig, MoEConfig, ShortConvConfig
 from stree_jax.models.stack.config import blocks, named
@@ -80,3 +88,18 @@ def parse(fields: ConfigFields) -> ModelConfig:
         layers=blocks(each),
         mixers=named(short_conv=conv, attention=attention, mlp=mlp, moe=moe),
     )
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata: the inverse of `parse`."""
+    c, mlp, moe = (config.mixers.get(name) for name in ("attention", "mlp", "moe"))
+    assert c is not None  # of `architectures.Architecture.layers`
+    values = model_values(config) | attention_values(c) | rope_values(c.rope)
+    values |= values_of(CONV, config.mixers["short_conv"])
+    values[KV_HEADS] = where(mixers_of(config), "attention", c.num_kv_heads)
+    if mlp is not None:
+        values |= values_of(MLP, mlp)
+    if moe is not None:
+        dense = second_of(config).count("mlp")
+        values |= values_of(MOE, moe) | {GATING: SIGMOID, DENSE: dense}
+    return values

@@ -6,20 +6,28 @@ and `jamba.cpp`, and the `gguf` package's constants.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.families.tensor_map import Part, Path, Row
 from stree_jax.convert.gguf.keys import (
+    FEED_FORWARD,
     HEADS,
     INNER,
     KV_HEADS,
+    MLP,
     MOE,
     attention_config,
+    attention_values,
     layer_count,
+    mixers_of,
     mlp_config,
     model_options,
+    model_values,
     per_layer,
+    values_of,
+    where,
 )
 from stree_jax.convert.gguf.names import HALVES, linear_rows
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -75,6 +83,14 @@ def parse(fields: ConfigFields) -> ModelConfig:
     )
 
 
+def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata of Mamba and Falcon Mamba: the inverse of `parse`."""
+    mixer = config.mixers["mamba1"]
+    values = model_values(config) | values_of(MIXER, mixer)
+    normed = mixer.norm is not None
+    return values | {FEED_FORWARD: 0, HEADS.name: 0, NORMED: normed}
+
+
 def parse_jamba(fields: ConfigFields) -> ModelConfig:
     """Parses the metadata of Jamba. Layers without KV heads have Mamba-1 mixers. Layers
     with a router tensor have experts."""
@@ -100,3 +116,16 @@ def parse_jamba(fields: ConfigFields) -> ModelConfig:
         layers=blocks(each),
         mixers=named(mamba1=mixer, attention=attention, mlp=mlp, moe=moe),
     )
+
+
+def write_jamba(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata of Jamba: the inverse of `parse_jamba`. llama.cpp reads one
+    width for MLPs and experts."""
+    c, mlp, moe = (config.mixers.get(name) for name in ("attention", "mlp", "moe"))
+    assert c is not None  # of `architectures.Architecture.layers`
+    values = model_values(config) | attention_values(c)
+    values |= values_of(MIXER, config.mixers["mamba1"])
+    values[KV_HEADS] = where(mixers_of(config), "attention", c.num_kv_heads)
+    if moe is not None:
+        values |= values_of(MOE[:2], moe) | {FEED_FORWARD: moe.d_hidden}
+    return values if mlp is None else values | values_of(MLP, mlp)

@@ -36,21 +36,26 @@ from stree_jax.convert.families.tensor_map import (
 )
 from stree_jax.convert.gguf.keys import (
     INNER,
+    MLP,
     MOE,
     MTP_COUNT,
     SHARED,
     attention_config,
+    attention_values,
     further_count,
     layer_count,
+    mixers_of,
     mlp_config,
     model_options,
+    model_values,
+    values_of,
 )
 from stree_jax.convert.gguf.names import (
     HALVES,
     attention_rows,
     moe_rows,
 )
-from stree_jax.convert.gguf.rotary import ROTATED, rope
+from stree_jax.convert.gguf.rotary import ROTATED, rope, rope_values
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import (
     AttentionConfig,
@@ -64,6 +69,7 @@ from stree_jax.models.stack.config import blocks, named
 RECURRENT = "attention.recurrent_layers"  # True for layers of the delta rule
 INTERVAL = "full_attention_interval"  # if that key is absent; each n-th is attention
 SECTIONS = "rope.dimension_sections"
+MTP_NORM = "nextn.shared_head_norm"  # the final norm of an MTP layer
 MAX_HEADS = 2**12
 
 # Tensors
@@ -179,7 +185,7 @@ def mtp_rows(
     for norm in ("enorm", "hnorm"):
         yield from norm_rows(("mtp", norm), f"{block}nextn.{norm}")
     yield Row(("mtp", "eh_proj"), (f"{block}nextn.eh_proj.weight",))
-    final = f"{block}nextn.shared_head_norm"
+    final = f"{block}{MTP_NORM}"
     # llama.cpp uses the model's final norm if the layer has none.
     own = f"{final}.weight" in tensors
     yield from norm_rows(("mtp", "norm"), final if own else names.norm)
@@ -331,3 +337,28 @@ def add_mtp(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
     return replace(
         config.with_mixers(attention=attention), mtp=blocks(("attention", second))
     )
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata: the inverse of `parse` and `add_mtp`."""
+    d, c, mlp, moe = (
+        config.mixers.get(name) for name in ("delta", "attention", "mlp", "moe")
+    )
+    assert d is not None and c is not None  # of `architectures.Architecture.layers`
+    values = model_values(config) | attention_values(c) | rope_values(c.rope)
+    values |= values_of(DELTA, d) | {INNER: d.d_inner}
+    further = len(config.mtp) // 2
+    kinds = [*mixers_of(config), *["attention"] * further]
+    values[RECURRENT] = np.array([kind == "delta" for kind in kinds])
+    if c.rope is not None:
+        # Each third pair of channels rotates by the position in time, height or width.
+        pairs = range(c.rope.dim // 2)
+        each = [len(pairs[i::3]) for i in range(3)]
+        values[SECTIONS] = np.array([*each, 0], np.int32)
+    if further:
+        values[MTP_COUNT] = further
+    if mlp is not None:
+        values |= values_of(MLP, mlp)
+    if moe is not None:
+        values |= values_of(MOE, moe) | values_of(SHARED, moe.shared)
+    return values

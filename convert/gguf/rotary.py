@@ -1,7 +1,9 @@
-"""Reads rotary embeddings from GGUF files, with llama.cpp's keys and defaults."""
+"""Reads and writes rotary embeddings of GGUF files, with llama.cpp's keys and
+defaults."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -77,3 +79,23 @@ def _llama3(fields: ConfigFields, rope: Rope, factors: np.ndarray) -> Rope:
             if np.allclose(plain / rope_frequencies(scaled), factors, 1e-5, 0):
                 return scaled
     raise fields.error(ROPE_FACTORS, "is not the frequency scaling of Llama 3")
+
+
+def rope_values(rope: Rope | None) -> dict[str, Any]:
+    """Returns the keys of a rotary embedding, and the divisors of its frequencies, if
+    it has them: the inverse of `rope`. The divisors are a tensor in the file."""
+    if rope is None:
+        return {}
+    values: dict[str, Any] = {THETA: rope.theta, ROTATED: rope.dim}
+    if rope.linear != 1:
+        values |= {SCALING: "linear", FACTORS[0]: rope.linear}
+    if (yarn := rope.yarn) is not None:
+        turns = yarn.attention_factor
+        if yarn.factor > 1:  # llama.cpp multiplies by this itself
+            turns /= 0.1 * math.log(yarn.factor) + 1.0
+        values |= {SCALING: "yarn", FACTORS[0]: yarn.factor, TURNS: turns}
+        values[ORIGINAL] = round(yarn.original_length)
+    if rope.llama3 is not None:
+        plain = rope_frequencies(replace(rope, llama3=None))
+        values[ROPE_FACTORS] = plain / rope_frequencies(rope)
+    return values

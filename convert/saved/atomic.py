@@ -1,4 +1,4 @@
-"""Creates directories atomically: they are complete, or do not exist."""
+"""Creates directories and files atomically: they are complete, or do not exist."""
 
 import os
 import re
@@ -33,6 +33,35 @@ def atomic_directory(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
     Raises:
       CheckpointError: `dst` exists, its parent does not exist, or it cannot be written.
     """
+    with _beside(dst, warn) as temporary:
+        yield temporary
+        temporary.chmod(0o755)
+        for file in temporary.iterdir():
+            file.chmod(0o755 if file.is_dir() else 0o644)
+        os.rename(temporary, dst)
+
+
+@contextmanager
+def atomic_file(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
+    """Does the same as `atomic_directory` for one file.
+
+    Yields:
+      The path of the temporary file, which the block creates.
+    """
+    with _beside(dst, warn) as temporary:
+        file = temporary / "file"
+        yield file
+        file.chmod(0o644)
+        os.rename(file, dst)
+
+
+@contextmanager
+def _beside(dst: Path, warn: Warn) -> Iterator[Path]:
+    """Yields a temporary sibling directory of `dst`, and removes what is left of it.
+
+    Raises:
+      CheckpointError: as in `atomic_directory`.
+    """
     dst = dst.absolute()
     try:
         if dst.exists() or dst.is_symlink():
@@ -44,10 +73,6 @@ def atomic_directory(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
         raise CheckpointError(f"{dst}: cannot be written ({error})") from error
     try:
         yield temporary
-        temporary.chmod(0o755)
-        for file in temporary.iterdir():
-            file.chmod(0o755 if file.is_dir() else 0o644)
-        os.rename(temporary, dst)
     except CheckpointError:
         raise
     except Exception as error:  # each writer raises its own exception for a full disk

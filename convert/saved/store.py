@@ -175,7 +175,15 @@ def check_space(dst: Path, config: ModelConfig, dtype: Any) -> None:
     Raises:
       CheckpointError: there is too little free space.
     """
-    need = int(OVERHEAD * weight_bytes(config, dtype)) + SPACE_MARGIN
+    check_free(dst, int(OVERHEAD * weight_bytes(config, dtype)) + SPACE_MARGIN)
+
+
+def check_free(dst: Path, need: int) -> None:
+    """Checks that the disk of `dst` has `need` free bytes.
+
+    Raises:
+      CheckpointError: there is too little free space.
+    """
     free = shutil.disk_usage(dst.absolute().parent).free
     if free < need:
         raise CheckpointError(

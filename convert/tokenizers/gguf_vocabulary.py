@@ -334,7 +334,7 @@ def _byte_level(fields: ConfigFields, kinds: np.ndarray, pre: str) -> "Tokenizer
         ignore_merges=pre in WHOLE_WORDS,
     )
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = _words(PRETOKENIZERS[pre])
+    tokenizer.pre_tokenizer = pretokenizer(PRETOKENIZERS[pre])
     tokenizer.decoder = decoders.ByteLevel()
     if pre in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
@@ -350,7 +350,7 @@ def _listed_merges(fields: ConfigFields) -> list[tuple[str, str]]:
     return merges
 
 
-def _words(expressions: tuple[str, ...]) -> "PreTokenizer":
+def pretokenizer(expressions: tuple[str, ...]) -> "PreTokenizer":
     """Returns a pre-tokenizer that splits text at each expression in turn, and then
     maps bytes to letters."""
     from tokenizers import Regex, pre_tokenizers

@@ -17,6 +17,8 @@ DTYPES = ["float32", "bfloat16"]
 # Formats of a model in memory: the keys of `models.FORMATS`
 KEPT = "kept"
 WEIGHTS = [*DTYPES, "int8", KEPT, "kept-int8"]
+# Types of GGUF files: the keys of `convert.gguf.writing.FILE_TYPES`
+GGUF_TYPES = ["f32", "bf16", "f16", "q8_0", "q4_0", "q4_k", "q6_k"]
 
 RULES = ("naive/coupled", "naive", "leviathan", "mss", "recursive", "typical")
 TREES = ("auto", "A", "B", "C", "D", "E")

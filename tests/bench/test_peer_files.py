@@ -16,10 +16,10 @@ import stree_jax
 from bench import kl, peer_files, peers, quantized_files, resident
 from bench.arms import PLAIN
 from bench.command import measure
-from bench.gguf_writer import write_gguf
 from bench.peer_tables import LLAMA, LLAMA_DRAFTS
 from bench.registry import parse_bench
 from bench.shapes import config_of
+from stree_jax.convert.export_gguf import write_gguf
 from stree_jax.generation.scoring import score
 from stree_jax.models import init_params
 from tests.bench.pairs import MAMBA2, cells, drawn, params_of
@@ -29,7 +29,7 @@ from tests.bench.pairs import MAMBA2, cells, drawn, params_of
 def file(tmp_path_factory):
     pytest.importorskip("gguf")
     path = tmp_path_factory.mktemp("file") / "m.gguf"
-    write_gguf(MAMBA2, params_of(MAMBA2), "int8", path)
+    write_gguf(MAMBA2, params_of(MAMBA2), "q8_0", path)
     return path
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import stree_jax
-from bench.gguf_writer import write_gguf as write_model
 from stree_jax import models
 from stree_jax.checkpoints.info import info
 from stree_jax.cli.main import main
 from stree_jax.convert import CheckpointError, convert_checkpoint
+from stree_jax.convert.export_gguf import write_gguf as write_model
 from stree_jax.models import (
     FORMATS,
     blocks,
@@ -166,7 +166,7 @@ def test_what_the_benchmarks_write(made, tmp_path):
     """Parameters go back into a file for llama.cpp and out of it unchanged."""
     for name in ("qwen35", "qwen35moe"):
         model = stree_jax.load(made(name)[1])
-        write_model(model.config, model.params, "float32", tmp_path / f"{name}.gguf")
+        write_model(model.config, model.params, "f32", tmp_path / f"{name}.gguf")
         ours = stree_jax.load(tmp_path / f"{name}.gguf")
         assert ours.config == model.config
         wanted, found = by_path(model.params), by_path(ours.params)

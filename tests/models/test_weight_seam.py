@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import stree_jax
-from bench.gguf_writer import write_gguf
 from bench.widen import widened
 from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf
+from stree_jax.convert.export_gguf import write_gguf
 from stree_jax.models import (
     FORMATS,
     AttentionConfig,
@@ -214,7 +214,7 @@ def test_models_are_saved_and_converted_in_the_format(tmp_path):
 def test_quantized_blocks_are_kept(tmp_path):
     """Q8_0 is kept, with the rows of q and k in our order."""
     params = init_params(LLAMA, jax.random.key(0), jnp.float32)
-    write_gguf(LLAMA, params, "int8", tmp_path / "q8.gguf")
+    write_gguf(LLAMA, params, "q8_0", tmp_path / "q8.gguf")
     exact = by_path(stree_jax.load(tmp_path / "q8.gguf", dtype="float32").params)
     found = by_path(stree_jax.load(tmp_path / "q8.gguf", dtype="toy16").params)
     for path, leaf in found.items():

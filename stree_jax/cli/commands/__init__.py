@@ -76,7 +76,9 @@ COMMANDS = (
     _command(
         "convert", "convert a checkpoint to a directory of this library", "SRC DST"
     ),
-    _command("export", "write a model as a Hugging Face directory", "SRC DST"),
+    _command(
+        "export", "write a model as a Hugging Face directory or GGUF file", "SRC DST"
+    ),
     _command(
         "plan",
         "find the fastest drafter, tree and dtype that fit in a memory limit",

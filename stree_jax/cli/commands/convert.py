@@ -28,12 +28,14 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def add_paths(
-    p: argparse.ArgumentParser, src: str, choices: Sequence[str] = DTYPES
+    p: argparse.ArgumentParser,
+    src: str,
+    choices: Sequence[str] = DTYPES,
+    dst: str = "directory to create",
 ) -> None:
     """Adds the source and destination of a conversion, and the dtype to write."""
     p.add_argument("src", metavar="SRC", help=src)
-    dst = "directory to create; must not exist"
-    p.add_argument("dst", type=Path, metavar="DST", help=dst)
+    p.add_argument("dst", type=Path, metavar="DST", help=f"{dst}; must not exist")
     text = "dtype of the written weights (default: bfloat16 stays bfloat16, quantized "
     text += "weights become bfloat16, all else float32)"
     if KEPT in choices:
