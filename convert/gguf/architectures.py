@@ -40,6 +40,7 @@ from stree_jax.convert.gguf.keys import (
     model_values,
     per_layer,
     second_mixer,
+    second_values,
     values_of,
     where,
 )
@@ -184,7 +185,7 @@ def _nemotron_h(fields: ConfigFields) -> ModelConfig:
 def _write_llama(config: ModelConfig) -> dict[str, Any]:
     c = config.mixers["attention"]
     values = model_values(config) | attention_values(c) | rope_values(c.rope)
-    return values | values_of(MLP, config.mixers["mlp"])
+    return values | second_values(config)
 
 
 def _write_mamba2(config: ModelConfig) -> dict[str, Any]:
@@ -298,11 +299,14 @@ class Architecture:
 
 
 def _attends(
-    names: Names, parse: Callable[[ConfigFields], ModelConfig]
+    names: Names,
+    parse: Callable[[ConfigFields], ModelConfig],
+    layers: str = "attention mlp",
+    known: tuple[str, ...] = (),
 ) -> Architecture:
-    """Returns an architecture with attention and MLPs."""
+    """Returns an architecture with attention, and with MLPs or experts."""
     return Architecture(
-        names, parse, ignored=(WINDOW,), write=_write_llama, layers="attention mlp"
+        names, parse, known, ignored=(WINDOW,), write=_write_llama, layers=layers
     )
 
 
@@ -333,14 +337,30 @@ ARCHITECTURES = {
     "llama": _attends(PAIRS, _llama),
     "qwen2": _attends(HALVES, _llama),
     "qwen3": _attends(HALVES, _qwen3),
-    "qwen3moe": Architecture(HALVES, _qwen3, ("expert_count",), ignored=(WINDOW,)),
-    "smollm3": Architecture(PAIRS, by_layer.parse_smollm3, ignored=(WINDOW,)),
+    "qwen3moe": _attends(HALVES, _qwen3, "attention moe", ("expert_count",)),
+    "smollm3": _attends(PAIRS, by_layer.parse_smollm3, "attention attention_nope mlp"),
     "olmo2": Architecture(
-        by_layer.OLMO_NAMES, by_layer.parse_olmo2, by_layer.OLMO_KEYS
+        by_layer.OLMO_NAMES,
+        by_layer.parse_olmo2,
+        by_layer.OLMO_KEYS,
+        write=by_layer.write_olmo2,
+        layers="after:mlp",
+        optional=f"after:attention after:{NEAR}",
     ),
-    "mistral3": Architecture(PAIRS, by_layer.parse_mistral3, by_layer.MISTRAL_KEYS),
+    "mistral3": Architecture(
+        PAIRS,
+        by_layer.parse_mistral3,
+        by_layer.MISTRAL_KEYS,
+        write=by_layer.write_mistral3,
+        layers="attention mlp",
+    ),
     "granite_swa": Architecture(
-        by_layer.GRANITE_NAMES, by_layer.parse_granite_swa, by_layer.GRANITE_KEYS
+        by_layer.GRANITE_NAMES,
+        by_layer.parse_granite_swa,
+        by_layer.GRANITE_KEYS,
+        write=by_layer.write_granite_swa,
+        layers=NEAR,
+        optional=f"attention attention_nope {NEAR}_nope mlp moe",
     ),
     "gemma4": Architecture(gemma4.NAMES, gemma4.parse, gemma4.KEYS, gemma4.names),
     "qwen35": _hybrid(qwen.tiled_names, "delta attention mlp"),

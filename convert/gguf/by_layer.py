@@ -8,6 +8,7 @@ Sources: llama.cpp's `models/smollm3.cpp`, `olmo2.cpp`, `mistral3.cpp` and
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +20,14 @@ from stree_jax.convert.gguf.keys import (
     SOFTMAX_SCALE,
     WINDOW,
     attention_config,
+    attention_values,
     layer_count,
+    mixers_of,
     mlp_config,
     model_options,
+    model_values,
     second_mixer,
+    second_values,
 )
 from stree_jax.convert.gguf.names import (
     HALVES,
@@ -31,7 +36,8 @@ from stree_jax.convert.gguf.names import (
     moe_rows,
     paired_attention_rows,
 )
-from stree_jax.convert.gguf.rotary import ORIGINAL, rope
+from stree_jax.convert.gguf.rotary import ORIGINAL, rope, rope_values
+from stree_jax.convert.gguf.rotary import TURNS as SCALED_TURNS
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, ModelConfig, MoEConfig, Rope
 from stree_jax.models.layers.rope import Temperature
@@ -145,6 +151,19 @@ def _check_turns(fields: ConfigFields, rope: Rope) -> None:
         raise fields.error(TURNS, what)
 
 
+def write_olmo2(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata: the inverse of `parse_olmo2`."""
+    near = config.mixers.get(NEAR)
+    c = config.mixers.get("attention", near)
+    assert c is not None  # of `Architecture.layers`
+    values = model_values(config) | attention_values(c) | rope_values(c.rope)
+    values |= second_values(config)
+    if near is not None:
+        slides = np.array([kind == NEAR for kind in mixers_of(config)])
+        values |= {WINDOW: near.window, PATTERN: slides}
+    return values
+
+
 def parse_mistral3(fields: ConfigFields) -> ModelConfig:
     """Parses Ministral 3 and Mistral Small 3."""
     c = attention_config(fields)
@@ -176,6 +195,22 @@ def _yarn(fields: ConfigFields, rope: Rope) -> Rope:
     return replace(rope, yarn=yarn)
 
 
+def write_mistral3(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata: the inverse of `parse_mistral3`."""
+    c = config.mixers["attention"]
+    values = model_values(config) | attention_values(c) | rope_values(c.rope)
+    values |= second_values(config)
+    if (yarn := c.rope.yarn) is not None:
+        values |= {FAST: yarn.beta_fast, SLOW: yarn.beta_slow}
+        if yarn.factor > 1:  # see `_yarn`
+            growth = 0.1 * math.log(yarn.factor)
+            del values[SCALED_TURNS]
+            values[LOG] = ((growth + 1.0) / yarn.attention_factor - 1.0) / growth
+    if (t := c.temperature) is not None:
+        values |= {TEMPERATURE: t.growth, ORIGINAL: round(t.length)}
+    return values
+
+
 def parse_granite_swa(fields: ConfigFields) -> ModelConfig:
     """Parses Granite with windows and sinks, dense or with experts."""
     count = layer_count(fields)
@@ -195,3 +230,15 @@ def parse_granite_swa(fields: ConfigFields) -> ModelConfig:
         layers=blocks(with_mlps(kinds, *second)),
         mixers=named(**mixers, **second),
     )
+
+
+def write_granite_swa(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata: the inverse of `parse_granite_swa`."""
+    each = [config.mixers[kind] for kind in mixers_of(config)]
+    c = next((own for own in each if own.rope is not None), each[0])
+    values = model_values(config, *SCALES) | attention_values(c, SOFTMAX_SCALE)
+    values |= rope_values(c.rope) | second_values(config)
+    values[WINDOW] = max(own.window for own in each)
+    values[PATTERN] = np.array([own.window > 0 for own in each])
+    values[ROTATES] = np.array([own.rope is not None for own in each])
+    return values

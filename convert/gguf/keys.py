@@ -243,6 +243,16 @@ def second_mixer(fields: ConfigFields) -> dict[str, MLPConfig | MoEConfig]:
 # Writing
 
 
+def second_values(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of what follows every token mixer: the inverse of
+    `second_mixer`."""
+    moe = config.mixers.get("moe")
+    if moe is None:
+        return values_of(MLP, config.mixers["mlp"])
+    shared = {} if moe.shared is None else values_of(SHARED, moe.shared)
+    return {FEED_FORWARD: moe.d_hidden, **values_of(MOE, moe), **shared}
+
+
 def values_of(table: Sequence[Field], part: Any) -> dict[str, Any]:
     """Returns the values of a table's keys: the inverse of `table.read_fields`.
 

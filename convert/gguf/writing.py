@@ -120,10 +120,11 @@ def describe(
     ]
     if not able:
         kinds = ", ".join(dict.fromkeys(config.kinds))
+        written = [n for n, a in ARCHITECTURES.items() if a.write is not None]
         what = f"{config.family}, " if config.family else ""
         raise CheckpointError(
-            f"GGUF: no architecture that is read here has this model's layers ({what}"
-            f"{kinds}); known: {', '.join(ARCHITECTURES)}"
+            f"GGUF: no architecture that is written here has this model's layers "
+            f"({what}{kinds}); known: {', '.join(written)}"
         )
     tried = []
     for name in able:
