@@ -18,14 +18,18 @@ from stree_jax.convert.families.gemma3 import FULL
 from stree_jax.convert.families.tensor_map import Names, Part, Path, Row, norm_rows
 from stree_jax.convert.families.windows import SLIDES
 from stree_jax.convert.gguf.keys import (
+    BLOCKS,
     FEED_FORWARD,
     HEADS,
     KV_HEADS,
+    SIZES,
     VALUE_LENGTH,
+    VOCAB_SIZE,
     WINDOW,
     layer_count,
     model_options,
     per_layer,
+    values_of,
 )
 from stree_jax.convert.gguf.names import (
     EMBEDDING,
@@ -49,6 +53,14 @@ from stree_jax.models.stack.per_layer import PER_LAYER
 PATTERN, SHARED = "attention.sliding_window_pattern", "attention.shared_kv_layers"
 INPUT, CAP = "embedding_length_per_layer_input", "final_logit_softcapping"
 LENGTH, NEAR_THETA, EXPERTS = "attention.key_length", "rope.freq_base_swa", "expert_"
+# Kinds of layers besides those of attention without a window, for `Architecture`.
+LAYERS = " ".join(
+    f"both:{name}" for name in (*gemma4.READERS, *gemma4.READERS.values())
+)
+LAYERS += f" after:{PER_LAYER}+scaled" + "".join(
+    f" {kind} {kind}+scaled" for kind in ("both:mlp", "both:mlp_wide", "after:mlp_moe")
+)
+STILL = 1e30  # divisor of the frequencies of pairs that do not rotate
 KEYS = (WINDOW, CAP, f"{EXPERTS}count")  # keys of `keys.NEUTRAL` that are read
 
 
@@ -166,6 +178,48 @@ def parse(fields: ConfigFields) -> ModelConfig:
     table = fields.tensors[f"{EMBEDDING}.weight"]
     tensors = {f"{gemma4.NAMES.embedding}.weight": table}
     return gemma4.parse(ConfigFields(fields.file, values, tensors=tensors))
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata: the inverse of `parse`, from the config of a Hugging Face
+    directory."""
+    found = gemma4.export(config)
+    types, width = found["layer_types"], found["intermediate_size"]
+    shared, ropes = found[gemma4.SHARED], found["rope_parameters"]
+    kv = {SLIDES: found["num_key_value_heads"], FULL: found[gemma4.FAR_KV]}
+    last = 2 * width if found[gemma4.WIDE] else width
+    widths = [width] * (len(types) - shared) + [last] * shared
+    values = {
+        VOCAB_SIZE: config.vocab_size,
+        BLOCKS: len(types),
+        **values_of(SIZES, config),
+        HEADS.name: found["num_attention_heads"],
+        KV_HEADS: np.array([kv[kind] for kind in types], np.int32),
+        FEED_FORWARD: np.array(widths, np.int32),
+        THETA: ropes[FULL]["rope_theta"],
+        NEAR_THETA: ropes.get(SLIDES, ropes[FULL])["rope_theta"],
+        WINDOW: found["sliding_window"],
+        PATTERN: np.array([kind == SLIDES for kind in types]),
+        SHARED: shared,
+        INPUT: found[gemma4.INPUT],
+    }
+    for name in (LENGTH, VALUE_LENGTH, ROTATED):
+        values |= {name: found[gemma4.FAR_DIM], f"{name}_swa": found["head_dim"]}
+    if config.logits_cap:
+        values[CAP] = config.logits_cap
+    if found[gemma4.EXPERTS]:
+        names = ("num_experts", "top_k_experts", "moe_intermediate_size")
+        keys = (
+            f"{EXPERTS}{key}" for key in ("count", "used_count", "feed_forward_length")
+        )
+        values |= dict(zip(keys, (found[name] for name in names), strict=True))
+    share = ropes[FULL].get("partial_rotary_factor", 1.0)
+    pairs = found[gemma4.FAR_DIM] // 2
+    turning = int(share * pairs)
+    if turning < pairs:
+        factors = np.where(np.arange(pairs) < turning, 1.0, STILL)
+        values[ROPE_FACTORS] = factors.astype(np.float32)
+    return values
 
 
 def _head_dim(fields: ConfigFields, ending: str = "") -> int:

@@ -8,14 +8,9 @@ from stree_jax.convert.tokenizers.gguf_vocabulary import piece_tokenizer
 from tests.support.gguf_files import GGUF_CASES
 from tests.support.vocabularies import pieces
 
-# Files of an older spelling, which is not written, files with MTP layers, and those of
-# an architecture that is only read.
-OTHERS = ("kimi-linear-joined", "qwen35-mtp", "qwen35moe-mtp")
-CASES = [
-    name
-    for name, (arch, _) in GGUF_CASES.items()
-    if name not in OTHERS and arch != "gemma4"
-]
+# Files of a spelling that is not written, and files with MTP layers.
+OTHERS = ("kimi-linear-joined", "gemma4-moe-apart", "qwen35-mtp", "qwen35moe-mtp")
+CASES = [name for name in GGUF_CASES if name not in OTHERS]
 PRES = ("gpt-2", "olmo", "smollm", "llama-bpe", "dbrx", "qwen2", "qwen35")
 
 
