@@ -2,11 +2,11 @@
 
     python -m tests.server_soak [--requests 1000] [--concurrency 16] [OPTIONS of serve]
 
-Greedy and sampled requests, streamed or not, with stop strings, log-probabilities and
-several answers, clients that disconnect and requests that are refused, are mixed at
-random. Every text is compared with that of `generate`. The server's resident memory is
-printed every hundred requests. At the end, prints latencies, throughput and acceptance
-length, then kills the server and starts it again.
+Greedy and sampled requests, streamed or not, with stop strings, JSON schemas,
+log-probabilities and several answers, clients that disconnect and requests that are
+refused, are mixed at random. Every text is compared with that of `generate`. The
+server's resident memory is printed every hundred requests. At the end, prints
+latencies, throughput and acceptance length, then kills the server and starts it again.
 """
 
 import argparse
@@ -23,24 +23,33 @@ import numpy as np
 import openai
 
 import stree_jax
-from stree_jax import Sampling
+from stree_jax import Constraint, Sampling
 from tests.support.server_process import KEY, ROOT, Process
 
 LONGEST = 160  # tokens of an answer
 CONTEXT = 512
 TIE = 1e-4  # of scores in float32; a smaller margin may go either way
-KINDS = ("greedy", "drawn", "stop", "logprobs", "several", "leaves", "refused")
-WEIGHTS = (40, 20, 10, 8, 7, 10, 5)
+KINDS = ("greedy", "drawn", "stop", "schema", "logprobs", "several", "leaves")
+KINDS += ("refused",)
+WEIGHTS = (36, 18, 10, 8, 7, 6, 10, 5)
+LINE = {"type": "string", "maxLength": 20}
+SCHEMAS = (
+    {"type": "object", "properties": {"name": LINE, "lines": {"type": "integer"}}},
+    {"type": "array", "items": {"enum": ["class", "def", "import"]}, "maxItems": 4},
+)
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt, and its texts by `generate`: greedy, and sampled with a seed."""
+    """A prompt, and its texts by `generate`: greedy, sampled with a seed, and greedy
+    under a schema."""
 
     prompt: str
     seed: int
     greedy: list[int]
     drawn: list[int]
+    schema: dict
+    valid: list[int]
     margin: float
 
 
@@ -61,8 +70,13 @@ def texts_of(target, count):
             **most,
             drafter=None,
         )
-        margin = min(greedy.min_margin[0], drawn.min_margin[0])
-        made.append(Text(prompt, i, greedy.tokens[0], drawn.tokens[0], margin))
+        schema = SCHEMAS[i % len(SCHEMAS)]
+        valid = stree_jax.generate(
+            target, prompt, constraint=Constraint.json(schema), **most, drafter=None
+        )
+        margin = min(x.min_margin[0] for x in (greedy, drawn, valid))
+        tokens = (greedy.tokens[0], drawn.tokens[0], schema, valid.tokens[0])
+        made.append(Text(prompt, i, *tokens, margin))
     return made
 
 
@@ -132,6 +146,11 @@ class Soak:
         self._compare(text, found, whole.partition(stop)[0])
         assert stop not in whole or text.margin < TIE or reason == "stop"
 
+    async def _schema(self, text, new, options, rng):
+        body = {"guided_json": text.schema}
+        found, _ = await self._ask(rng, temperature=0, extra_body=body, **options)
+        self._compare(text, found, self.expected(text, text.valid, new))
+
     async def _logprobs(self, text, new, options, rng):
         answer = await self.client.completions.create(
             temperature=0, logprobs=2, **options
@@ -164,7 +183,7 @@ class Soak:
 
     async def _refused(self, text, new, options, rng):
         wrong = rng.choice(
-            (dict(model="x"), dict(max_tokens=-2), dict(n=0), dict(echo=True))
+            (dict(model="x"), dict(max_tokens=-2), dict(n=0), dict(top_p=2))
         )
         try:
             await self.client.completions.create(**options | wrong)
