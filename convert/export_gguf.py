@@ -33,8 +33,9 @@ from stree_jax.convert.tensors.gguf_write import Entry, write_container
 from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.convert.tokenizers.gguf_tokens import header_values, vocabulary_values
 from stree_jax.convert.tokenizers.tokenizer import read_tokenizer, token_names
-from stree_jax.models import ModelConfig, by_path, param_shapes
+from stree_jax.models import ModelConfig, by_path, format_of, param_shapes
 from stree_jax.models.layers.params import Path as ParamPath
+from stree_jax.models.stack.adapters import has_adapter
 
 Read = Callable[[ParamPath], np.ndarray]
 """Returns the parameter at a path, float32 or bfloat16."""
@@ -66,8 +67,17 @@ def write_gguf(
 
     Raises:
       CheckpointError: llama.cpp cannot express the model, no matrix can have the type,
-        a number is too large for it, or the file cannot be written.
+        a number is too large for it, the file cannot be written, or `params` are
+        quantized or have an adapter.
     """
+    if has_adapter(params):
+        raise CheckpointError(
+            "GGUF: the model has an adapter; load it with the adapter merged"
+        )
+    if not format_of(params).plain:
+        raise CheckpointError(
+            "GGUF: the weights are quantized; load the model in bfloat16 or float32"
+        )
     flat = by_path(params)
     values = tokenizer_values
     if values is None:
@@ -181,7 +191,7 @@ def _write(
         entries.insert(0, Entry(ROPE_FACTORS, model.factors.shape, BY_NAME["F32"]))
     values = {
         **model.values,
-        "general.name": dst.stem,
+        "general.name": dst.stem.encode(errors="replace").decode(),
         "general.file_type": FILE_TYPES[type_name],
         "general.quantization_version": QUANTIZATION_VERSION,
         **tokenizer_values,

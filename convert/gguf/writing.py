@@ -275,9 +275,11 @@ def check_fits(tensors: list[Placed], type_name: str) -> str | None:
     blocks = f"whole blocks of {first.wanted.block} numbers"
     what = f"such as {first.name} with rows of {first.shape[-1]}"
     if not any(t.kind.name == type_name.upper() for t in tensors):
+        block = BY_NAME["Q8_0"].block
+        able = any(t.wanted.block > 1 and t.shape[-1] % block == 0 for t in tensors)
         raise CheckpointError(
             f"type {type_name}: no matrix has rows that are {blocks} ({what}); choose "
-            "q8_0, f16 or bf16"
+            + ("q8_0, f16 or bf16" if able else "f16 or bf16")
         )
     kinds = " or ".join(sorted({t.kind.name.lower() for t in others}))
     return (

@@ -43,11 +43,14 @@ def encoded(name: str, numbers: np.ndarray, kind: Kind) -> np.ndarray:
         piece = flat[start : start + PIECE].reshape(-1, kind.block)
         if kind.name not in EXACT and not np.isfinite(piece).all():
             raise CheckpointError(f"{name}: NaN or infinity cannot be {kind.name}")
-        with np.errstate(over="ignore"):  # reported below
-            data = encode(piece)
-        if kind.name == "F16" and not np.isfinite(data).all():
+        try:
+            # Overflow is reported; numbers too small for a scale are 0 with any code.
+            with np.errstate(over="ignore", invalid="ignore"):
+                data = encode(piece)
+        except OverflowError as error:
             top = np.abs(piece).max()
-            raise CheckpointError(f"{name}: {top:g} is above the largest F16, 65504")
+            what = f"{top:g} is above the largest {kind.name}"
+            raise CheckpointError(f"{name}: {what} ({error})") from error
         at = kind.nbytes(start)
         out[at : at + kind.nbytes(piece.size)] = data.reshape(-1).view(np.uint8)
 
@@ -57,7 +60,10 @@ def encoded(name: str, numbers: np.ndarray, kind: Kind) -> np.ndarray:
 
 
 def _f16(numbers: np.ndarray) -> np.ndarray:
-    return numbers.astype("<f2")
+    half = numbers.astype("<f2")
+    if not np.isfinite(half).all():
+        raise OverflowError("numbers and scales of 16 bits are at most 65504")
+    return half
 
 
 def _inverse(numbers: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 PROBES = (
     "It's 12345 o'clock, WE'LL pay $3.50!  Über-Straße\n\n\tx = f(10_000)\r\n  # end",
     "你好，世界。価格は1234円です 안녕하세요 नमस्ते दुनिया ١٢٣ ½",
-    "e\u0301a\u0300 don'T iPhone15Pro CamelCaseWord 🦊🦊 👩‍🚀  //==>> a/b",
+    "e\u0301a\u0300 don'T iPhone15Pro CamelCaseWord 🦊🦊 👩‍🚀  //==>> a/b/\n/c",
     "   leading and trailing   ",
 )
 IN_A_TEXT = 48  # tokens of the vocabulary that are joined to one text
@@ -259,6 +259,10 @@ def _texts(tokenizer: "Tokenizer", count: int) -> Iterator[str]:
     token occurs."""
     yield from PROBES
     added = sorted(tokenizer.get_added_tokens_decoder().items())
+    # Those that take spaces or want a boundary of words come first.
+    added.sort(
+        key=lambda pair: not (pair[1].lstrip or pair[1].rstrip or pair[1].single_word)
+    )
     for number, token in added[:64]:
         if number < count:
             yield f"a{token.content} b {token.content}{token.content}\nc"

@@ -33,6 +33,8 @@ from stree_jax.models import (
 )
 from stree_jax.models.layers.rope import Yarn
 from stree_jax.models.stack.config import named
+from stree_jax.models.weights.adapted import Adapted, LowRank
+from stree_jax.models.weights.int8 import quantize
 from tests.bench.pairs import HYBRID, MAMBA2, params_of
 from tests.support.gguf_exports import CASES
 from tests.support.gguf_files import GGUF_CASES
@@ -426,6 +428,12 @@ def test_quantized_sources_need_a_type(tmp_path):
 # --- files ----------------------------------------------------------------------------
 
 
+def test_a_name_that_is_not_utf8(tmp_path):
+    file = tmp_path / "\udcff.gguf"
+    write_gguf(LLAMA, params_of(LLAMA), "f32", file)
+    assert keys_of(file)["general.name"] == "?"
+
+
 def test_a_file_is_not_overwritten(tmp_path):
     (tmp_path / "m.gguf").write_text("mine")
     with pytest.raises(CheckpointError, match="m.gguf: exists already; choose another"):
@@ -459,6 +467,20 @@ def test_a_weight_that_the_type_cannot_hold_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_weights_that_are_not_arrays_are_refused(tmp_path):
+    params = params_of(LLAMA)
+    embedding = params["embedding"]
+    low = LowRank(jnp.ones((len(embedding), 1)), jnp.ones((1, 32)))
+    for weight, message in (
+        (Adapted(embedding, low), "GGUF: the model has an adapter; load it"),
+        (quantize(embedding), "GGUF: the weights are quantized; load"),
+    ):
+        params["embedding"] = weight
+        with pytest.raises(CheckpointError, match=message):
+            write_gguf(LLAMA, params, "f32", tmp_path / "m.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- the command ----------------------------------------------------------------------
 
 
@@ -475,6 +497,13 @@ def test_the_command_writes_a_file(made, tmp_path, capsys):
     assert code == 0 and f"wrote {file}" in said
     assert main(["info", str(file)]) == 0
     assert "gguf llama" in capsys.readouterr().out
+
+
+def test_an_ending_in_capitals_is_one_of_a_file(made, tmp_path, capsys):
+    directory, _, _ = made("llama-tied")
+    code, said = run(capsys, "export", directory, tmp_path / "M.GGUF", "--type", "f32")
+    assert code == 0, said
+    assert keys_of(tmp_path / "M.GGUF")["general.name"] == "M"
 
 
 @pytest.mark.parametrize(

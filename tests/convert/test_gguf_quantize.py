@@ -109,3 +109,19 @@ def test_numbers_above_the_largest_are_refused():
     x = np.float32([[1, -70000]])
     with pytest.raises(CheckpointError, match="w: 70000 is above the largest F16"):
         encoded("w", x, BY_NAME["F16"])
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("size", [1e9, 3e38])
+def test_scales_above_the_largest_are_refused(kind, size):
+    x = normal(2)
+    x *= np.float32(size) / np.abs(x).max()
+    with pytest.raises(CheckpointError, match=f"w: .* is above the largest {kind}"):
+        encoded("w", x, BY_NAME[kind])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_numbers_too_small_for_a_scale_are_zero(kind):
+    x = normal(2) * np.float32(1e-40)
+    assert not decoded(encoded("w", x, BY_NAME[kind]), kind, x.shape).any()

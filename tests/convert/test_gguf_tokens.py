@@ -21,6 +21,7 @@ from stree_jax.convert.tokenizers.gguf_tokens import (
 from stree_jax.convert.tokenizers.gguf_vocabulary import (
     PRETOKENIZERS,
     WHOLE_WORDS,
+    pretokenizer,
     read_vocabulary,
     stop_tokens,
 )
@@ -85,6 +86,26 @@ def test_tokens_around_a_text(tmp_path, around):
     assert values["tokenizer.ggml.add_eos_token"] is bool(last)
     found = read(values, tmp_path)
     assert found.encode("a fox").ids == tokenizer.encode("a fox").ids and not warnings
+
+
+def test_a_token_after_many_that_takes_spaces(tmp_path):
+    tokenizer = byte_level("qwen2")
+    tokenizer.add_special_tokens([f"<x{i}>" for i in range(80)])
+    tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    values, warnings = written(tokenizer, tokenizer.get_vocab_size())
+    assert len(warnings) == 1 and "such as 'a<mask> b <mask><mask>" in warnings[0]
+    found = read(values, tmp_path)
+    assert found.encode("a <mask>").ids == tokenizer.encode("a <mask>").ids
+
+
+def test_slashes_before_a_new_line(tmp_path):
+    """Only some expressions have them in one word."""
+    tokenizer = byte_level("llama-bpe")
+    expressions = (PRETOKENIZERS["llama-bpe"][0].replace(r"+[\r\n]*", r"+[\r\n/]*"),)
+    assert expressions != PRETOKENIZERS["llama-bpe"]
+    tokenizer.pre_tokenizer = pretokenizer(expressions)
+    values, warnings = written(tokenizer)
+    assert values["tokenizer.ggml.model"] == "no_vocab" and len(warnings) == 1
 
 
 def test_sentencepiece_tokenizers(tmp_path):

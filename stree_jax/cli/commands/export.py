@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.convert.export import export_hf
 
-    to_gguf = args.dst.suffix == ".gguf"
+    to_gguf = args.dst.suffix.lower() == ".gguf"
     _check_options(args, to_gguf)
     src = resolve(args.src)
     opened = described(src, args.adapter)
