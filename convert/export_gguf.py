@@ -70,6 +70,7 @@ def write_gguf(
         a number is too large for it, the file cannot be written, or `params` are
         quantized or have an adapter.
     """
+    model = describe(config)
     if has_adapter(params):
         raise CheckpointError(
             "GGUF: the model has an adapter; load it with the adapter merged"
@@ -82,7 +83,6 @@ def write_gguf(
     values = tokenizer_values
     if values is None:
         values = vocabulary_values(None, config.vocab_size, {}, config.stop_tokens)
-    model = describe(config)
     _write(model, type_name, values, _from(flat), {}, dst, progress, warn)
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.base.files import Index
+from stree_jax.convert.families.tensors import is_finite
 from stree_jax.convert.tensors.stored_tensors import Tensors, at_once
 
 
@@ -118,5 +120,13 @@ class Merged(Tensors):
         return np.float32(added.scale) * up, down
 
     def _matrix(self, name: str) -> np.ndarray:
-        """Reads a tensor of the adapter in float32."""
-        return self.adapter.read(name).astype(np.float32, copy=False)
+        """Reads a tensor of the adapter in float32.
+
+        Raises:
+          CheckpointError: a number is not finite.
+        """
+        numbers = self.adapter.read(name).astype(np.float32, copy=False)
+        if not is_finite(numbers):
+            file = self.adapter.tensors[name].file
+            raise CheckpointError(f"{file}: {name}: has numbers that are not finite")
+        return numbers

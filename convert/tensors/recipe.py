@@ -134,7 +134,24 @@ def group_size(fields: ConfigFields) -> int:
     return 0 if fields.get(name, 128) == -1 else fields.size(name, 128)
 
 
+# What a pattern of names may not have: a group that repeats, or too many repetitions.
+# Python's matching could take hours with either. Escapes and classes are removed first.
+LITERAL = re.compile(r"\\.|\[\^?\]?[^\]]*\]")
+REPEATED_GROUP, REPETITION = re.compile(r"\)[*+{]"), re.compile(r"[*+]|\{\d*,")
+MOST_REPETITIONS = 5
+
+
 def read_pattern(fields: ConfigFields, name: str, target: str) -> re.Pattern[str]:
+    """Reads a regular expression for names of modules.
+
+    Raises:
+      CheckpointError: it is none, or could take very long to match.
+    """
+    plain = LITERAL.sub("x", target)
+    count = len(REPETITION.findall(plain))
+    if REPEATED_GROUP.search(plain) or count > MOST_REPETITIONS:
+        what = "repeats a group, or has too many repetitions"
+        raise fields.error(name, f"{reprlib.repr(target)}: {what}")
     try:
         return re.compile(target.removeprefix("re:"))
     except (re.error, OverflowError, RecursionError) as error:

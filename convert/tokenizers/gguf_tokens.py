@@ -55,9 +55,17 @@ PROBES = (
 IN_A_TEXT = 48  # tokens of the vocabulary that are joined to one text
 
 
+# Keys that a file has in common with the file that it is made from.
+COPIED = ("tokenizer.",) + tuple(
+    f"general.{name}"
+    for name in ("license", "author", "organization", "url", "source.", "base_model.")
+)
+
+
 def header_values(header: Header) -> dict[str, Any]:
-    """Returns the keys of a file's tokenizer and chat template, as they are."""
-    return {k: v for k, v in header.values.items() if k.startswith("tokenizer.")}
+    """Returns the keys of a file's tokenizer and chat template, and those that say
+    whose the model is, as they are."""
+    return {k: v for k, v in header.values.items() if k.startswith(COPIED)}
 
 
 def vocabulary_values(

@@ -353,6 +353,8 @@ REFUSED = {
     "r: want 1..": {"r": 0},
     "alpha_pattern.q_proj: want a number, got 'a'": {"alpha_pattern": {"q_proj": "a"}},
     r"rank_pattern\.\(: ": {"rank_pattern": {"(": 4}},
+    r"rank_pattern\.\(a\|b\)\*: .*repeats a group": {"rank_pattern": {"(a|b)*": 4}},
+    "alpha_pattern.*: .*too many repetitions": {"alpha_pattern": {".*a" * 6: 4}},
     "use_rslora: want true or false": {"use_rslora": 1},
     "has no lora_magnitude_vector": {"use_dora": True},
 }
@@ -414,6 +416,9 @@ UNFIT = {
         {n: t.astype(np.float64) for n, t in tensors.items()}
     ),
     "has no tensors": lambda tensors: tensors.clear(),
+    "lora_A.weight: has numbers that are not finite": lambda tensors: tensors.update(
+        {n: t * np.float32("nan") for n, t in tensors.items() if "lora_A" in n}
+    ),
 }
 
 

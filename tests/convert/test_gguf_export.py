@@ -434,6 +434,28 @@ def test_a_name_that_is_not_utf8(tmp_path):
     assert keys_of(file)["general.name"] == "?"
 
 
+def test_the_licence_of_a_file_is_copied(made, tmp_path):
+    _, theirs, _ = made("llama-tied")
+    reader = gguf.GGUFReader(theirs)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            kinds = (*field.types, None)[:2]
+            writer.add_key_value(name, field.contents(), *kinds)
+    writer.add_license("apache-2.0")
+    writer.add_base_model_count(1)
+    for t in reader.tensors:
+        writer.add_tensor(t.name, t.data, raw_dtype=t.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    export_gguf(opened(tmp_path / "a.gguf"), tmp_path / "b.gguf", "f16")
+    found = keys_of(tmp_path / "b.gguf")
+    assert found["general.license"] == "apache-2.0"
+    assert found["general.base_model.count"] == 1
+
+
 def test_a_file_is_not_overwritten(tmp_path):
     (tmp_path / "m.gguf").write_text("mine")
     with pytest.raises(CheckpointError, match="m.gguf: exists already; choose another"):
@@ -510,6 +532,7 @@ def test_an_ending_in_capitals_is_one_of_a_file(made, tmp_path, capsys):
     ("words", "message"),
     [
         (("m.gguf", "--dtype", "bfloat16"), "--dtype: of a directory; the option of"),
+        (("m-00001-of-00003.gguf",), "m-00001-of-00003.gguf: the name of a part; one"),
         (("folder", "--type", "q4_k"), "--type: .*folder does not end in .gguf"),
         (("m.gguf", "--type", "q4_k"), "type q4_k: no matrix has rows that are whole"),
         (("none/m.gguf",), "none: no such directory"),

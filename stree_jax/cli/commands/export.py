@@ -49,8 +49,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_options(args: argparse.Namespace, to_gguf: bool) -> None:
+    from stree_jax.convert.tensors.gguf_header import SHARD
+
     if to_gguf and args.dtype is not None:
         raise ValueError("--dtype: of a directory; the option of a GGUF file is --type")
+    if to_gguf and SHARD.fullmatch(args.dst.name):
+        raise ValueError(f"{args.dst}: the name of a part; one whole file is written")
     if not to_gguf and args.type is not None:
         raise ValueError(f"--type: {args.dst} does not end in .gguf; see --dtype")
 
