@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -228,10 +228,10 @@ def _wait(port: int, process: subprocess.Popen[bytes], log: IO[str]) -> None:
     until = time.monotonic() + START
     while time.monotonic() < until and process.poll() is None:
         try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return
+            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as c:
+                c.request("GET", "/health")
+                if c.getresponse().status == 200:
+                    return
         except OSError:
             pass
         time.sleep(0.2)
@@ -283,14 +283,18 @@ def ask(
         "stream_options": {"include_usage": True},
         **({"ignore_eos": True} if schema is None else {"json_schema": schema}),
     }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
-    began, first = time.perf_counter(), None
-    head = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), head)
-    response = connection.getresponse()
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)) as asked:
+        began = time.perf_counter()
+        head = {"Content-Type": "application/json"}
+        asked.request("POST", "/v1/completions", json.dumps(body), head)
+        return _answered(asked.getresponse(), began)
+
+
+def _answered(response: http.client.HTTPResponse, began: float) -> Answered:
+    """Reads a streamed answer to a request that was sent at the time `began`."""
     if response.status != 200:
         raise RuntimeError(f"{response.status}: {response.read().decode()[:300]}")
-    text, usage = "", None
+    first, text, usage = None, "", None
     for line in response:
         if not line.startswith(b"data: {"):
             continue
@@ -302,7 +306,6 @@ def ask(
             first = time.perf_counter() - began
         text, usage = text + piece, event.get("usage") or usage
     seconds = time.perf_counter() - began
-    connection.close()
     if usage is None:
         raise RuntimeError("the answer has no usage")
     details = usage.get("prompt_tokens_details") or {}

@@ -89,10 +89,11 @@ def load(
         mesh = automatic(mesh)
     if dtype is not None:
         weights_named(dtype)
+    adapter = adapter_path(adapter)
     files, warn, cut = CheckpointFiles(resolve(path_or_hub_id)), warnings.warn, WHOLE
     check_is_model(files)
     read_ahead()
-    opened = open_local(files, dt_floor, warn, mtp, adapter_path(adapter))
+    opened = open_local(files, dt_floor, warn, mtp, adapter)
     kept = opened.weight_format(dtype, warn)
     own_layers = mtp is not False
     config = opened.config if own_layers else replace(opened.config, mtp=())

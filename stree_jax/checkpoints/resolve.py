@@ -57,7 +57,10 @@ def adapter_path(adapter: str | Path | None) -> Path | None:
     Args:
       adapter: a directory or a hub id. If None, the result is None.
     """
-    return None if adapter is None else resolve(adapter, FILES)
+    if adapter is None:
+        return None
+    found = local_or_hub(adapter, "adapter")
+    return fetch(found, FILES) if isinstance(found, HubName) else found
 
 
 @contextmanager
@@ -91,8 +94,11 @@ def valid_path(name: str, path: str | PathLike[str]) -> Path:
         raise CheckpointError(str(error)) from error
 
 
-def local_or_hub(path_or_hub_id: str | Path) -> Path | HubName:
-    """Returns an existing local path, or a name on the hub.
+def local_or_hub(
+    path_or_hub_id: str | Path, argument: str = "path_or_hub_id"
+) -> Path | HubName:
+    """Returns an existing local path, or a name on the hub. `argument` is the name of
+    the argument for messages.
 
     Raises:
       CheckpointError: neither is found.
@@ -100,7 +106,7 @@ def local_or_hub(path_or_hub_id: str | Path) -> Path | HubName:
     name = str(path_or_hub_id)
     if name in BUNDLED:
         return Path(str(resources.files("stree_jax"))) / "data" / BUNDLED[name]
-    path = valid_path("path_or_hub_id", path_or_hub_id)
+    path = valid_path(argument, path_or_hub_id)
     try:
         there = path.exists()
     except OSError as error:  # a name that is too long

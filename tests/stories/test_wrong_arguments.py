@@ -83,7 +83,7 @@ TAKEN = {
         ("presence_penalty", "frequency_penalty"),
         {"1.5", "64.0", "np 1.5", "-1", "1e-40"},
     ),
-    **dict.fromkeys(("path_or_hub_id", "path", "dst"), NAMES),
+    **dict.fromkeys(("path_or_hub_id", "adapter", "path", "dst"), NAMES),
     "constraint": {"[None]"},  # no constraint of a single prompt
     "min_p": {"1e-40"},
     "prompts": {"ragged"},
