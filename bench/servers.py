@@ -64,8 +64,9 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     """Measures the histories, and every number of clients.
 
     Raises:
-      ValueError: the model or a file of prompts cannot be read.
-      RuntimeError: a server does not start, or refuses a request.
+      ValueError: the model or a file of prompts cannot be read, or a server does not
+        start.
+      RuntimeError: a server refuses a request.
     """
     file = resolve(args.model)
     commands = {OURS: [sys.executable, "-m", "stree_jax", "serve", "--no-page"]}
@@ -237,7 +238,7 @@ def _wait(port: int, process: subprocess.Popen[bytes], log: IO[str]) -> None:
         time.sleep(0.2)
     log.seek(0)
     last = " ".join(log.read().splitlines()[-3:])
-    raise RuntimeError(f"{process.args!r}: {last}")
+    raise ValueError(f"{process.args!r} did not start: {last}")
 
 
 @dataclass

@@ -244,7 +244,7 @@ def second_mixer(fields: ConfigFields) -> dict[str, MLPConfig | MoEConfig]:
 
 
 def second_values(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of what follows every token mixer: the inverse of
+    """Returns the keys of the MLP or the experts after each token mixer; the inverse of
     `second_mixer`."""
     moe = config.mixers.get("moe")
     if moe is None:
