@@ -27,7 +27,9 @@ def with_adapter(model: Model, adapter: Params) -> Model:
 
     Example:
       >>> model = stree_jax.load("demo", dtype="float32")
-      >>> m, k = model.params["layers_0"]["mamba"]["in_proj"].shape
+      >>> layer = model.params["layers_0"]
+      >>> mixer = layer["mamba"]
+      >>> m, k = mixer["in_proj"].shape
       >>> zero = adapters.LowRank(up=jnp.zeros((m, 4)), down=jnp.ones((4, k)))
       >>> adapter = {"layers_0": {"mamba": {"in_proj": zero}}}
       >>> adapters.with_adapter(model, adapter).config == model.config
