@@ -27,7 +27,7 @@ from typing import IO, Any
 import numpy as np
 
 from bench import method, tables
-from bench.agent_traces import TURNS, Trace
+from bench.agent_traces import LEAST_MESSAGE, TURNS, Trace
 from bench.method import Run
 from bench.prompts import read_prompts
 from bench.schema_tasks import tasks
@@ -69,9 +69,10 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
       RuntimeError: a server refuses a request.
     """
     file = resolve(args.model)
-    commands = {OURS: [sys.executable, "-m", "stree_jax", "serve", "--no-page"]}
+    commands = {}
     if args.llama_server is not None:
         commands[THEIRS] = [str(args.llama_server), *(args.llama_options or "").split()]
+    commands[OURS] = [sys.executable, "-m", "stree_jax", "serve", "--no-page"]
     words = "model clients count max_new_tokens histories history schemas llama_options"
     settings = method.settings_of(args, words) | {"dtype": "as stored"}
     units: dict[str, Any] = {}
@@ -91,7 +92,8 @@ def _histories(
     context = 4 * args.history
     texts = read_prompts([EDITS], 60).values()
     known = sorted({word for found in texts for t in found for word in str(t).split()})
-    size = args.history // 8  # words of the system prompt, and most of a message
+    # Words of the system prompt, and most of a message.
+    size = max(args.history // 8, LEAST_MESSAGE + 1)
     trace, warm_up = (Trace(known, STOP, seed, size, size) for seed in (0, 1))
     rows = []
     with ExitStack() as stack:
@@ -221,7 +223,11 @@ def _started(
             yield port
         finally:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:  # it compiles, on a busy machine
+                process.kill()
+                process.wait()
 
 
 def _wait(port: int, process: subprocess.Popen[bytes], log: IO[str]) -> None:
