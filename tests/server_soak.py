@@ -248,7 +248,7 @@ def main():
     args, options = parser.parse_known_args()
     target = stree_jax.load("demo", dtype="float32")
     texts = texts_of(target, args.texts)
-    start = ["--context", str(CONTEXT), *options]
+    start = ["--context", str(CONTEXT), "--dtype", "float32", *options]
     server = Process(*start)
     print(server.lines[-1].strip(), flush=True)
     soak, seconds = asyncio.run(
