@@ -48,7 +48,7 @@ def library() -> Library:
 
 
 def _loaded() -> Any | None:
-    """Returns the library of this installation, or None if there is none."""
+    """Returns the library of this installation, or None if it was not built."""
     files = sorted(Path(__file__).parent.glob(FILES))
     return ctypes.CDLL(str(files[0])) if files else None
 

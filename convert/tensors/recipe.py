@@ -145,7 +145,7 @@ def read_pattern(fields: ConfigFields, name: str, target: str) -> re.Pattern[str
     """Reads a regular expression for names of modules.
 
     Raises:
-      CheckpointError: it is none, or could take very long to match.
+      CheckpointError: it is not a valid expression, or could take very long to match.
     """
     plain = LITERAL.sub("x", target)
     count = len(REPETITION.findall(plain))
