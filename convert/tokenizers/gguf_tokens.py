@@ -193,7 +193,7 @@ def _byte_level(
 
 def _pre_name(tokenizer: "Tokenizer", whole_words: bool) -> str | None:
     """Returns the name of the pre-tokenizer that divides texts in the same way, or None
-    if there is none. Names that also have the same normalization come first."""
+    if no name does. Names that also have the same normalization come first."""
     normalizer = tokenizer.normalizer
     texts = PROBES[:3]
     composed = normalizer is not None and normalizer.normalize_str("e\u0301") == "\xe9"

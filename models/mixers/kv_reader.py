@@ -32,7 +32,7 @@ class KVReaderConfig:
       num_heads, num_kv_heads, head_dim: Hq, Hk, hd; the last two are those of
         `kv_from`.
       q_norm_eps: epsilon of the RMSNorm of each head of q before the rotary embedding.
-      rope: rotary embedding of q. If None, there is none.
+      rope: rotary embedding of q. If None, q is not rotated.
       scale: softmax scale. If None, it is head_dim ** -0.5.
       window: tokens that a token sees, itself included. If 0, it sees all before it.
     """

@@ -173,7 +173,7 @@ def test_other_tokenizers_are_kept_whole(tmp_path, kind):
 def test_stop_tokens(tmp_path, stops):
     values, _ = written(byte_level("qwen2"), stops=stops)
     found = stop_tokens(Header(tmp_path / "m.gguf", values, {}))
-    by_text = {0, 2}  # llama.cpp ends at these texts, whatever the keys say
+    by_text = {0, 2}  # llama.cpp ends at these texts in any case
     assert set(found) == {*stops, *by_text}
     values, _ = written(None, stops=stops)
     found = stop_tokens(Header(tmp_path / "m.gguf", values, {}))

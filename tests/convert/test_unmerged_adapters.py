@@ -65,7 +65,7 @@ def test_logits_are_those_of_transformers_with_the_adapter(made, name):
 
 
 def test_a_part_of_a_concatenated_matrix(made, tmp_path):
-    """Of q, k and v only v has an adapter, or k and v have different ranks."""
+    """Test adapters of v alone, and of k and v with different ranks."""
     other, base, _, _ = made("llama")
     model = stree_jax.load(base)
     ranks = {"rank_pattern": {"k_proj": 2}, "lora_alpha": 6}

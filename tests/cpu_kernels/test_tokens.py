@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def random_pieces(rng, kinds, count):
-    """Returns sorted pieces, many of which begin like others."""
+    """Returns sorted pieces, many with a common beginning."""
     pieces = {bytes(rng.integers(0, kinds, rng.integers(1, 4))) for _ in range(count)}
     for piece in list(pieces):
         end = bytes(rng.integers(0, kinds, rng.integers(0, 5)))

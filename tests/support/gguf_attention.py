@@ -46,7 +46,7 @@ ATTENTION_CASES = {
     "granite-swa-moe": ("granite_swa", granite(granitemoe_swa, 700.0, 700.0, 0, 700.0)),
 }
 ATTENTION = {arch for arch, _ in ATTENTION_CASES.values()}
-# Tensors of Granite with windows, of which the `gguf` package has no names.
+# Tensors of Granite with windows that the `gguf` package has no names for.
 GRANITE_SWA = {
     "self_attn.sinks": "attn_sinks",
     "block_sparse_moe.router.weight": "ffn_gate_inp",

@@ -1,4 +1,4 @@
-"""What tests of exported GGUF files share: cases and tokenizers."""
+"""Cases and tokenizers for the tests of exported GGUF files."""
 
 import numpy as np
 from tokenizers.processors import TemplateProcessing
