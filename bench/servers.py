@@ -237,8 +237,9 @@ def _wait(port: int, process: subprocess.Popen[bytes], log: IO[str]) -> None:
         try:
             with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as c:
                 c.request("GET", "/health")
-                if c.getresponse().status == 200:
-                    return
+                with c.getresponse() as response:
+                    if response.status == 200:
+                        return
         except OSError:
             pass
         time.sleep(0.2)
@@ -294,7 +295,8 @@ def ask(
         began = time.perf_counter()
         head = {"Content-Type": "application/json"}
         asked.request("POST", "/v1/completions", json.dumps(body), head)
-        return _answered(asked.getresponse(), began)
+        with asked.getresponse() as response:
+            return _answered(response, began)
 
 
 def _answered(response: http.client.HTTPResponse, began: float) -> Answered:
