@@ -27,7 +27,7 @@ from stree_jax.convert.export_gguf import export_gguf, write_gguf
 from stree_jax.convert.tensors.gguf_blocks import read_blocks
 from stree_jax.convert.tensors.gguf_header import read_header
 from stree_jax.convert.tensors.gguf_quantize import BY_NAME, encoded
-from stree_jax.convert.tokenizers.gguf_vocabulary import COMPOSED
+from stree_jax.convert.tokenizers.pretokenizers import COMPOSED
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, Rope, init_params
 from stree_jax.models.stack.config import named
 from tests.gguf_peers import LIMIT, LIMITS, READ

@@ -20,7 +20,7 @@ import stree_jax
 from bench.llama_process import llama_process
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.gguf_header import read_header
-from stree_jax.convert.tokenizers.gguf_vocabulary import COMPOSED, PRETOKENIZERS
+from stree_jax.convert.tokenizers.pretokenizers import COMPOSED, PRETOKENIZERS
 from stree_jax.convert.tokenizers.tokenizer import read_tokenizer
 from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.gguf_gemma4 import GEMMA4_GGUF

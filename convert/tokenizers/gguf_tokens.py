@@ -19,18 +19,20 @@ from stree_jax.convert.tensors.gguf_header import Header
 from stree_jax.convert.tokenizers.gguf_end_tokens import CONTROL, USER_DEFINED
 from stree_jax.convert.tokenizers.gguf_vocabulary import (
     BYTE,
-    COMPOSED,
     GGML,
     HF_JSON,
-    PRETOKENIZERS,
     SPECIAL,
     STOP_LIST,
     STOPS,
     TEMPLATE,
     UNUSED,
+    read_vocabulary,
+)
+from stree_jax.convert.tokenizers.pretokenizers import (
+    COMPOSED,
+    PRETOKENIZERS,
     WHOLE_WORDS,
     pretokenizer,
-    read_vocabulary,
 )
 
 if TYPE_CHECKING:

@@ -4,12 +4,14 @@ Three kinds of vocabulary are supported: byte-level BPE ("gpt2"), where the file
 the pre-tokenizer; SentencePiece's BPE ("llama"), where the merges follow from the
 scores; and the same with merges in the file ("gemma4").
 
-Sources: llama.cpp's `llama-vocab.cpp` (names, defaults), the tokenizer.json files that
-the names stand for (expressions), sentencepiece's `bpe_model.cc`.
+Sources: llama.cpp's `llama-vocab.cpp` (names, defaults), sentencepiece's
+`bpe_model.cc`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import compress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,12 +28,17 @@ from stree_jax.convert.tokenizers.gguf_end_tokens import (
     fill_in_ids,
 )
 from stree_jax.convert.tokenizers.merges import pairs
+from stree_jax.convert.tokenizers.pretokenizers import (
+    COMPOSED,
+    PRETOKENIZERS,
+    WHOLE_WORDS,
+    pretokenizer,
+)
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models.stack.config_json import MAX_SIZE
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
-    from tokenizers.pre_tokenizers import PreTokenizer
 
 GGML, HF_JSON = "tokenizer.ggml.", "tokenizer.huggingface.json"
 TEMPLATE = "tokenizer.chat_template"
@@ -42,87 +49,53 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 PIECE_DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
 STOPS = ("eos", "eot", "eom")
 STOP_LIST = "eos_token_ids"  # list of all end tokens, in files written by Ollama
-
-# Regular expressions that split text into words before BPE, by names of pre-tokenizers.
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3 = _SUFFIXES + r"\p{N}{1,3}" + _REST
-QWEN2 = _SUFFIXES + r"\p{N}" + _REST
-# Marks belong to words (the same in llama.cpp and transformers' Qwen3_5Tokenizer).
-QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
-    r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{M}\p{N}]+"
-)
-TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_UPPER, _LOWER = (
-    rf"[{case}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]"
-    for case in (r"\p{Lu}\p{Lt}", r"\p{Ll}")
-)
-_SUFFIX, _FIRST = _SUFFIXES.partition("|[^")[0] + "?", r"[^\r\n\p{L}\p{N}]?"
-KIMI_K2 = (  # Chinese characters are split from other letters
-    rf"\p{{Han}}+|{_FIRST}{_UPPER}*{_LOWER}+{_SUFFIX}|{_FIRST}{_UPPER}+{_LOWER}*{_SUFFIX}|"
-    r"\p{N}{1,3}" + _REST
-)
-DIGITS = (r"\p{N}", GPT2)
-_THREE_DIGITS = r"[0-9][0-9][0-9]"
-DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", _THREE_DIGITS)
-FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, _THREE_DIGITS)
-_EAST_ASIAN = "[\u0800-\u9fa5\uac00-\ud7ff]+"
-# Letters with upper and lower case, without the scripts that the published list lacks.
-_CASED = (
-    r"\p{Lu}\p{Ll}\p{Lt}&&[^"
-    "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2f\ua790-\ua7ff\uab30-\uab6f"
-    "\U00010570-\U000105bf\U00010d50-\U00010d8f\U00016e40-\U0001dfff]"
-)
-_MARKS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
-DEEPSEEK_LLM = (
-    r"[\r\n]",
-    rf"\s?[{_CASED}]+",
-    rf"\s?[{_MARKS}]+",
-    r"\s+$",
-    _EAST_ASIAN,
-    r"\p{N}+",
-)
-DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
-LLAMA3_LIKE = (
-    "llama3",
-    "llama-v3",
-    "llama-bpe",
-    "falcon3",
-    "falcon-h1",
-    "pixtral",
-    "lfm2",
-    "midm-2.0",
-)
-GPT2_LIKE = ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4")
-PRETOKENIZERS: dict[str, tuple[str, ...]] = {
-    "default": DEFAULT,
-    **dict.fromkeys((*GPT2_LIKE, "mpt", "olmo", "granite-docling"), (GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), DIGITS),
-    "falcon": FALCON,
-    "deepseek-llm": DEEPSEEK_LLM,
-    "deepseek-coder": DEEPSEEK_CODER,
-    **dict.fromkeys((*LLAMA3_LIKE, "dbrx", "smaug-bpe"), (LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
-    "qwen35": (QWEN35,),
-    "tekken": (TEKKEN,),
-    "kimi-k2": (KIMI_K2,),
-}
-# Pre-tokenizers where a word that is a token is not merged, and where a text begins
-# with the BOS token unless the file says otherwise.
-WHOLE_WORDS = {*LLAMA3_LIKE, "tekken"}
-# Pre-tokenizers with NFC normalization; mpt and olmo use GPT-NeoX's tokenizer.
-COMPOSED = {"qwen2", "qwen35", "deepseek-r1-qwen", "mpt", "olmo", "command-r"}
 UINT32 = 2**32 - 1  # the largest id that a file can name
 ID_BITS = np.uint64(21)  # of a SentencePiece token's id; three ids fit in 64 bits
 MAX_PIECE = 256  # characters of a SentencePiece token; real ones have up to 32
 SPACE = "\u2581"  # SentencePiece's symbol for a space
 PIECES = ("llama", "gemma4")  # kinds of SentencePiece's vocabularies
 LINES = r"[^\n]+|\n+"  # what Gemma 4 merges as one word
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """A vocabulary of a supported kind.
+
+    Attributes:
+      fields: metadata of the vocabulary, without the prefix "tokenizer.ggml.".
+      kinds: [n] int32. The corrected types of the tokens.
+    """
+
+    fields: ConfigFields
+    kinds: np.ndarray
+
+    @property
+    def has_pieces(self) -> bool:
+        """True for SentencePiece's BPE, false for byte-level BPE."""
+        return self.fields.values.get("model") in PIECES
+
+    @property
+    def lists_merges(self) -> bool:
+        """True if the file lists the merges. Otherwise they follow from the scores."""
+        return self.fields.values.get("model") != "llama"
+
+    def tokenizer(self) -> "Tokenizer":
+        """Builds the tokenizer.
+
+        Raises:
+          CheckpointError: the vocabulary is malformed.
+        """
+        fields, kinds = self.fields, self.kinds
+        try:
+            if self.has_pieces:
+                return _finished(fields, kinds, _sentencepiece(self), True)
+            pre = _text(fields, "pre", "default")
+            made = _byte_level(fields, kinds, pre)
+            return _finished(fields, kinds, made, pre in WHOLE_WORDS)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the Rust library raises plain Exception
+            raise _not_a_tokenizer(fields.file, error) from error
 
 
 def read_vocabulary(
@@ -138,26 +111,25 @@ def read_vocabulary(
     Raises:
       CheckpointError: the vocabulary is malformed.
     """
+    found = vocabulary_of(header, warn)
+    return found.tokenizer() if isinstance(found, Vocabulary) else found
+
+
+def vocabulary_of(
+    header: Header, warn: Callable[[str], object] | None = None
+) -> "Vocabulary | Tokenizer | None":
+    """Returns the vocabulary of a file, or the tokenizer if the file has it as JSON.
+
+    Args, Raises: as `read_vocabulary`.
+    """
     fields = _fields(header)
-    model = _text(fields, "model", "no_vocab")
-    pre = _text(fields, "pre", "default")
     if warn is not None:
         _warn_of_missing(fields, warn)
-    try:
-        if (whole := header.values.get(HF_JSON)) is not None:
-            from tokenizers import Tokenizer
-
-            return for_whole_texts(Tokenizer.from_str(whole))
-        if model in PIECES:
-            return piece_tokenizer(fields)
-        if model == "gpt2" and pre in PRETOKENIZERS:
-            kinds = _kinds(fields)
-            tokenizer = _byte_level(fields, kinds, pre)
-            return _finished(fields, kinds, tokenizer, pre in WHOLE_WORDS)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the Rust library raises plain Exception
-        raise CheckpointError(f"{header.file}: not a tokenizer ({error})") from error
+    if (whole := header.values.get(HF_JSON)) is not None:
+        return _from_json(header, whole)
+    if has_vocabulary(header):
+        return Vocabulary(fields, _kinds(fields))
+    model, pre = _text(fields, "model", "no_vocab"), _text(fields, "pre", "default")
     if model not in ("no_vocab", "none") and warn is not None:
         what = f"{model!r:.40}, {pre!r:.40}" if model == "gpt2" else f"{model!r:.40}"
         warn(
@@ -166,6 +138,19 @@ def read_vocabulary(
             "put the model's tokenizer.json into the new directory"
         )
     return None
+
+
+def _from_json(header: Header, text: Any) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    try:
+        return for_whole_texts(Tokenizer.from_str(text))
+    except Exception as error:  # the Rust library raises plain Exception
+        raise _not_a_tokenizer(header.file, error) from error
+
+
+def _not_a_tokenizer(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file}: not a tokenizer ({error})")
 
 
 def has_vocabulary(header: Header) -> bool:
@@ -185,20 +170,14 @@ def piece_tokenizer(fields: ConfigFields) -> "Tokenizer":
       fields: metadata of a GGUF file's vocabulary, without the prefix
         "tokenizer.ggml.".
     """
-    kinds = _kinds(fields)
-    return _finished(fields, kinds, _sentencepiece(fields, kinds), True)
-
-
-def _is_gemma4(fields: ConfigFields) -> bool:
-    """True if the file lists the merges of its SentencePiece vocabulary."""
-    return fields.values.get("model") == "gemma4"
+    return Vocabulary(fields, _kinds(fields)).tokenizer()
 
 
 def _warn_of_missing(fields: ConfigFields, warn: Callable[[str], object]) -> None:
     """Warns about keys with the id of a token that is not in the vocabulary."""
     if "tokens" not in fields.values:
         return
-    count = len(_tokens(fields))
+    count = len(tokens_of(fields))
     for name in dict.fromkeys([*SPECIAL.values(), *STOPS]):
         value = fields.values.get(f"{name}_token_id")
         if type(value) is int and value >= count:
@@ -216,8 +195,8 @@ def stop_tokens(header: Header) -> tuple[int, ...]:
         names = [f"{name}_token_id" for name in STOPS]
         named = [fields.size(n, low=0) for n in names if n in fields.values]
         return tuple(dict.fromkeys(named))
-    tokens = _tokens(fields)
-    named = [n for name in STOPS if (n := _special(fields, name)) is not None]
+    tokens = tokens_of(fields)
+    named = [n for name in STOPS if (n := special_id(fields, name)) is not None]
     listed = fields.values.get(STOP_LIST)
     if isinstance(listed, np.ndarray) and listed.dtype.kind in "iu":
         named += [n for n in listed.tolist() if 0 <= n < len(tokens)]
@@ -229,8 +208,8 @@ def settings(header: Header) -> dict[str, Any]:
     fields = _fields(header)
     found: dict[str, Any] = {}
     for name, theirs in SPECIAL.items():
-        if (number := _special(fields, theirs)) is not None:
-            found[f"{name}_token"] = _tokens(fields)[number]
+        if (number := special_id(fields, theirs)) is not None:
+            found[f"{name}_token"] = tokens_of(fields)[number]
     if (template := header.values.get(TEMPLATE)) is not None:
         if not isinstance(template, str):
             raise CheckpointError(f"{header.file}: {TEMPLATE}: want a string")
@@ -273,14 +252,14 @@ def _texts(fields: ConfigFields, name: str) -> list[str]:
     return value
 
 
-def _tokens(fields: ConfigFields) -> list[str]:
+def tokens_of(fields: ConfigFields) -> list[str]:
     tokens = _texts(fields, "tokens")
     if not 0 < len(tokens) <= MAX_SIZE:
         raise fields.error("tokens", f"{len(tokens)} of them")
     return tokens
 
 
-def _numbers(fields: ConfigFields, name: str, count: int, kinds: str) -> np.ndarray:
+def numbers_of(fields: ConfigFields, name: str, count: int, kinds: str) -> np.ndarray:
     """Reads an array of `count` numbers whose dtype is of one of these kinds."""
     value = fields.get(name)
     if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds:
@@ -293,10 +272,10 @@ def _numbers(fields: ConfigFields, name: str, count: int, kinds: str) -> np.ndar
 def _kinds(fields: ConfigFields) -> np.ndarray:
     """Returns the types [n] int32 of all tokens, corrected where converters set them
     wrongly."""
-    tokens = _tokens(fields)
+    tokens = tokens_of(fields)
     kinds = np.ones(len(tokens), np.int32)
     if "token_type" in fields.values:
-        kinds = _numbers(fields, "token_type", len(tokens), "iu").astype(np.int32)
+        kinds = numbers_of(fields, "token_type", len(tokens), "iu").astype(np.int32)
     fill_in = _fill_in(fields, tokens)
     for number, kind in corrected_types(tokens, fill_in).items():
         kinds[number] = kind
@@ -304,19 +283,19 @@ def _kinds(fields: ConfigFields) -> np.ndarray:
 
 
 def _fill_in(fields: ConfigFields, tokens: list[str]) -> dict[str, int]:
-    named = {kind: _special(fields, kind) for kind in FILL_IN_TEXTS}
+    named = {kind: special_id(fields, kind) for kind in FILL_IN_TEXTS}
     present = {kind: number for kind, number in named.items() if number is not None}
     return fill_in_ids(tokens, present)
 
 
-def _special(fields: ConfigFields, name: str) -> int | None:
+def special_id(fields: ConfigFields, name: str) -> int | None:
     """Returns the id of a special token by the file's name, or None.
 
     A key with an id that is not in the vocabulary counts as absent, as in llama.cpp.
     """
     if "tokens" not in fields.values:
         return None
-    key, count = f"{name}_token_id", len(_tokens(fields))
+    key, count = f"{name}_token_id", len(tokens_of(fields))
     default = None
     if fields.values.get("model") == "llama":
         default = PIECE_DEFAULTS.get(name)
@@ -341,33 +320,28 @@ def _byte_level(fields: ConfigFields, kinds: np.ndarray, pre: str) -> "Tokenizer
     return tokenizer
 
 
+def listed_merges(fields: ConfigFields) -> list[str]:
+    """Returns the merges that the file lists: two tokens with a space between."""
+    return _texts(fields, "merges")
+
+
 def _listed_merges(fields: ConfigFields) -> list[tuple[str, str]]:
     """Returns the merges that the file lists."""
     merges = []
-    for merge in _texts(fields, "merges"):
+    for merge in listed_merges(fields):
         first, _, second = merge[1:].partition(" ")  # a token may begin with a space
         merges.append((merge[:1] + first, second))
     return merges
 
 
-def pretokenizer(expressions: tuple[str, ...]) -> "PreTokenizer":
-    """Returns a pre-tokenizer that splits text at each expression in turn, and then
-    maps bytes to letters."""
-    from tokenizers import Regex, pre_tokenizers
-
-    cuts = [pre_tokenizers.Split(Regex(e), "isolated") for e in expressions]
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*cuts, letters])
-
-
 def _vocabulary(fields: ConfigFields, kinds: np.ndarray) -> dict[str, int]:
     """Returns the ids of all used tokens; the first id of repeated tokens."""
-    tokens = _tokens(fields)
+    tokens = tokens_of(fields)
     used = np.flatnonzero(kinds != UNUSED).tolist()
     return {tokens[number]: number for number in reversed(used)}
 
 
-def _sentencepiece(fields: ConfigFields, kinds: np.ndarray) -> "Tokenizer":
+def _sentencepiece(source: Vocabulary) -> "Tokenizer":
     from tokenizers import (
         Regex,
         Tokenizer,
@@ -377,8 +351,9 @@ def _sentencepiece(fields: ConfigFields, kinds: np.ndarray) -> "Tokenizer":
         pre_tokenizers,
     )
 
-    tokens, vocabulary = _tokens(fields), _vocabulary(fields, kinds)
-    unknown, listed = _special(fields, "unknown"), _is_gemma4(fields)
+    fields, kinds, listed = source.fields, source.kinds, source.lists_merges
+    tokens, vocabulary = tokens_of(fields), _vocabulary(fields, kinds)
+    unknown = special_id(fields, "unknown")
     merges = _listed_merges(fields) if listed else _merges(fields, kinds, vocabulary)
     model = models.BPE(
         vocab=vocabulary,
@@ -405,7 +380,7 @@ def _merges(
 ) -> list[tuple[str, str]]:
     """Returns all pairs of tokens that form a token, ordered by its score, highest
     first."""
-    scores = _numbers(fields, "scores", len(kinds), "f")
+    scores = numbers_of(fields, "scores", len(kinds), "f")
     if len(kinds) >> int(ID_BITS):
         raise fields.error("tokens", f"{len(kinds)} of them")
     texts, numbers = list(vocabulary), np.fromiter(vocabulary.values(), np.int64)
@@ -436,13 +411,13 @@ def _finished(
       tokenizer: the tokenizer.
       begins: default for whether a text begins with the BOS token.
     """
-    tokens = _tokens(fields)
+    tokens = tokens_of(fields)
     special, plain = (np.flatnonzero(kinds == k) for k in (CONTROL, USER_DEFINED))
     tokenizer.add_special_tokens([_added(tokens[number], True) for number in special])
     tokenizer.add_tokens([_added(tokens[number], False) for number in plain])
     around = {}
     for name, default in (("bos", begins), ("eos", False)):
-        number = _special(fields, name)
+        number = special_id(fields, name)
         if fields.flag(f"add_{name}_token", default) and number is not None:
             around[name] = tokens[number], number
     if around:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tokenizers.gguf_vocabulary import TEKKEN
+from stree_jax.convert.tokenizers.pretokenizers import TEKKEN
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

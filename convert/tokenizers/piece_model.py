@@ -68,12 +68,7 @@ def read_piece_model(
             values[name] = settings.flag(name, False)
     if settings.get("add_prefix_space", None) is not None:
         values["add_space_prefix"] = settings.flag("add_prefix_space", True)
-    try:
-        tokenizer = piece_tokenizer(ConfigFields(file, values))
-    except CheckpointError:
-        raise
-    except Exception as error:  # the Rust library raises plain Exception
-        raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
+    tokenizer = piece_tokenizer(ConfigFields(file, values))
     add_special_tokens(tokenizer, special)
     return tokenizer
 

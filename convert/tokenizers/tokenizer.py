@@ -18,6 +18,7 @@ from stree_jax.convert.tokenizers.gguf_vocabulary import (
     read_vocabulary,
     settings,
 )
+from stree_jax.convert.tokenizers.in_parts import read_in_parts
 from stree_jax.convert.tokenizers.mistral_words import set_mistral_words
 from stree_jax.convert.tokenizers.piece_model import FILE as PIECES
 from stree_jax.convert.tokenizers.piece_model import (
@@ -77,7 +78,9 @@ OTHER_FORMS = (
 
 
 def read_tokenizer(
-    files: CheckpointFiles, warn: Callable[[str], object] | None = None
+    files: CheckpointFiles,
+    warn: Callable[[str], object] | None = None,
+    in_parts: bool = False,
 ) -> "Tokenizer | None":
     """Reads the tokenizer of a checkpoint. Returns None if it is absent or
     unsupported.
@@ -89,12 +92,14 @@ def read_tokenizer(
       files: the checkpoint.
       warn: called with one line if there is a tokenizer that cannot be read, or if
         transformers encodes texts differently.
+      in_parts: if True, the tokenizer of a GGUF file is a `TokenizerInParts`, which
+        does not take seconds to build.
 
     Raises:
       CheckpointError: a file of the tokenizer is malformed.
     """
     if files.is_gguf:
-        return read_vocabulary(files.header, warn)
+        return (read_in_parts if in_parts else read_vocabulary)(files.header, warn)
     fields, special = files.fields_if_any(SETTINGS), read_special_tokens(files)
     tokenizer: Tokenizer | None = None
     pieces = files.path / PIECES

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tokenizers.gguf_vocabulary import QWEN2, QWEN35
+from stree_jax.convert.tokenizers.pretokenizers import QWEN2, QWEN35
 from stree_jax.convert.tokenizers.special_tokens import (
     SpecialTokens,
     add_special_tokens,

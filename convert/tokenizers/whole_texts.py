@@ -36,5 +36,7 @@ def set_for_whole_texts(tokenizer: "Tokenizer") -> None:
 
 
 def _encodes_whole_texts(tokenizer: "Tokenizer") -> bool:
+    if getattr(tokenizer, "encodes_whole_texts", False):  # not built yet, in parts
+        return True
     limits = (tokenizer.truncation, tokenizer.padding)
     return limits == (None, None) and not getattr(tokenizer.model, "dropout", None)

@@ -23,7 +23,6 @@ from stree_jax.models.sharding.placement import automatic, cut_for
 
 
 @with_hints
-@no_collection()
 def load(
     path_or_hub_id: str | Path,
     dtype: Any = None,
@@ -77,6 +76,26 @@ def load(
       >>> model.params["embedding"].shape
       (2048, 384)
     """
+    return load_model(path_or_hub_id, dtype, dt_floor, mtp, mesh, whole, adapter)
+
+
+@no_collection()
+def load_model(
+    path_or_hub_id: str | Path,
+    dtype: Any = None,
+    dt_floor: bool = False,
+    mtp: bool | None = False,
+    mesh: Mesh | None = None,
+    whole: bool = False,
+    adapter: str | Path | None = None,
+    in_parts: bool = False,
+) -> Model:
+    """Loads a model as `load` does.
+
+    Args:
+      path_or_hub_id, dtype, dt_floor, mtp, mesh, whole, adapter: as for `load`.
+      in_parts: as for `read_tokenizer`.
+    """
     # Check STREE_JAX_CPU_KERNELS now: later, a bad value would be reported as the fault
     # of a file.
     level()
@@ -102,10 +121,10 @@ def load(
         cut = cut_for(config, mesh, kept, whole)
     if checkpoint is None:  # the checksums of all files are checked with the weights
         params = read_params(files, opened.config, kept, own_layers, mesh, cut)
-        tokenizer = read_tokenizer(files, warn)
+        tokenizer = read_tokenizer(files, warn, in_parts)
     else:
         # Before the weights: reading a large vocabulary takes 150 MB for a while.
-        tokenizer = read_tokenizer(files, warn)
+        tokenizer = read_tokenizer(files, warn, in_parts)
         return_free_memory(collect=False)
         if (note := checkpoint.note) is not None:
             warn(note)

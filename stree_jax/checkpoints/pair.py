@@ -16,7 +16,7 @@ from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.checkpoints.kinds.ngrams import load_ngrams
 from stree_jax.checkpoints.kinds.table import kind_of, kind_without_files
-from stree_jax.checkpoints.load import load
+from stree_jax.checkpoints.load import load_model
 from stree_jax.checkpoints.resolve import headers
 from stree_jax.common.checks import integer
 from stree_jax.common.words import DRAFTERS, suggestion
@@ -110,7 +110,9 @@ def load_pair(
         raise unsupported(name)
     table = None if ngrams is None else load_ngrams(ngrams)
     mtp = mtp_layers(name)
-    model = load(target, dtype=dtype, mtp=mtp, mesh=mesh, adapter=adapter)
+    model = load_model(
+        target, dtype, mtp=mtp, mesh=mesh, adapter=adapter, in_parts=True
+    )
     if name == AUTO:
         name = default_drafter(model.config)
     files = DrafterFiles(file_name(name), target, whole=True)

@@ -138,7 +138,8 @@ def request_of(args: argparse.Namespace, prompt: str) -> Request | None:
     """Returns the workload for which memory is planned. None without --memory."""
     if args.memory is None:
         return None
-    tokenizer = read_tokenizer(CheckpointFiles(resolve(args.model)))
+    files = CheckpointFiles(resolve(args.model))
+    tokenizer = read_tokenizer(files, in_parts=True)
     if tokenizer is None:
         raise ValueError(f"{args.model}: no tokenizer, so it cannot read text")
     with encoding("the prompt"):

@@ -113,10 +113,12 @@ def encode_continuation(tokenizer: "Tokenizer", text: str) -> list[int]:
 @lru_cache(maxsize=8)  # a copy of a large vocabulary takes a second
 def _inside_text(tokenizer: "Tokenizer") -> "Tokenizer":
     """Returns a copy that does not treat the start of a text specially."""
+    from tokenizers import Tokenizer
+
     fields = json.loads(tokenizer.to_str())
     for name in ("normalizer", "pre_tokenizer"):
         fields[name] = _without_start(fields[name])
-    copy = type(tokenizer).from_str(json.dumps(fields))
+    copy = Tokenizer.from_str(json.dumps(fields))
     copy.encode_special_tokens = tokenizer.encode_special_tokens  # not in the JSON
     return copy
 

@@ -23,10 +23,12 @@ def showing(tokenizer: "Tokenizer", marks: frozenset[str]) -> "Tokenizer":
     shown = {name for name in special if any(name in mark for mark in marks)}
     if not shown:
         return tokenizer
+    from tokenizers import Tokenizer
+
     fields = json.loads(tokenizer.to_str())
     for token in fields["added_tokens"]:
         token["special"] = token["special"] and token["content"] not in shown
-    copy = type(tokenizer).from_str(json.dumps(fields))
+    copy = Tokenizer.from_str(json.dumps(fields))
     copy.encode_special_tokens = tokenizer.encode_special_tokens  # not in the JSON
     return copy
 

@@ -19,11 +19,13 @@ from stree_jax.convert.tokenizers.gguf_tokens import (
     vocabulary_values,
 )
 from stree_jax.convert.tokenizers.gguf_vocabulary import (
+    read_vocabulary,
+    stop_tokens,
+)
+from stree_jax.convert.tokenizers.pretokenizers import (
     PRETOKENIZERS,
     WHOLE_WORDS,
     pretokenizer,
-    read_vocabulary,
-    stop_tokens,
 )
 from tests.support.gguf_exports import PRES, sentencepiece, with_template
 from tests.support.gguf_files import GGUF_CASES, write_gguf

@@ -8,7 +8,8 @@ import stree_jax
 from stree_jax.cli.chat import read_chat_template, read_special_tokens
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.gguf_header import read_header
-from stree_jax.convert.tokenizers.gguf_vocabulary import PRETOKENIZERS, read_vocabulary
+from stree_jax.convert.tokenizers.gguf_vocabulary import read_vocabulary
+from stree_jax.convert.tokenizers.pretokenizers import PRETOKENIZERS
 from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.vocabularies import (
     COMPOSED,
