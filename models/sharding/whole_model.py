@@ -211,12 +211,38 @@ def unshard(model: AnyModel) -> AnyModel:
     leaves = jax.tree.leaves(model.params)
     if not any(isinstance(x, jax.core.Tracer) for x in leaves):
         return jax.jit(unshard, out_shardings=NamedSharding(model.mesh, P()))(model)
+    return _whole(
+        model,
+        lambda weight, other: constrained(weight, model.mesh, P()) if other else weight,
+    )
+
+
+def gathered(model: Model) -> Model:
+    """Returns a model on a mesh as a model whose parameters are whole arrays of the
+    host, read from the devices one after another: no device need hold the model.
+
+    Raises:
+      ValueError: other processes have devices of the mesh; or as `unshard`.
+    """
+    if not all(x.is_fully_addressable for x in jax.tree.leaves(model.params)):
+        raise ValueError("model: other processes have parts of it")
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return _whole(model, lambda weight, other: jax.device_get(weight))
+
+
+def _whole(model: AnyModel, gather: Callable[[Any, bool], Any]) -> AnyModel:
+    """Returns a model with its parameters in the order on one device.
+
+    Args:
+      model: a model on a mesh.
+      gather: puts the parts of a parameter together, in the order of the devices. Its
+        second argument says whether that is another order than on one device.
+    """
     flat = {}
     for path, weight in by_path(model.params).items():
         param, parts = cut_at(model.config, model.cut, path)
-        if changes_order(param, parts):
-            if isinstance(weight, Stack):
-                raise ValueError(f"model: {'/'.join(path)} is stored in several ways")
-            weight = whole_from(constrained(weight, model.mesh, P()), param, parts)
-        flat[path] = weight
+        other = changes_order(param, parts)
+        if other and isinstance(weight, Stack):
+            raise ValueError(f"model: {'/'.join(path)} is stored in several ways")
+        flat[path] = whole_from(gather(weight, other), param, parts)
     return replace(model, params=nest(flat), mesh=None, cut=WHOLE)

@@ -16,12 +16,14 @@ from stree_jax.convert.saved.store import (
 from stree_jax.convert.tokenizers.special_tokens import SETTINGS
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models import Model, by_path
+from stree_jax.models.sharding.whole_model import gathered
 from stree_jax.models.stack.adapters import has_adapter
 
 
 @with_hints
 def save(model: Model, dst: str | PathLike[str]) -> None:
-    """Writes a model as a converted directory, atomically.
+    """Writes a model as a converted directory, atomically. A model on a mesh is read
+    from its devices one parameter at a time, into the host's memory.
 
     Args:
       dst: path of the directory; it must not exist.
@@ -42,12 +44,15 @@ def save(model: Model, dst: str | PathLike[str]) -> None:
         raise CheckpointError(
             f"save: want a model as `load` returns it, got {type(model).__name__}"
         )
-    if model.mesh is not None:
-        raise CheckpointError("save: model is on a mesh; save stree_jax.unshard(model)")
     if has_adapter(model.params):
         problem = "model has an adapter; load it with the adapter merged to save it"
         raise CheckpointError(f"save: {problem}")
     path = valid_path("save: dst", dst)
+    if model.mesh is not None:
+        try:
+            model = gathered(model)
+        except ValueError as error:
+            raise CheckpointError(f"save: {error}") from error
     format = saved_format(model.weight_format).with_params(by_path(model.params))
     with atomic_directory(path) as temporary:
         check_space(path, model.config, format)

@@ -5,6 +5,7 @@ The process has eight devices, and prints results as JSON.
 
 import json
 import sys
+import tempfile
 
 import jax
 
@@ -23,6 +24,9 @@ def texts(file, own):
     mesh = mesh_of(MESH)
     models = [stree_jax.load(path, dtype="kept", mesh=mesh) for path in (file, own)]
     models.append(stree_jax.shard(model, mesh))
+    with tempfile.TemporaryDirectory() as folder:
+        stree_jax.save(models[0], f"{folder}/saved")
+        models.append(stree_jax.load(f"{folder}/saved"))
     arms = [{"drafter": None}, {"drafter": "lookup", "tree": "A"}]
     return plain, [
         stree_jax.generate(model, IDS, **ASKED, **arm).tokens

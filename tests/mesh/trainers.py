@@ -207,6 +207,21 @@ def restored():
     return write_jit(target.replace(params=params)).tokens.tolist()
 
 
+def saved():
+    """A model on a mesh is saved as it is on one device."""
+    found, mesh = {}, mesh_of(data=1, model=4)
+    for name in CUT:
+        model = random_model(FAMILIES[name], 1)
+        with tempfile.TemporaryDirectory() as folder:
+            stree_jax.save(stree_jax.shard(model, mesh), f"{folder}/saved")
+            again = stree_jax.load(f"{folder}/saved", mtp=None)
+        try:
+            chex.assert_trees_all_equal(again.params, model.params)
+        except AssertionError as error:
+            found[name] = str(error)
+    return found
+
+
 def refused(call, *args, **options):
     try:
         call(*args, **options)
@@ -249,6 +264,7 @@ PARTS = (
     round_trip,
     fully_sharded,
     restored,
+    saved,
     refusals,
 )
 
