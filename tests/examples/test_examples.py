@@ -1,6 +1,7 @@
 """The programs and notebooks of `examples/` run, and print what they say they print."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -16,7 +18,7 @@ import pytest
 
 from stree_jax import cpu_kernels
 from stree_jax.cli import main as cli
-from tests.support import snippets
+from tests.support import snippets, tunix_interface
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -69,6 +71,9 @@ PRINTS = {
         r"     1   0\.\d{3} +[\d.e-]+ +[1-4]\.\d\d +[\d.]+\n",
         r"\ncompiled programs: 1\n",
     ],
+    "tunix_rollout.py": [
+        r"--- 24 tokens, distance to the trainer [\d.e-]+\n    \S(.|\n)*--- \d+ tokens",
+    ],
     "custom_drafter.py": [
         r"acceptance length with phrases  1\.[2-9]\d\n",
         r"acceptance length without them  1\.00\n",
@@ -87,6 +92,9 @@ PRINTS = {
     ],
 }
 
+# Programs with a test of their own.
+OTHERS = {"grpo.py", "mesh.py", "server_client.py", "tunix_rollout.py"}
+
 
 def run(name, capsys, monkeypatch, *arguments):
     """Runs a program in this process and returns what it prints."""
@@ -101,7 +109,10 @@ def check(name, printed):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(PRINTS.keys() - {"grpo.py", "mesh.py", "server_client.py"})
+    "name",
+    sorted(
+        PRINTS.keys() - {"grpo.py", "mesh.py", "server_client.py", "tunix_rollout.py"}
+    ),
 )
 def test_a_program_prints_what_it_says(name, capsys, monkeypatch):
     check(name, run(name, capsys, monkeypatch))
@@ -112,6 +123,17 @@ def test_updates_of_a_trainer(capsys, monkeypatch):
     check("grpo.py", printed)
     if cpu_kernels.level() is not None:
         assert re.findall(r"^ +\d+ +[\d.]+ +(\S+) ", printed, re.M) == ["0"] * 3
+
+
+def test_a_rollout_of_tunix(capsys, monkeypatch):
+    if importlib.util.find_spec("tunix") is None:
+        for name in ("tunix", "tunix.rl", "tunix.rl.rollout"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, f"{name}.base_rollout", tunix_interface)
+    printed = run("tunix_rollout.py", capsys, monkeypatch)
+    check("tunix_rollout.py", printed)
+    if cpu_kernels.level() is not None:
+        assert re.findall(r"trainer (\S+)", printed) == ["0", "0"]
 
 
 def test_the_mesh():
