@@ -208,12 +208,12 @@ def unshard(model: AnyModel) -> AnyModel:
     """
     if not isinstance(model, Model) or model.mesh is None:
         raise ValueError("model: want a model on a mesh, from stree_jax.shard")
-    leaves = jax.tree.leaves(model.params)
+    leaves, mesh = jax.tree.leaves(model.params), model.mesh
     if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return jax.jit(unshard, out_shardings=NamedSharding(model.mesh, P()))(model)
+        return jax.jit(unshard, out_shardings=NamedSharding(mesh, P()))(model)
     return _whole(
         model,
-        lambda weight, other: constrained(weight, model.mesh, P()) if other else weight,
+        lambda weight, other: constrained(weight, mesh, P()) if other else weight,
     )
 
 

@@ -11,6 +11,7 @@ from stree_jax.cli.text_options import (
     add_memory_option,
     add_text_options,
 )
+from stree_jax.common.heap import no_collection
 
 NOTES = notes(
     """
@@ -53,6 +54,7 @@ def add_conversation_options(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from stree_jax.cli.chat_run import run_chat
+    with no_collection():
+        from stree_jax.cli.chat_run import run_chat
 
     return run_chat(args)

@@ -11,6 +11,7 @@ from stree_jax.cli.text_options import (
     add_memory_option,
     add_text_options,
 )
+from stree_jax.common.heap import no_collection
 
 NOTES = notes(
     """
@@ -56,6 +57,7 @@ def add_output_options(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from stree_jax.cli.terminal import run_generate
+    with no_collection():
+        from stree_jax.cli.terminal import run_generate
 
     return run_generate(args)

@@ -17,6 +17,7 @@ from stree_jax.cli.options import (
     group,
 )
 from stree_jax.cli.text_options import add_keep_option
+from stree_jax.common.heap import no_collection
 
 if TYPE_CHECKING:
     from stree_jax.models import Format, ModelConfig
@@ -42,10 +43,11 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoints.drafters import drafter_info
-    from stree_jax.checkpoints.info import info_and_config
-    from stree_jax.cli.figures import write_bytes
-    from stree_jax.sizing.units import shown_bytes
+    with no_collection():
+        from stree_jax.checkpoints.drafters import drafter_info
+        from stree_jax.checkpoints.info import info_and_config
+        from stree_jax.cli.figures import write_bytes
+        from stree_jax.sizing.units import shown_bytes
 
     described = drafter_info(args.path, args.draft_vocab)
     if described is not None:

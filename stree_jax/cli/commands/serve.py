@@ -21,6 +21,7 @@ from stree_jax.cli.options import (
     add_rule,
     group,
 )
+from stree_jax.common.heap import no_collection
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -119,7 +120,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        from stree_jax.server import run
+        with no_collection():
+            from stree_jax.server import run
     except ImportError as error:
         raise ValueError(
             f"serve: {error.name} is not installed: pip install {PACKAGES}"
