@@ -52,18 +52,16 @@ from stree_jax.models.mixers.attention import AttentionConfig
 from stree_jax.models.mixers.mlp import MLPConfig
 from stree_jax.models.stack.config import Block, ModelConfig, blocks
 from stree_jax.models.stack.config_json import from_json, to_json
-from stree_jax.models.stack.model import (
+from stree_jax.models.stack.model import Model, model_pytree, param_dtype
+from stree_jax.models.stack.model_json import register_model
+from stree_jax.models.stack.network import (
     LanguageModel,
     LayerOutput,
-    Model,
     ResidualLayer,
     Tapped,
     mixer_args,
-    model_pytree,
-    param_dtype,
     run_layers,
 )
-from stree_jax.models.stack.model_json import register_model
 from stree_jax.models.stack.state import (
     LayerRecord,
     LayerState,

@@ -28,7 +28,7 @@ from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import ONES, Param, Table, declare
 from stree_jax.models.layers.rope import Rope, angles, check_rope, rotated_pairs
-from stree_jax.models.mixers.attention import append_rows
+from stree_jax.models.mixers.kv_cache import append_rows
 from stree_jax.models.weights.formats import stack_of
 from stree_jax.models.weights.linear import expert_product, linear, linear_summed
 from stree_jax.pallas_kernels import (
