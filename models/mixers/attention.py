@@ -11,7 +11,7 @@ from flax import linen as nn
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.base.shards import ALONE, Group, Run, run_width
-from stree_jax.models.layers.mixer import FLOAT, Mixer, padded_rows
+from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerModule, padded_rows
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import ONES, ZEROS, Param, Table, conv_init, declare
@@ -196,19 +196,11 @@ def normed_heads(
     return jnp.concatenate([q, k, v], axis=2).reshape(qkv.shape)
 
 
-class Attention(nn.Module):
+class Attention(MixerModule):
     """Attention: projection, convolution, norms, rotary embedding, attention,
-    projection.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of the caches and records.
-      parts: the devices that share the mixer.
-    """
+    projection."""
 
     config: AttentionConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

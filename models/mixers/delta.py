@@ -19,7 +19,7 @@ from stree_jax.cpu_kernels import (
     delta_unsupported,
 )
 from stree_jax.cpu_kernels.mixer import MAX_NODES
-from stree_jax.models.base.shards import ALONE, Group, Run
+from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.kernel_pass import (
     kept_state,
@@ -30,6 +30,7 @@ from stree_jax.models.layers.kernel_pass import (
 from stree_jax.models.layers.mixer import (
     FLOAT,
     Mixer,
+    MixerModule,
     MixerPending,
     leaf,
     padded_rows,
@@ -203,18 +204,10 @@ def delta_params(c: DeltaConfig, d_model: int) -> Table:
     }
 
 
-class DeltaModule(nn.Module):
-    """Gated DeltaNet: projections, convolution, delta rule, gated norm, projection.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of the keys in records and of the convolution's window.
-      parts: the devices that share the mixer.
-    """
+class DeltaModule(MixerModule):
+    """Gated DeltaNet: projections, convolution, delta rule, gated norm, projection."""
 
     config: DeltaConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

@@ -23,7 +23,7 @@ from stree_jax.cpu_kernels import (
     mixer_unsupported,
 )
 from stree_jax.cpu_kernels.scan import MAX_NODES
-from stree_jax.models.base.shards import ALONE, MODEL, Group, Run
+from stree_jax.models.base.shards import MODEL, Group, Run
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.kernel_pass import (
     kept_state,
@@ -34,6 +34,7 @@ from stree_jax.models.layers.kernel_pass import (
 from stree_jax.models.layers.mixer import (
     FLOAT,
     Mixer,
+    MixerModule,
     MixerPending,
     leaf,
     padded_rows,
@@ -252,18 +253,10 @@ def mamba_params(c: MambaConfig, d_model: int) -> Table:
     return table
 
 
-class Mamba2Module(nn.Module):
-    """Mamba2: projection, convolution, scan, gated norm, projection.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of the records and of the convolution's window.
-      parts: the devices that share the mixer.
-    """
+class Mamba2Module(MixerModule):
+    """Mamba2: projection, convolution, scan, gated norm, projection."""
 
     config: MambaConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(
