@@ -159,21 +159,6 @@ def commit_delta(state: DeltaState, pending: MixerPending[DeltaRecord]) -> Delta
     return DeltaState(ssm, commit_window(state.conv, qkv, pending.path, pending.length))
 
 
-def empty_record(c: DeltaConfig, batch: int, nodes: int, dtype: Any) -> DeltaRecord:
-    """Returns a record of `nodes` nodes, all zeros."""
-
-    def zeros(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-        return jnp.zeros((batch, nodes, *shape), dtype)
-
-    return DeltaRecord(
-        u=zeros(c.value_heads, c.value_dim),
-        k=zeros(c.key_heads, c.key_dim, dtype=dtype),
-        k_scale=zeros(c.key_heads),
-        a=zeros(*c.decays),
-        qkv=zeros(c.d_qkv, dtype=dtype),
-    )
-
-
 def delta_params(c: DeltaConfig, d_model: int) -> Table:
     """Returns the parameters by name.
 
@@ -246,7 +231,7 @@ def mixed(
     found = by_kernel(
         *(delta_kernel, (qkvz, gates, weights), c, pass_, state, record),
         memory=DeltaMemory,
-        empty=empty_record,
+        empty=DELTA.empty_record,
     )
     if found is None:
         return equations(c, qkvz, gates, weights, pass_, state, record)
@@ -442,7 +427,16 @@ class Delta(Mixer[DeltaConfig]):
     def empty_record(
         self, c: DeltaConfig, batch: int, nodes: int, dtype: Any
     ) -> DeltaRecord:
-        return empty_record(c, batch, nodes, dtype)
+        def zeros(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+            return jnp.zeros((batch, nodes, *shape), dtype)
+
+        return DeltaRecord(
+            u=zeros(c.value_heads, c.value_dim),
+            k=zeros(c.key_heads, c.key_dim, dtype=dtype),
+            k_scale=zeros(c.key_heads),
+            a=zeros(*c.decays),
+            qkv=zeros(c.d_qkv, dtype=dtype),
+        )
 
     def record_bytes(self, c: DeltaConfig, batch: int, nodes: int) -> int:
         # The kernel writes the record over the last one.

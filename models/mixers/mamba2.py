@@ -172,21 +172,6 @@ def commit_mamba(state: MambaState, pending: MixerPending[MambaRecord]) -> Mamba
     return MambaState(ssm, commit_window(state.conv, xBC, pending.path, pending.length))
 
 
-def empty_record(c: MambaConfig, batch: int, nodes: int, dtype: Any) -> MambaRecord:
-    """Returns a record of `nodes` nodes, all zeros."""
-
-    def zeros(*shape: int, dtype: Any = dtype) -> jax.Array:
-        return jnp.zeros((batch, nodes, *shape), dtype)
-
-    return MambaRecord(
-        x=zeros(c.num_heads, c.head_dim),
-        dt=zeros(c.num_heads, dtype=jnp.float32),
-        a=zeros(c.num_heads, dtype=jnp.float32),
-        B=zeros(c.n_groups if c.x_heads is None else c.num_heads, c.d_state),
-        xBC=zeros(c.d_xBC),
-    )
-
-
 def init_A_log(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
 
@@ -326,7 +311,7 @@ def mixed(
         found = by_kernel(
             *(mixer_kernel, arrays, c, pass_, state, record),
             memory=MixerMemory,
-            empty=empty_record,
+            empty=MAMBA2.empty_record,
         )
     if found is None:
         return equations(c, zxbcdt, weights, pass_, state, record, axis=axis)
@@ -545,7 +530,16 @@ class Mamba2(Mixer[MambaConfig]):
     def empty_record(
         self, c: MambaConfig, batch: int, nodes: int, dtype: Any
     ) -> MambaRecord:
-        return empty_record(c, batch, nodes, dtype)
+        def zeros(*shape: int, dtype: Any = dtype) -> jax.Array:
+            return jnp.zeros((batch, nodes, *shape), dtype)
+
+        return MambaRecord(
+            x=zeros(c.num_heads, c.head_dim),
+            dt=zeros(c.num_heads, dtype=jnp.float32),
+            a=zeros(c.num_heads, dtype=jnp.float32),
+            B=zeros(c.n_groups if c.x_heads is None else c.num_heads, c.d_state),
+            xBC=zeros(c.d_xBC),
+        )
 
     def record_bytes(self, c: MambaConfig, batch: int, nodes: int) -> int:
         # The convolution's output xBC, of which x, B and C are slices.
