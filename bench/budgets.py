@@ -45,17 +45,16 @@ PRINTED = {(64, 42, 4): "55", (44, 23, 3): "19.5"}  # MiB by nodes, leaves, head
 MOST_GUESSES = 10  # children of the paper's trees
 
 
-def specmemo_bytes(
-    nodes: int, leaves: int, heads: int, vocab: int, batch: int = 1, itemsize: int = 2
-) -> int:
-    """Returns SpecMemo's run-time buffers, (b N w + b S l w + b S l^2 w) p.
+def specmemo_bytes(nodes: int, leaves: int, heads: int, vocab: int) -> int:
+    """Returns SpecMemo's run-time buffers, (b N w + b S l w + b S l^2 w) p, for b = 1
+    text and p = 2 bytes.
 
     They hold logits by candidate path, which one pass over a tree does not need.
 
     Args:
       nodes, leaves, heads, vocab: N, S (paths from root to leaf), l and w.
     """
-    return batch * (nodes + leaves * heads + leaves * heads**2) * vocab * itemsize
+    return (nodes + leaves * heads + leaves * heads**2) * vocab * 2
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,14 @@ from stree_jax.models.stack.config import SharedConfig as SharedConfig
 from stree_jax.models.stack.config import blocks as blocks
 from stree_jax.models.stack.config import named as named
 from stree_jax.models.stack.model import Model as Model
-from stree_jax.models.stack.model import Tapped as Tapped
-from stree_jax.models.stack.model import Taps as Taps
 from stree_jax.models.stack.model import check_model as check_model
 from stree_jax.models.stack.model import forward_hidden as forward_hidden
 from stree_jax.models.stack.model import forward_tapped as forward_tapped
 from stree_jax.models.stack.model import forward_tree as forward_tree
 from stree_jax.models.stack.model import logits_of as logits_of
 from stree_jax.models.stack.model import param_dtype as param_dtype
+from stree_jax.models.stack.network import Tapped as Tapped
+from stree_jax.models.stack.network import Taps as Taps
 from stree_jax.models.stack.param_table import param_at as param_at
 from stree_jax.models.stack.prefill import PREFILL_CHUNK as PREFILL_CHUNK
 from stree_jax.models.stack.prefill import Observer as Observer

@@ -254,4 +254,4 @@ def test_eight_devices_give_the_text_of_one(file, own):
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["texts"] == [found["plain"]] * len(found["texts"])
-    assert "do not divide by model=8 in kept; load in bfloat16" in found["refused"]
+    assert "do not divide by 8 devices in kept; load in bfloat16" in found["refused"]

@@ -24,6 +24,7 @@ from stree_jax.convert.families.tensor_map import (
     attention_rows,
     mlp_rows,
 )
+from stree_jax.convert.families.tensor_map import nested as nested
 from stree_jax.convert.families.windows import (
     NEAR,
     SLIDES,
@@ -64,20 +65,7 @@ def spelled(names: Names, tensors: Collection[str]) -> Names:
     return names
 
 
-def nested(names: Names, prefix: str) -> Names:
-    """Returns the names of a language model within a multimodal model."""
-    embedding, norm, layer = (
-        prefix + name.removeprefix("model.")
-        for name in (names.embedding, names.norm, names.layer)
-    )
-    return replace(names, embedding=embedding, norm=norm, layer=layer)
-
-
 NAMES = Names(
-    embedding="model.embed_tokens",
-    norm="model.norm",
-    layer="model.layers.{i}.",
-    mixer_norm="input_layernorm",
     norm_after_mixer="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     norm_after_mlp="post_feedforward_layernorm",

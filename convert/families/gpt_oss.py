@@ -91,11 +91,6 @@ def spelled(names: Names, tensors: Collection[str]) -> Names:
 
 PACKED = Part("mlp", partial(moe_rows, packed=True))
 NAMES = Names(
-    embedding="model.embed_tokens",
-    norm="model.norm",
-    layer="model.layers.{i}.",
-    mixer_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
     parts={
         "attention": Part("self_attn", sink_rows),
         NEAR: Part("self_attn", sink_rows),

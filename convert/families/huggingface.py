@@ -10,7 +10,7 @@ from typing import Any
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
-from stree_jax.convert.families.tensor_map import Names, bare
+from stree_jax.convert.families.tensor_map import Names, nested
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.tensor_files import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
@@ -83,7 +83,7 @@ def vocabulary(source: ConfigFields, *names: Names) -> tuple[int, int]:
       source: the fields of the config file, with the checkpoint's tensors.
       *names: the tensor names that the family may use.
     """
-    known = [f"{n.embedding}.weight" for n in (*names, *map(bare, names))]
+    known = [f"{n.embedding}.weight" for n in (*names, *(nested(n, "") for n in names))]
     heads = [f"{n.head}.weight" for n in names]  # some tied files have only the head
     found = next((name for name in known + heads if name in source.tensors), None)
     if found is None:

@@ -10,7 +10,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, mamba, read
 from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
-from stree_jax.convert.families.tensor_map import Part, Path, Row, mlp_rows
+from stree_jax.convert.families.tensor_map import Part, Path, Row, expert_rows, mlp_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import (
     AttentionConfig,
@@ -30,11 +30,7 @@ ATTENTION_LAYERS, EXPERT_LAYERS = "attn_layer", "expert_layer"
 def moe_rows(ours: Path, theirs: str, c: MoEConfig) -> Iterator[Row]:
     """Yields a `Row` for each parameter of a layer with experts."""
     yield Row((*ours, "router"), (f"{theirs}.router.weight",))
-    experts = [f"{theirs}.experts.{e}" for e in range(c.num_experts)]
-    both = (f"{e}.{w}_proj.weight" for e in experts for w in ("gate", "up"))
-    yield Row((*ours, "into"), tuple(both), "experts")
-    down = (f"{e}.down_proj.weight" for e in experts)
-    yield Row((*ours, "down"), tuple(down), "stack")
+    yield from expert_rows(ours, f"{theirs}.experts", c.num_experts)
 
 
 NAMES = replace(

@@ -26,6 +26,7 @@ from stree_jax.convert.families.tensor_map import (
     Part,
     Path,
     Row,
+    expert_rows,
     mlp_rows,
     module_rows,
 )
@@ -107,10 +108,8 @@ def moe_rows(
         yield from mlp_rows((*ours, "shared"), shared, c.shared)
     yield Row((*ours, "router"), (f"{theirs}.gate.weight",))
     yield Row((*ours, "router_bias"), (f"{theirs}.{names.bias}",))
-    each = [f"{theirs}.experts.{e}" for e in range(c.num_experts)]
-    both = (f"{e}.{w}.weight" for e in each for w in (names.gate, names.up))
-    yield Row((*ours, "into"), tuple(both), "experts")
-    yield Row((*ours, "down"), tuple(f"{e}.{names.down}.weight" for e in each), "stack")
+    each = (names.gate, names.up, names.down)
+    yield from expert_rows(ours, f"{theirs}.experts", c.num_experts, each)
 
 
 def spelled(names: Names, tensors: Collection[str]) -> Names:
@@ -121,11 +120,6 @@ def spelled(names: Names, tensors: Collection[str]) -> Names:
 
 
 NAMES = Names(
-    embedding="model.embed_tokens",
-    norm="model.norm",
-    layer="model.layers.{i}.",
-    mixer_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
     parts={
         "kda": Part("self_attn", kda_rows),
         "mla": Part("self_attn", mla_rows),

@@ -70,9 +70,7 @@ def _by_number(name: str) -> str:
 
 
 NAMES = Names(
-    embedding="model.embed_tokens",
     norm="model.embedding_norm",
-    layer="model.layers.{i}.",
     mixer_norm="operator_norm",
     mlp_norm="ffn_norm",
     parts={

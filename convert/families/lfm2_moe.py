@@ -2,13 +2,14 @@
 layer on."""
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from stree_jax.convert.families import lfm2, read
 from stree_jax.convert.families.family import Family, alternates
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
-from stree_jax.convert.families.tensor_map import Names, Part, Path, Row
+from stree_jax.convert.families.tensor_map import Names, Part, Path, Row, expert_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
 
@@ -21,27 +22,11 @@ NORMALIZE_EPS = 1e-6  # added to the sum by which the router's weights are divid
 def moe_rows(
     ours: Path, theirs: str, c: MoEConfig, fused: bool = False
 ) -> Iterator[Row]:
-    """Yields a `Row` for each parameter of a layer with experts.
-
-    Args:
-      ours: path of the parameters.
-      theirs: prefix of the tensors' names.
-      c: the config.
-      fused: True if a tensor has the matrices of all experts. If False, every expert
-        has its own tensors.
-    """
+    """Yields a `Row` for each parameter of a layer with experts; see `expert_rows`."""
     yield Row((*ours, "router"), (f"{theirs}.gate.weight",))
     yield Row((*ours, "router_bias"), (f"{theirs}.expert_bias",))
-    experts = f"{theirs}.experts"
-    if fused:
-        yield Row((*ours, "into"), (f"{experts}.gate_up_proj",))
-        yield Row((*ours, "down"), (f"{experts}.down_proj",))
-        return
-    each = range(c.num_experts)
-    both = (f"{experts}.{e}.{w}.weight" for e in each for w in ("w1", "w3"))
-    yield Row((*ours, "into"), tuple(both), "experts")
-    down = (f"{experts}.{e}.w2.weight" for e in each)
-    yield Row((*ours, "down"), tuple(down), "stack")
+    names = ("w1", "w3", "w2")
+    yield from expert_rows(ours, f"{theirs}.experts", c.num_experts, names, fused)
 
 
 def spelled(names: Names, tensors: Collection[str]) -> Names:
@@ -52,11 +37,8 @@ def spelled(names: Names, tensors: Collection[str]) -> Names:
     return names
 
 
-NAMES = Names(
-    **{
-        **vars(lfm2.NAMES.with_parts(moe=Part("feed_forward", moe_rows))),
-        "spelling": spelled,
-    }
+NAMES = replace(
+    lfm2.NAMES.with_parts(moe=Part("feed_forward", moe_rows)), spelling=spelled
 )
 MOE = (
     Field("num_experts", "num_experts", read.size, 32),

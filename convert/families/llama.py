@@ -15,11 +15,6 @@ from stree_jax.models.stack.config import blocks, named
 
 MODELS = "LlamaForCausalLM, llama3 rotary scaling"
 NAMES = Names(
-    embedding="model.embed_tokens",
-    norm="model.norm",
-    layer="model.layers.{i}.",
-    mixer_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
     parts={
         "attention": Part("self_attn", attention_rows),
         "mlp": Part("mlp", mlp_rows),

@@ -8,20 +8,13 @@ from stree_jax.convert.families import mamba, read
 from stree_jax.convert.families.family import Family
 from stree_jax.convert.families.notes import rescaling_notes
 from stree_jax.convert.families.table import Field
-from stree_jax.convert.families.tensor_map import Names, Part, mamba_rows
+from stree_jax.convert.families.tensor_map import Part, mamba_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
 from stree_jax.models.stack.config import blocks, named
 
 MODELS = "Mamba2ForCausalLM"
-NAMES = Names(
-    embedding="backbone.embeddings",
-    norm="backbone.norm_f",
-    layer="backbone.layers.{i}.",
-    mixer_norm="norm",
-    parts={"mamba": Part("mixer", mamba_rows)},
-    spelling=mamba.spelled,
-)
+NAMES = replace(mamba.NAMES, parts={"mamba": Part("mixer", mamba_rows)})
 SINGULAR = replace(NAMES, embedding="backbone.embedding")
 
 HEADS = Field("num_heads", "num_heads", read.size, 128)

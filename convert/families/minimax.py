@@ -78,11 +78,6 @@ def slope_rows(
 
 
 NAMES = Names(
-    embedding="model.embed_tokens",
-    norm="model.norm",
-    layer="model.layers.{i}.",
-    mixer_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
     parts={
         "lightning": Part("self_attn", lightning_rows),
         "attention": Part("self_attn", attention_rows),

@@ -97,9 +97,6 @@ def _conv_sizes(tensors: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 NAMES = Names(
-    embedding="model.embed_tokens",
-    norm="model.norm",
-    layer="model.layers.{i}.",
     mixer_norm=BEFORE,
     mlp_norm=AFTER,
     norm_after_mixer=AFTER,

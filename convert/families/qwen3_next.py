@@ -24,9 +24,11 @@ from stree_jax.convert.families.tensor_map import (
     Part,
     Path,
     Row,
+    expert_rows,
     layer_rows,
     mlp_rows,
     module_rows,
+    nested,
     norm_rows,
     plain,
 )
@@ -99,29 +101,13 @@ def inner_delta_rows(ours: Path, theirs: str) -> Iterator[Row]:
 def moe_rows(
     ours: Path, theirs: str, c: MoEConfig, fused: bool = False
 ) -> Iterator[Row]:
-    """Yields a `Row` for each parameter of a layer with experts and a gated shared MLP.
-
-    Args:
-      ours: path of the parameters.
-      theirs: prefix of the tensors' names.
-      c: the config.
-      fused: True if a tensor has the matrices of all experts. If False, every expert
-        has its own tensors.
-    """
+    """Yields a `Row` for each parameter of a layer with experts and a gated shared MLP;
+    see `expert_rows`."""
     if c.shared is not None:
         yield from mlp_rows((*ours, "shared"), f"{theirs}.shared_expert", c.shared)
     yield Row((*ours, "shared_gate"), (f"{theirs}.shared_expert_gate.weight",))
     yield Row((*ours, "router"), (f"{theirs}.gate.weight",))
-    experts = f"{theirs}.experts"
-    if fused:
-        yield Row((*ours, "into"), (f"{experts}.gate_up_proj",))
-        yield Row((*ours, "down"), (f"{experts}.down_proj",))
-        return
-    each = range(c.num_experts)
-    both = (f"{experts}.{e}.{w}_proj.weight" for e in each for w in ("gate", "up"))
-    yield Row((*ours, "into"), tuple(both), "experts")
-    down = (f"{experts}.{e}.down_proj.weight" for e in each)
-    yield Row((*ours, "down"), tuple(down), "stack")
+    yield from expert_rows(ours, f"{theirs}.experts", c.num_experts, fused=fused)
 
 
 EXPERTS = Part("mlp", moe_rows)
@@ -154,19 +140,10 @@ def mtp_rows(
         yield from layer_rows(names, config, path, f"{MTP}layers.0.", block)
 
 
-def nested(names: Names) -> Names:
-    """Returns the names of a language model within a multimodal model."""
-    embedding, norm, layer = (
-        NESTED + name.partition(".")[2]
-        for name in (names.embedding, names.norm, names.layer)
-    )
-    return replace(names, embedding=embedding, norm=norm, layer=layer)
-
-
 def spelled(names: Names, tensors: Collection[str]) -> Names:
     """Returns the names that a file uses; see `Names.spelling`."""
     if any(name.startswith(NESTED) for name in tensors):
-        names = nested(names)
+        names = nested(names, NESTED)
     fused = [name.startswith(MTP) for name in tensors if name.endswith(FUSED)]
     if not all(fused):
         names = names.with_parts(moe=FUSED_EXPERTS)
@@ -176,11 +153,6 @@ def spelled(names: Names, tensors: Collection[str]) -> Names:
 
 
 NAMES = Names(
-    embedding="model.embed_tokens",
-    norm="model.norm",
-    layer="model.layers.{i}.",
-    mixer_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
     norm_how="offset",
     parts={
         "delta": Part("linear_attn", grouped_delta_rows),
@@ -335,7 +307,7 @@ def parse_layers(
       mtp: the MTP layers, or () if they are not read.
     """
     _check_supported(fields)
-    model = hf.read_model(tables.model, fields, names, nested(names))
+    model = hf.read_model(tables.model, fields, names, nested(names, NESTED))
     mixers, eps = _mixers(fields, len(seconds)), model["norm_eps"]
     layers = tuple(kind for pair in zip(mixers, seconds, strict=True) for kind in pair)
     kinds = layers + mtp

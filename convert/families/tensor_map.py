@@ -4,7 +4,7 @@ The map is a list of `Row` objects, one per parameter. A `Row` with a capital le
 such an entry; the word "rows" otherwise means rows of a matrix.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -422,6 +422,34 @@ def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
     yield from module_rows(ours, theirs, {"down": "down_proj"})
 
 
+def expert_rows(
+    ours: Path,
+    theirs: str,
+    count: int,
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    fused: bool = False,
+) -> Iterator[Row]:
+    """Yields a `Row` for each projection of gated experts.
+
+    Args:
+      ours: path of the parameters.
+      theirs: full name of the module of the experts.
+      count: number of experts.
+      names: modules of an expert: gate, up and down.
+      fused: True if a tensor has the matrices of all experts. If False, every expert
+        has its own tensors.
+    """
+    if fused:
+        yield Row((*ours, "into"), (f"{theirs}.gate_up_proj",))
+        yield Row((*ours, "down"), (f"{theirs}.down_proj",))
+        return
+    each = range(count)
+    both = (f"{theirs}.{e}.{w}.weight" for e in each for w in names[:2])
+    yield Row((*ours, "into"), tuple(both), "experts")
+    down = (f"{theirs}.{e}.{names[2]}.weight" for e in each)
+    yield Row((*ours, "down"), tuple(down), "stack")
+
+
 @dataclass(frozen=True)
 class Part:
     """The names that a checkpoint format gives to the tensors of one mixer.
@@ -439,9 +467,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Names:
-    """The names that a checkpoint format gives to the tensors of a model.
+    """The names that a checkpoint format gives to the tensors of a model. The defaults
+    are those of most classes of transformers.
 
     Attributes:
+      parts: names of the mixers' tensors, by our names of the mixers.
       embedding: name of the embedding.
       norm: name of the final norm.
       layer: prefix of a layer, with `{i}` for its number. The names of its parts
@@ -450,7 +480,6 @@ class Names:
         without a token mixer.
       norm_after_mixer, norm_after_mlp: names of the norms after them.
       head: name of the head, if it is not tied to the embedding.
-      parts: names of the mixers' tensors, by our names of the mixers.
       norm_how: conversion of the scales of block norms; see `Row`.
       norms: names of the norms of layers whose first mixer has this name, if they
         differ from those above.
@@ -477,12 +506,12 @@ class Names:
         is not read.
     """
 
-    embedding: str
-    norm: str
-    layer: str
-    mixer_norm: str
     parts: Mapping[str, Part]
-    mlp_norm: str = ""
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    layer: str = "model.layers.{i}."
+    mixer_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
     norm_after_mixer: str = ""
     norm_after_mlp: str = ""
     head: str = "lm_head"
@@ -510,11 +539,13 @@ class Names:
         return self.parts.get(mixer) or self.parts[mixer.partition("_")[0]]
 
 
-def bare(names: Names) -> Names:
-    """Returns the names without their first component, such as "embed_tokens" for
-    "model.embed_tokens". transformers saves models without a head in this way."""
+def nested(names: Names, prefix: str) -> Names:
+    """Returns the names with another prefix in place of their first component, such as
+    those of a language model within a multimodal one. Without a prefix, they are those
+    of a model that transformers saved without a head."""
     embedding, norm, layer = (
-        name.partition(".")[2] for name in (names.embedding, names.norm, names.layer)
+        prefix + name.partition(".")[2]
+        for name in (names.embedding, names.norm, names.layer)
     )
     return replace(names, embedding=embedding, norm=norm, layer=layer)
 

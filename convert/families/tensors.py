@@ -15,10 +15,10 @@ from stree_jax.convert.families.tensor_map import (
     Names,
     Piece,
     Row,
-    bare,
     can_be_cut,
     candidates,
     join,
+    nested,
     numbered_layers,
     order_of,
     pieces,
@@ -163,8 +163,9 @@ def settle_names(
     """
     if names.spelling is not None:
         names = names.spelling(names, source.tensors)
-    if f"{bare(names).embedding}.weight" in source.tensors:
-        names = bare(names)
+    bare = nested(names, "")  # as transformers saves models without a head
+    if f"{bare.embedding}.weight" in source.tensors:
+        names = bare
     embedding, head = f"{names.embedding}.weight", f"{names.head}.weight"
     if config.tie_embeddings and head in source.tensors:
         if embedding not in source.tensors:

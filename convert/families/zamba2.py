@@ -59,10 +59,7 @@ def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
 
 
 NAMES = Names(
-    embedding="model.embed_tokens",
     norm="model.final_layernorm",
-    layer="model.layers.{i}.",
-    mixer_norm="input_layernorm",
     parts={"mamba": Part("mamba", mamba_rows)},
     shared_rows=shared_rows,
 )

@@ -2,7 +2,7 @@
 // place. They copy rows of any dtype.
 //
 // The reference implementations in JAX are `commit_window` in pallas_kernels/conv.py and
-// `append_rows` in models/mixers/attention.py.
+// `append_rows` in models/mixers/kv_cache.py.
 //
 // Letters: B rows of the batch, T nodes, M entries of a path, K1 inputs in a window, Hk
 // heads, S rows of a cache.

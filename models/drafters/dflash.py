@@ -51,14 +51,15 @@ from stree_jax.models.layers.params import (
 from stree_jax.models.layers.rope import angles, rotated
 from stree_jax.models.mixers.attention import (
     AttentionConfig,
-    append_both,
     attention_params,
     cut_heads,
     normed_heads,
 )
+from stree_jax.models.mixers.kv_cache import append_both
 from stree_jax.models.mixers.mlp import MLPConfig, activate_gated, mlp_params
 from stree_jax.models.stack.config import ModelConfig, blocks
-from stree_jax.models.stack.model import Model, Tapped, logits_of
+from stree_jax.models.stack.model import Model, logits_of
+from stree_jax.models.stack.network import Tapped
 from stree_jax.models.stack.state import State, init_state
 from stree_jax.models.weights.formats import as_weight, gathered
 from stree_jax.models.weights.linear import as_row, linear

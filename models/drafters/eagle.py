@@ -52,18 +52,16 @@ from stree_jax.models.mixers.attention import AttentionConfig
 from stree_jax.models.mixers.mlp import MLPConfig
 from stree_jax.models.stack.config import Block, ModelConfig, blocks
 from stree_jax.models.stack.config_json import from_json, to_json
-from stree_jax.models.stack.model import (
+from stree_jax.models.stack.model import Model, model_pytree, param_dtype
+from stree_jax.models.stack.model_json import register_model
+from stree_jax.models.stack.network import (
     LanguageModel,
     LayerOutput,
-    Model,
     ResidualLayer,
     Tapped,
     mixer_args,
-    model_pytree,
-    param_dtype,
     run_layers,
 )
-from stree_jax.models.stack.model_json import register_model
 from stree_jax.models.stack.state import (
     LayerRecord,
     LayerState,
@@ -206,17 +204,13 @@ def _first_params(c: EagleConfig) -> Table:
     return table | {"embedding_norm": norm, "hidden_norm": norm}
 
 
-def eagle_table(c: EagleConfig, *, bound: bool = False) -> dict[Path, Param]:
-    """Returns the shape and initialiser of every parameter, by path.
-
-    Args:
-      c: the architecture.
-      bound: True to include the target's embedding and head.
-    """
+def eagle_table(c: EagleConfig) -> dict[Path, Param]:
+    """Returns the shape and initialiser of every parameter, by path, without those of
+    the target's embedding and head."""
     ends = model_params(c.vocab_size, c.d_model, c.tie_embeddings, c.head_rows)
-    if not (bound or c.own_embedding):
+    if not c.own_embedding:
         del ends["embedding"]
-    if not (bound or c.own_head):
+    if not c.own_head:
         ends = {n: p for n, p in ends.items() if n not in ("lm_head", "head_ids")}
     table = ends | _project_params(c) | _norms(c) | {"layers_0": _first_params(c)}
     for i, block in enumerate(c.layers[1:], 1):

@@ -49,10 +49,3 @@ def with_head(model: Model, head: Any, ids: jax.Array) -> Model:
     params = {**model.params, "lm_head": head, "head_ids": ids}
     config = replace(model.config, tie_embeddings=False, head_rows=ids.shape[0])
     return replace(model, params=params, config=config)
-
-
-def with_trimmed_head(model: Model, ids: Any) -> Model:
-    """Returns a model whose head predicts only the tokens `ids` [D] int32, which are
-    all different."""
-    ids = jnp.asarray(ids, jnp.int32)
-    return with_head(model, trimmed_head(model, ids), ids)

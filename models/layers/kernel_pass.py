@@ -1,12 +1,14 @@
 """Conversions between a `Pass` and the arguments of the compiled mixer kernels."""
 
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from stree_jax.cpu_kernels import MixerTree
-from stree_jax.models.layers.mixer import MixerPending
+from stree_jax.models.layers.mixer import MixerPending, written_over
 from stree_jax.models.layers.nodes import Nodes, Pass, Scan
 
 
@@ -65,6 +67,91 @@ def pass_of(
         is_node.sum(axis=1, dtype=jnp.int32) if has_padding else None,
     )
     return pass_, None if records_of_last_tree else record
+
+
+def by_kernel(
+    kernel: Any,
+    arrays: tuple[Any, ...],
+    c: Any,
+    pass_: Pass[Any],
+    state: Any,
+    record: Any,
+    *,
+    memory: Callable[..., Any],
+    empty: Callable[..., Any],
+) -> tuple[jax.Array, Any, Any] | None:
+    """Runs a mixer between its projections with a CPU kernel. Returns None if the
+    kernel does not support the arguments.
+
+    Args:
+      kernel: the kernel, whose definition is `reference`.
+      arrays: outputs [B, Tq, ...] of the projections, and the weights.
+      c: the mixer's config.
+      pass_, state, record: see `Pass`.
+      memory: makes the kernel's memory of the arrays of a state and a record.
+      empty: function (c, batch, nodes, dtype) that returns an empty record.
+    """
+    pending = pass_.pending
+    if pass_.nodes.scan not in ("tree", "chain"):
+        return None
+    last = record if pending is None else pending.record
+    if last is None:
+        # The kernel always takes the last tree's records; without a last tree it gets
+        # an empty record and a path of length 0.
+        last = empty(c, state.ssm.shape[0], 1, state.conv.dtype)
+    tree = kernel_tree(pass_, arrays[0].shape[0], c.d_conv)
+    args = *arrays, memory(state.ssm, state.conv, *_arrays_of(last)), tree
+    options = dict(config=c, **kernel_options(pass_, record))
+    if kernel.unsupported(*args, **options) is not None:
+        return None
+    with jax.named_scope("mixer"):
+        y, new = kernel(*args, **options)
+    if pending is not None:
+        state = type(state)(new.ssm, new.conv)
+    return y, type(last)(*new[2:]), state
+
+
+def reference(
+    equations: Callable[..., tuple[jax.Array, Any, Any]],
+    arrays: tuple[Any, ...],
+    memory: Any,
+    tree: MixerTree,
+    kinds: tuple[type, type],
+    *,
+    config: Any,
+    replays: bool,
+    **options: Any,
+) -> tuple[jax.Array, Any]:
+    """Replays the pending path and computes a mixer on a tree, with the array layout of
+    a CPU kernel. This is the reference implementation of the kernel.
+
+    Args:
+      equations: function (config, *arrays, pass, state, record) that computes the mixer
+        between its projections, and returns its output, record and state.
+      arrays: as in `by_kernel`.
+      memory: the state before the pending path, and the records.
+      tree: the pending path, and the topology of this tree of T nodes.
+      kinds: types of the state and the record.
+      config: the mixer's config.
+      replays: True if there is a pending path.
+      **options: see `pass_of`.
+
+    Returns:
+      The input of out_proj, and the new memory: the state after the pending path (only
+      if `replays`), and records whose first T rows are this tree's. If the last tree
+      was larger, the rows from T on keep its records.
+    """
+    State, Record = kinds
+    record = Record(*memory[2:])
+    pass_, so_far = pass_of(tree, record, **options)
+    y, new, state = equations(config, *arrays, pass_, State(*memory[:2]), so_far)
+    new = jax.tree.map(written_over, record, new)
+    ssm, conv = kept_state(state.ssm, state.conv, replays)
+    return y, type(memory)(ssm, conv, *_arrays_of(new))
+
+
+def _arrays_of(record: Any) -> tuple[jax.Array, ...]:
+    return tuple(getattr(record, field.name) for field in fields(record))
 
 
 def kept_state(

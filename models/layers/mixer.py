@@ -31,6 +31,7 @@ import jax
 from flax import linen as nn
 from flax import struct
 
+from stree_jax.models.base.shards import ALONE, Group
 from stree_jax.models.layers.params import Table
 from stree_jax.models.weights.plain import SKINNY
 
@@ -156,6 +157,21 @@ class MixerState(Protocol):
         ...
 
 
+class MixerModule(nn.Module):
+    """The Flax module of a mixer, or one device's share of it.
+
+    Attributes:
+      config: the config of this device's share.
+      dtype: dtype of new parameters, and of caches and records except for their
+        float32 arrays.
+      parts: the devices that share the mixer.
+    """
+
+    config: Any
+    dtype: Any
+    parts: Group = ALONE
+
+
 class Mixer(Generic[C]):
     """One kind of mixer: its config, parameters, module, state, and memory use.
 
@@ -165,9 +181,8 @@ class Mixer(Generic[C]):
     Attributes:
       kind: name of the kind in saved configs.
       Config: frozen dataclass of the mixer's options.
-      Module: Flax module `Module(config, dtype, parts)`, called as
+      Module: Flax module as `MixerModule`, called as
         `module(u, pass_, state, record) -> (out, record, state)`; see `nodes.Pass`.
-        `parts` (`Group`) are the devices that share the mixer.
       State: type of the mixer's state. None for a channel mixer.
       Record: type of the mixer's record, which holds what a forward pass stores of each
         node so that the state after an accepted path can be computed from it. None for

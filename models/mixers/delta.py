@@ -19,23 +19,18 @@ from stree_jax.cpu_kernels import (
     delta_unsupported,
 )
 from stree_jax.cpu_kernels.mixer import MAX_NODES
-from stree_jax.models.base.shards import ALONE, Group, Run
+from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.layers.kernel_pass import (
-    kept_state,
-    kernel_options,
-    kernel_tree,
-    pass_of,
-)
+from stree_jax.models.layers.kernel_pass import by_kernel, reference
 from stree_jax.models.layers.mixer import (
     FLOAT,
     Mixer,
+    MixerModule,
     MixerPending,
     leaf,
     padded_rows,
-    written_over,
 )
-from stree_jax.models.layers.nodes import Pass, Scan
+from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import ONES, Param, Table, conv_init, declare
 from stree_jax.models.mixers.mamba2 import init_A_log, init_dt_bias
@@ -164,21 +159,6 @@ def commit_delta(state: DeltaState, pending: MixerPending[DeltaRecord]) -> Delta
     return DeltaState(ssm, commit_window(state.conv, qkv, pending.path, pending.length))
 
 
-def empty_record(c: DeltaConfig, batch: int, nodes: int, dtype: Any) -> DeltaRecord:
-    """Returns a record of `nodes` nodes, all zeros."""
-
-    def zeros(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-        return jnp.zeros((batch, nodes, *shape), dtype)
-
-    return DeltaRecord(
-        u=zeros(c.value_heads, c.value_dim),
-        k=zeros(c.key_heads, c.key_dim, dtype=dtype),
-        k_scale=zeros(c.key_heads),
-        a=zeros(*c.decays),
-        qkv=zeros(c.d_qkv, dtype=dtype),
-    )
-
-
 def delta_params(c: DeltaConfig, d_model: int) -> Table:
     """Returns the parameters by name.
 
@@ -203,18 +183,10 @@ def delta_params(c: DeltaConfig, d_model: int) -> Table:
     }
 
 
-class DeltaModule(nn.Module):
-    """Gated DeltaNet: projections, convolution, delta rule, gated norm, projection.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of the keys in records and of the convolution's window.
-      parts: the devices that share the mixer.
-    """
+class DeltaModule(MixerModule):
+    """Gated DeltaNet: projections, convolution, delta rule, gated norm, projection."""
 
     config: DeltaConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(
@@ -256,27 +228,14 @@ def mixed(
     """Runs the mixer between its projections, with the CPU kernel if it supports the
     arguments and `equations` otherwise. Arguments and results are those of
     `equations`."""
-    pending = pass_.pending
-    last = record if pending is None else pending.record
-    if pass_.nodes.scan not in ("tree", "chain"):
-        return equations(c, qkvz, gates, weights, pass_, state, record)
-    if last is None:
-        # The kernel always takes the last tree's records; without a last tree it gets
-        # an empty record and a path of length 0.
-        last = empty_record(c, state.ssm.shape[0], 1, state.conv.dtype)
-    tree = kernel_tree(pass_, qkvz.shape[0], c.d_conv)
-    memory = DeltaMemory(
-        state.ssm, state.conv, last.u, last.k, last.k_scale, last.a, last.qkv
+    found = by_kernel(
+        *(delta_kernel, (qkvz, gates, weights), c, pass_, state, record),
+        memory=DeltaMemory,
+        empty=DELTA.empty_record,
     )
-    args = qkvz, gates, weights, memory, tree
-    options = dict(config=c, **kernel_options(pass_, record))
-    if delta_kernel.unsupported(*args, **options) is not None:
+    if found is None:
         return equations(c, qkvz, gates, weights, pass_, state, record)
-    with jax.named_scope("mixer"):
-        y, new = delta_kernel(*args, **options)
-    if pending is not None:
-        state = DeltaState(new.ssm, new.conv)
-    return y, DeltaRecord(*new[2:]), state
+    return found
 
 
 def _attributes(config: DeltaConfig, **options: Any) -> dict[str, Any]:
@@ -312,47 +271,16 @@ def delta_kernel(
     weights: DeltaWeights,
     memory: DeltaMemory,
     tree: MixerTree,
-    *,
-    config: DeltaConfig,
-    scan: Scan,
-    records_of_last_tree: bool,
-    replays: bool,
-    has_padding: bool,
+    **options: Any,
 ) -> tuple[jax.Array, DeltaMemory]:
-    """Replays the pending path and computes the mixer on a tree, with the array layout
-    of the CPU kernel.
-
-    This JAX function is the reference implementation of the kernel `stree_delta`; it
-    calls `equations`.
+    """Replays the pending path and computes the mixer on a tree; see `reference`.
 
     Args:
-      qkvz: [B, Tq, C + H * P] float32, output of in_proj for the Tq queried nodes.
-      gates: as in `equations`.
-      weights: the weights between the projections.
-      memory: the state before the pending path, and the records.
-      tree: the pending path, and the topology of this tree of T nodes.
-      config: the config.
-      scan, records_of_last_tree, has_padding: as in `kernel_pass.pass_of`.
-      replays: True if there is a pending path.
-
-    Returns:
-      The input of out_proj [B, Tq, H * P] float32, and the new memory: the state after
-      the pending path (only if `replays`), and records whose first T rows are this
-      tree's. If the last tree was larger, the rows from T on keep its records.
+      qkvz, gates, weights: as in `equations`.
+      memory, tree, **options: as in `reference`.
     """
-    record = DeltaRecord(*memory[2:])
-    pass_, so_far = pass_of(
-        tree,
-        record,
-        scan=scan,
-        records_of_last_tree=records_of_last_tree,
-        has_padding=has_padding,
-    )
-    state = DeltaState(memory.ssm, memory.conv)
-    y, new, state = equations(config, qkvz, gates, weights, pass_, state, so_far)
-    r = jax.tree.map(written_over, record, new)
-    ssm, conv = kept_state(state.ssm, state.conv, replays)
-    return y, DeltaMemory(ssm, conv, r.u, r.k, r.k_scale, r.a, r.qkv)
+    arrays, kinds = (qkvz, gates, weights), (DeltaState, DeltaRecord)
+    return reference(equations, arrays, memory, tree, kinds, **options)
 
 
 def equations(
@@ -499,7 +427,16 @@ class Delta(Mixer[DeltaConfig]):
     def empty_record(
         self, c: DeltaConfig, batch: int, nodes: int, dtype: Any
     ) -> DeltaRecord:
-        return empty_record(c, batch, nodes, dtype)
+        def zeros(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+            return jnp.zeros((batch, nodes, *shape), dtype)
+
+        return DeltaRecord(
+            u=zeros(c.value_heads, c.value_dim),
+            k=zeros(c.key_heads, c.key_dim, dtype=dtype),
+            k_scale=zeros(c.key_heads),
+            a=zeros(*c.decays),
+            qkv=zeros(c.d_qkv, dtype=dtype),
+        )
 
     def record_bytes(self, c: DeltaConfig, batch: int, nodes: int) -> int:
         # The kernel writes the record over the last one.

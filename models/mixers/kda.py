@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.cpu_kernels import DeltaWeights
-from stree_jax.models.base.shards import ALONE, Group, Run
-from stree_jax.models.layers.mixer import FLOAT, padded_rows
+from stree_jax.models.base.shards import Run
+from stree_jax.models.layers.mixer import FLOAT, MixerModule, padded_rows
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import Param, Table, declare
 from stree_jax.models.mixers.delta import (
@@ -109,19 +109,11 @@ def log_decays(
     return c.decay_bound * jax.nn.sigmoid(rate * step)
 
 
-class KDAModule(nn.Module):
+class KDAModule(MixerModule):
     """Kimi Delta Attention: projections, convolution, delta rule, norm, gate,
-    projection.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of the keys in records and of the convolution's window.
-      parts: the devices that share the mixer.
-    """
+    projection."""
 
     config: KDAConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

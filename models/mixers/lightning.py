@@ -19,9 +19,16 @@ from flax import struct
 
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels.scan import MAX_NODES
-from stree_jax.models.base.shards import ALONE, Group, Run
+from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.layers.mixer import (
+    FLOAT,
+    Mixer,
+    MixerModule,
+    MixerPending,
+    leaf,
+    padded_rows,
+)
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import ONES, Param, Table, declare
@@ -121,18 +128,10 @@ def lightning_params(c: LightningConfig, d_model: int) -> Table:
     }
 
 
-class LightningModule(nn.Module):
-    """Lightning attention: projection, silu, scan, norm, gate, projection.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of the records.
-      parts: the devices that share the mixer.
-    """
+class LightningModule(MixerModule):
+    """Lightning attention: projection, silu, scan, norm, gate, projection."""
 
     config: LightningConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

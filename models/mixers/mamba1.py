@@ -10,9 +10,16 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax import cpu_kernels
-from stree_jax.models.base.shards import ALONE, Group, Run
+from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.layers.mixer import (
+    FLOAT,
+    Mixer,
+    MixerModule,
+    MixerPending,
+    leaf,
+    padded_rows,
+)
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, rms_norm, scaled_rms_norm
 from stree_jax.models.layers.params import ONES, ZEROS, Param, Table, conv_init, declare
@@ -156,18 +163,10 @@ def mamba1_params(c: Mamba1Config, d_model: int) -> Table:
 NORMS = ("dt_norm", "B_norm", "C_norm")  # scales of the norms of dt, B and C
 
 
-class Mamba1Module(nn.Module):
-    """Mamba-1: projection, convolution, selective scan, gate, projection.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of x and of the convolution's inputs in records and states.
-      parts: the devices that share the mixer.
-    """
+class Mamba1Module(MixerModule):
+    """Mamba-1: projection, convolution, selective scan, gate, projection."""
 
     config: Mamba1Config
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

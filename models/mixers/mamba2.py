@@ -23,23 +23,18 @@ from stree_jax.cpu_kernels import (
     mixer_unsupported,
 )
 from stree_jax.cpu_kernels.scan import MAX_NODES
-from stree_jax.models.base.shards import ALONE, MODEL, Group, Run
+from stree_jax.models.base.shards import MODEL, Group, Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.layers.kernel_pass import (
-    kept_state,
-    kernel_options,
-    kernel_tree,
-    pass_of,
-)
+from stree_jax.models.layers.kernel_pass import by_kernel, reference
 from stree_jax.models.layers.mixer import (
     FLOAT,
     Mixer,
+    MixerModule,
     MixerPending,
     leaf,
     padded_rows,
-    written_over,
 )
-from stree_jax.models.layers.nodes import Nodes, Pass, Scan
+from stree_jax.models.layers.nodes import Nodes, Pass
 from stree_jax.models.layers.norm import ScaledNorm, gated_norm
 from stree_jax.models.layers.params import ONES, ZEROS, Param, Table, conv_init, declare
 from stree_jax.models.weights.linear import as_row, linear, linear_summed, scaled
@@ -177,21 +172,6 @@ def commit_mamba(state: MambaState, pending: MixerPending[MambaRecord]) -> Mamba
     return MambaState(ssm, commit_window(state.conv, xBC, pending.path, pending.length))
 
 
-def empty_record(c: MambaConfig, batch: int, nodes: int, dtype: Any) -> MambaRecord:
-    """Returns a record of `nodes` nodes, all zeros."""
-
-    def zeros(*shape: int, dtype: Any = dtype) -> jax.Array:
-        return jnp.zeros((batch, nodes, *shape), dtype)
-
-    return MambaRecord(
-        x=zeros(c.num_heads, c.head_dim),
-        dt=zeros(c.num_heads, dtype=jnp.float32),
-        a=zeros(c.num_heads, dtype=jnp.float32),
-        B=zeros(c.n_groups if c.x_heads is None else c.num_heads, c.d_state),
-        xBC=zeros(c.d_xBC),
-    )
-
-
 def init_A_log(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
 
@@ -252,18 +232,10 @@ def mamba_params(c: MambaConfig, d_model: int) -> Table:
     return table
 
 
-class Mamba2Module(nn.Module):
-    """Mamba2: projection, convolution, scan, gated norm, projection.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of the records and of the convolution's window.
-      parts: the devices that share the mixer.
-    """
+class Mamba2Module(MixerModule):
+    """Mamba2: projection, convolution, scan, gated norm, projection."""
 
     config: MambaConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(
@@ -334,27 +306,16 @@ def mixed(
     Returns:
       The input of out_proj [B, Tq, H * P] float32, the record and the state.
     """
-    nodes, pending = pass_.nodes, pass_.pending
-    last = record if pending is None else pending.record
-    supported = c.x_heads is None and c.norm_parts == 1
-    if not supported or nodes.scan not in ("tree", "chain"):
+    arrays, found = (zxbcdt, weights), None
+    if c.x_heads is None and c.norm_parts == 1:
+        found = by_kernel(
+            *(mixer_kernel, arrays, c, pass_, state, record),
+            memory=MixerMemory,
+            empty=MAMBA2.empty_record,
+        )
+    if found is None:
         return equations(c, zxbcdt, weights, pass_, state, record, axis=axis)
-    if last is None:
-        # The kernel always takes the last tree's records; without a last tree it gets
-        # an empty record and a path of length 0.
-        last = empty_record(c, state.ssm.shape[0], 1, state.conv.dtype)
-    tree = kernel_tree(pass_, zxbcdt.shape[0], c.d_conv)
-    memory = MixerMemory(
-        state.ssm, state.conv, last.x, last.dt, last.a, last.B, last.xBC
-    )
-    options = dict(config=c, **kernel_options(pass_, record))
-    if mixer_kernel.unsupported(zxbcdt, weights, memory, tree, **options) is not None:
-        return equations(c, zxbcdt, weights, pass_, state, record)
-    with jax.named_scope("mixer"):
-        y, new = mixer_kernel(zxbcdt, weights, memory, tree, **options)
-    if pending is not None:
-        state = MambaState(new.ssm, new.conv)
-    return y, MambaRecord(*new[2:]), state
+    return found
 
 
 def _attributes(config: MambaConfig, **options: Any) -> dict[str, Any]:
@@ -382,53 +343,16 @@ def mixer_kernel(
     weights: MixerWeights,
     memory: MixerMemory,
     tree: MixerTree,
-    *,
-    config: MambaConfig,
-    scan: Scan,
-    records_of_last_tree: bool,
-    replays: bool,
-    has_padding: bool,
+    **options: Any,
 ) -> tuple[jax.Array, MixerMemory]:
-    """Replays the pending path and computes the mixer on a tree, with the array layout
-    of the CPU kernel.
-
-    This JAX function is the reference implementation of the kernel `stree_mixer`; it
-    calls `equations`. `models.layers.mixer` explains records and the pending path.
+    """Replays the pending path and computes the mixer on a tree; see `reference`.
 
     Args:
-      zxbcdt: [B, Tq, W] float32, output of in_proj for the Tq queried nodes; W is the
-        width of in_proj.
-      weights: the weights between the projections.
-      memory: the state before the pending path, and the records.
-      tree: the pending path, and the topology of this tree of T nodes.
-      config: the config.
-      scan: see `Nodes.scan`.
-      records_of_last_tree: True if `memory` has the records of the last tree, which
-        contains the pending path. False if this tree is computed in several passes:
-        `memory` then has the records of its earlier nodes, and `tree.rows` are the
-        nodes of this pass.
-      replays: True if there is a pending path.
-      has_padding: True if the tree may have padding nodes, which have a False on the
-        diagonal of `tree.mask`. If False, all nodes are valid.
-
-    Returns:
-      The mixer's output before out_proj [B, Tq, H * P] float32, and the new memory: the
-      state after the pending path (only if `replays`), and records whose first T rows
-      are this tree's. If the last tree was larger, the rows from T on keep its records.
+      zxbcdt, weights: as in `mixed`.
+      memory, tree, **options: as in `reference`.
     """
-    record = MambaRecord(*memory[2:])
-    pass_, so_far = pass_of(
-        tree,
-        record,
-        scan=scan,
-        records_of_last_tree=records_of_last_tree,
-        has_padding=has_padding,
-    )
-    state = MambaState(memory.ssm, memory.conv)
-    y, new, state = equations(config, zxbcdt, weights, pass_, state, so_far)
-    r = jax.tree.map(written_over, record, new)
-    ssm, conv = kept_state(state.ssm, state.conv, replays)
-    return y, MixerMemory(ssm, conv, r.x, r.dt, r.a, r.B, r.xBC)
+    arrays, kinds = (zxbcdt, weights), (MambaState, MambaRecord)
+    return reference(equations, arrays, memory, tree, kinds, **options)
 
 
 def equations(
@@ -606,7 +530,16 @@ class Mamba2(Mixer[MambaConfig]):
     def empty_record(
         self, c: MambaConfig, batch: int, nodes: int, dtype: Any
     ) -> MambaRecord:
-        return empty_record(c, batch, nodes, dtype)
+        def zeros(*shape: int, dtype: Any = dtype) -> jax.Array:
+            return jnp.zeros((batch, nodes, *shape), dtype)
+
+        return MambaRecord(
+            x=zeros(c.num_heads, c.head_dim),
+            dt=zeros(c.num_heads, dtype=jnp.float32),
+            a=zeros(c.num_heads, dtype=jnp.float32),
+            B=zeros(c.n_groups if c.x_heads is None else c.num_heads, c.d_state),
+            xBC=zeros(c.d_xBC),
+        )
 
     def record_bytes(self, c: MambaConfig, batch: int, nodes: int) -> int:
         # The convolution's output xBC, of which x, B and C are slices.

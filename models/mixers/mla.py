@@ -21,14 +21,21 @@ from flax import struct
 
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints
-from stree_jax.models.base.shards import ALONE, Group, Run
+from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.layers.mixer import (
+    FLOAT,
+    Mixer,
+    MixerModule,
+    MixerPending,
+    leaf,
+    padded_rows,
+)
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import ONES, Param, Table, declare
 from stree_jax.models.layers.rope import Rope, angles, check_rope, rotated_pairs
-from stree_jax.models.mixers.attention import append_rows
+from stree_jax.models.mixers.kv_cache import append_rows
 from stree_jax.models.weights.formats import stack_of
 from stree_jax.models.weights.linear import expert_product, linear, linear_summed
 from stree_jax.pallas_kernels import (
@@ -184,18 +191,10 @@ def by_head(x: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
     return y.swapaxes(0, 1).reshape(batch, T, H, -1)
 
 
-class MLA(nn.Module):
-    """Latent attention: projections, norm, rotary embedding, attention, projection.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of the cache and of records.
-      parts: the devices that share the mixer.
-    """
+class MLA(MixerModule):
+    """Latent attention: projections, norm, rotary embedding, attention, projection."""
 
     config: MLAConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

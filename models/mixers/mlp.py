@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
-from stree_jax.models.base.shards import ALONE, Group, Run
-from stree_jax.models.layers.mixer import FLOAT, Mixer, padded_rows
+from stree_jax.models.base.shards import Run
+from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerModule, padded_rows
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import ZEROS, Param, Table, declare
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
@@ -124,18 +124,10 @@ def _gated(
     return activate(scaled(gate, multiplier), name) * up
 
 
-class MLP(nn.Module):
-    """An MLP, or one device's share of it.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of new parameters.
-      parts: the devices that share the MLP.
-    """
+class MLP(MixerModule):
+    """An MLP, or one device's share of it."""
 
     config: MLPConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from stree_jax.models.base.shards import ALONE, Group, total
-from stree_jax.models.layers.mixer import Mixer
+from stree_jax.models.base.shards import total
+from stree_jax.models.layers.mixer import Mixer, MixerModule
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import Norm, ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import ONES, Param, Table, declare, norm_params
@@ -50,18 +50,10 @@ class MLPMoEConfig:
             raise ValueError("moe: only experts without further options are supported")
 
 
-class MLPMoE(nn.Module):
-    """The mixer, or one device's share of it.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of new parameters.
-      parts: the devices that share the mixer.
-    """
+class MLPMoE(MixerModule):
+    """The mixer, or one device's share of it."""
 
     config: MLPMoEConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

@@ -9,8 +9,8 @@ from flax import linen as nn
 from jax import lax
 
 from stree_jax.cpu_kernels import at_most, cpu_kernel, floats, symbolic_size
-from stree_jax.models.base.shards import ALONE, Group, total
-from stree_jax.models.layers.mixer import FLOAT, Mixer
+from stree_jax.models.base.shards import total
+from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerModule
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import ZEROS, Param, Table, declare
 from stree_jax.models.mixers.mlp import (
@@ -170,18 +170,10 @@ def without_padding(
     return jnp.where(is_node.reshape(-1, 1), chosen, PADDING)
 
 
-class MoE(nn.Module):
-    """Computes the sum of weight * expert(x) over the chosen experts, plus shared(x).
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of new parameters.
-      parts: the devices that share the experts.
-    """
+class MoE(MixerModule):
+    """Computes the sum of weight * expert(x) of the chosen experts, plus shared(x)."""
 
     config: MoEConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

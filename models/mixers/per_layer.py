@@ -7,8 +7,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from stree_jax.models.base.shards import ALONE, Group
-from stree_jax.models.layers.mixer import FLOAT, INPUTS, Mixer, padded_rows
+from stree_jax.models.layers.mixer import FLOAT, INPUTS, Mixer, MixerModule, padded_rows
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import Param, Table, declare
 from stree_jax.models.mixers.mlp import Activation, activate
@@ -28,18 +27,10 @@ class PerLayerConfig:
     activation: Activation = "gelu_tanh"
 
 
-class PerLayer(nn.Module):
-    """The mixer.
-
-    Attributes:
-      config: the config.
-      dtype: dtype of new parameters.
-      parts: the devices that share the mixer, always one.
-    """
+class PerLayer(MixerModule):
+    """The mixer."""
 
     config: PerLayerConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

@@ -8,9 +8,16 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.base.shards import ALONE, Group, Run
+from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.layers.mixer import (
+    FLOAT,
+    Mixer,
+    MixerModule,
+    MixerPending,
+    leaf,
+    padded_rows,
+)
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import ZEROS, Param, Table, conv_init, declare
 from stree_jax.models.weights.linear import linear, linear_summed
@@ -90,18 +97,10 @@ def short_conv_params(c: ShortConvConfig, d_model: int) -> Table:
     return table
 
 
-class ShortConvModule(nn.Module):
-    """Computes out_proj(output gate * conv(input gate * x)).
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of records and of the convolution's window.
-      parts: the devices that share the mixer.
-    """
+class ShortConvModule(MixerModule):
+    """Computes out_proj(output gate * conv(input gate * x))."""
 
     config: ShortConvConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

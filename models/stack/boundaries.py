@@ -8,8 +8,6 @@ ours, a token mixer and an MLP. For Gemma 4 with per-layer inputs it is three.
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.state import token_mixers
 
-EMBEDDING = -1  # the tap of boundary 0
-
 
 def layers_per_boundary(config: ModelConfig) -> int:
     """Returns the number of residual layers in a layer of the maker's count.

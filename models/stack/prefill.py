@@ -14,12 +14,11 @@ from stree_jax.models.mixers import mixer_of
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model import (
     Model,
-    Tapped,
-    Taps,
     forward_hidden,
     forward_tapped,
     param_dtype,
 )
+from stree_jax.models.stack.network import Tapped, Taps
 from stree_jax.models.stack.state import (
     Pending,
     Records,

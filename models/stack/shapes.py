@@ -20,7 +20,7 @@ from stree_jax.models.layers.params import (
     stored,
 )
 from stree_jax.models.stack.config import ModelConfig
-from stree_jax.models.stack.model import LanguageModel
+from stree_jax.models.stack.network import LanguageModel
 from stree_jax.models.stack.param_table import param_at, param_table
 from stree_jax.models.stack.state import init_state
 from stree_jax.models.weights.formats import format_named

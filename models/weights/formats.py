@@ -45,7 +45,7 @@ def as_weight(leaf: Any) -> Weight:
 def gathered(matrix: Any, ids: jax.Array) -> Any:
     """Returns the rows with ids [D] int32 of a parameter, in its storage."""
     found = as_weight(matrix).gathered(ids)
-    return found.array if isinstance(found, PlainWeight) else found
+    return found.array if type(found) is PlainWeight else found
 
 
 def stack_of(experts: Any) -> Weight:

@@ -420,7 +420,7 @@ def _chosen(
 
 
 @struct.dataclass
-class Whole(Weight):
+class Whole(PlainWeight):
     """An unquantized matrix of a `KeptFormat`, stored as a plain array. A model in this
     format has quantized matrices (`Panels`), and those that cannot be kept quantized.
 
@@ -429,35 +429,11 @@ class Whole(Weight):
       planes: see `KeptFormat`.
     """
 
-    array: Any
     planes: int = struct.field(pytree_node=False, default=2)
 
     @property
     def format(self) -> KeptFormat:
         return _FORMATS[self.planes]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    def unsupported(self, rows: jax.Array, valid_count: jax.Array | None) -> str | None:
-        return PlainWeight(self.array).unsupported(rows, valid_count)
-
-    def product(
-        self, rows: jax.Array, valid_count: jax.Array | None, native: bool
-    ) -> jax.Array:
-        return PlainWeight(self.array).product(rows, valid_count, native)
-
-    def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
-        return PlainWeight(self.array).chosen_unsupported(rows, chosen)
-
-    def chosen_product(
-        self, rows: jax.Array, chosen: jax.Array, native: bool
-    ) -> jax.Array:
-        return PlainWeight(self.array).chosen_product(rows, chosen, native)
-
-    def rows(self, ids: jax.Array) -> jax.Array:
-        return PlainWeight(self.array).rows(ids)
 
 
 register_for_export(Whole)

@@ -51,7 +51,7 @@ class PlainWeight(Weight):
     array: Any
 
     @property
-    def format(self) -> PlainFormat:
+    def format(self) -> Format:
         return plain_format(self.array.dtype)
 
     @property

@@ -90,17 +90,10 @@ def check_mesh(model: Model, source: Source, limit: int | None) -> None:
         raise ValueError("memory: limits are for one device; leave it out with a mesh")
 
 
-def warn_of_drafter(
-    target: Model, drafter: AnyDrafter | Source, name: str = "drafter"
-) -> None:
-    """Warns about each part of a drafter whose tokens differ from the target's.
-
-    Args:
-      target: the target model.
-      drafter: a drafter that was checked.
-      name: the drafter's name in the warning.
-    """
-    for one in source_of(drafter, target.config).vocabularies(name):
+def warn_of_drafter(target: Model, drafter: AnyDrafter | Source) -> None:
+    """Warns about each part of a drafter, which was checked, whose tokens differ from
+    the target's."""
+    for one in source_of(drafter, target.config).vocabularies("drafter"):
         warn_of_other_tokens(one.name, target, one.num_tokens, one.tokenizer)
 
 

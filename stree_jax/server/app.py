@@ -33,10 +33,10 @@ from stree_jax.server.service import (
 )
 from stree_jax.server.tokenizing import detokenized, tokenized
 
-JSON = "application/json"
 MAX_DIGITS = 400  # maximum digits of an integer; the largest float64 has 309
 CLIENT_CLOSED = 499  # status for clients that have disconnected, which do not read it
 MESSAGES = "/v1/messages"
+Conversion = Callable[[Service, dict[str, Any]], dict[str, Any]]
 Writer = ChatWriter | ResponseWriter | anthropic_answers.MessageWriter
 
 
@@ -56,21 +56,19 @@ def make_app(service: Service) -> Starlette:
     async def messages(http: HTTPRequest) -> Response:
         return await _answered(service, http, ANTHROPIC)
 
-    async def count_tokens(http: HTTPRequest) -> Response:
+    async def converted(http: HTTPRequest, convert: Conversion) -> Response:
         _check_key(service, http)
         body = await _body(service, http)
-        count = anthropic_answers.counted
-        return JSONResponse(await asyncio.to_thread(count, service, body))
+        return JSONResponse(await asyncio.to_thread(convert, service, body))
+
+    async def count_tokens(http: HTTPRequest) -> Response:
+        return await converted(http, anthropic_answers.counted)
 
     async def tokenize(http: HTTPRequest) -> Response:
-        _check_key(service, http)
-        body = await _body(service, http)
-        return JSONResponse(await asyncio.to_thread(tokenized, service, body))
+        return await converted(http, tokenized)
 
     async def detokenize(http: HTTPRequest) -> Response:
-        _check_key(service, http)
-        body = await _body(service, http)
-        return JSONResponse(await asyncio.to_thread(detokenized, service, body))
+        return await converted(http, detokenized)
 
     async def embeddings(http: HTTPRequest) -> Response:
         _check_key(service, http)

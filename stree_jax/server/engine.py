@@ -124,20 +124,16 @@ class Engine:
     """A thread that runs requests for texts and sends back pieces of them. All methods
     may be called from any thread."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        queue: int = 64,
-        on_death: Callable[[str], None] = lambda reason: None,
-    ) -> None:
+    def __init__(self, batch: Batch, queue: int = 64) -> None:
         """Makes an engine whose thread is not started yet; `start` does that.
 
         Args:
           batch: the batch, after `programs.warm`.
           queue: maximum number of texts that wait for a row.
-          on_death: called once, with the reason, if the engine stops after failures.
         """
-        self.batch, self.max_waiting, self.on_death = batch, queue, on_death
+        self.batch, self.max_waiting = batch, queue
+        # Called once, with the reason, if the engine stops after failures.
+        self.on_death: Callable[[str], None] = lambda reason: None
         self.counts = Counts()
         self.dead: str | None = None
         self._waiting: deque[Job] = deque()

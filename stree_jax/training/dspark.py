@@ -231,13 +231,7 @@ class Blocks:
         return block_scores(self.drafter(params), output, batch)[:2]
 
     def loss(self, params: Params, batch: Batch, teacher: BareModel) -> jax.Array:
-        """Returns the mean loss of the drafts, in nats.
-
-        Args:
-          params: the drafter's parameters.
-          batch: see `StretchSubject.log_probs`.
-          teacher: the target's embedding and head.
-        """
+        """Returns the mean loss of the drafts, in nats; see `StretchSubject`."""
         p, q, alone, sure = block_scores(self.drafter(params), teacher, batch)
         kl, apart = divergences(p, q)
         if sure is None:

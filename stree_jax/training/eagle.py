@@ -225,12 +225,6 @@ class Levels:
         return target_log_probs(output, batch, self.drafts), q
 
     def loss(self, params: Params, batch: Batch, teacher: BareModel) -> jax.Array:
-        """Returns the mean loss of the drafts, in nats.
-
-        Args:
-          params: the drafter's parameters.
-          batch: see `StretchSubject.log_probs`.
-          teacher: the target's embedding and head.
-        """
+        """Returns the mean loss of the drafts, in nats; see `StretchSubject`."""
         kl, apart = divergences(*self.log_probs(params, batch, teacher))
         return weighted(kl + apart)

@@ -12,14 +12,10 @@ from transformers import AutoModelForCausalLM
 import stree_jax
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.export import export_hf
-from stree_jax.convert.families import families
-from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.models import Rope
 from stree_jax.models.layers.rope import Temperature, Yarn, temperatures
 from tests.support.checkpoints import assert_same, edit_json, edit_tensors
 from tests.support.hf_attention import (
-    VOCAB,
     YARN,
     granite_swa,
     granitemoe_swa,
@@ -30,8 +26,8 @@ from tests.support.hf_attention import (
     smollm3,
 )
 from tests.support.hf_windows import FAR, NEAR
+from tests.support.published_configs import close, language_model, parsed, theirs_of
 
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40)[None]
 # Fields of published config.json files.
 QWEN3_30B = {
     "model_type": "qwen3_moe",
@@ -137,17 +133,6 @@ GRANITE_MOE_SWA = {
 }
 
 
-def parsed(values, name="model.embed_tokens.weight"):
-    """Reads a config, given a file that has only an embedding and a head."""
-    width = (values.get("text_config") or values).get("hidden_size", 2560)
-    tensors = {
-        each: TensorInfo("w", (1000, width), "bfloat16")
-        for each in (name, "lm_head.weight")
-    }
-    family = families()[values["model_type"]]
-    return family.parse(ConfigFields("config.json", values, tensors=tensors))
-
-
 def test_fields_of_published_configs():
     qwen = parsed(QWEN3_30B)
     assert qwen.kinds == ("attention", "moe") * 48 and qwen.stop_tokens == (151645,)
@@ -177,16 +162,6 @@ def test_fields_of_published_configs():
     assert granite.kinds[::2] == ("attention_nope", *["attention_near"] * 3)
     assert granite.mixers["attention_near"].window == 128
     assert all(granite.mixers[kind].sinks for kind in granite.kinds[::2])
-
-
-def theirs_of(model):
-    with torch.no_grad():
-        return model(torch.from_numpy(TOKENS)).logits.numpy()
-
-
-def close(model, theirs):
-    ours = np.asarray(stree_jax.score(model, TOKENS))
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
 def packed(tensors):
@@ -254,12 +229,10 @@ def test_rotary_layers_of_smollm3_by_interval(tmp_path):
 )
 def test_language_model_within_a_multimodal_one(tmp_path, text, tied):
     other = mistral3(text, tied)
-    other.save_pretrained(tmp_path / "both")
-    with pytest.warns(UserWarning, match=r"\(the vision encoder\) is left out"):
-        model = stree_jax.load(tmp_path / "both")
+    said = r"\(the vision encoder\) is left out"
+    model = language_model(other, tmp_path / "both", said)
     assert model.config.tie_embeddings == tied
     assert model.config.family == "mistral3"
-    close(model, theirs_of(other))
 
     def rename(tensors):  # the names of published files
         for name in list(tensors):

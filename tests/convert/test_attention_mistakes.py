@@ -5,7 +5,6 @@ whole widths, YaRN on some layers, queries that grow, sinks, routers."""
 import math
 from functools import partial
 
-import pytest
 import torch
 
 from tests.support.hf_attention import (
@@ -19,14 +18,16 @@ from tests.support.hf_attention import (
 )
 from tests.support.hf_windows import FAR, NEAR, WINDOW
 from tests.support.mistakes import (
-    SEEN,
-    TOLERANCE,
+    EXPERTS_UP_FIRST,
     changed,
-    difference,
+    checks,
     exchanged,
-    maker,
-    of,
+    halves,
+    in_config,
     ones,
+    plainly_turned,
+    turned_as,
+    windows,
     with_config,
     zeros,
 )
@@ -39,22 +40,6 @@ MODELS = {
     "granite-swa": granite_swa,
     "granite-swa-moe": granitemoe_swa,
 }
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return maker(MODELS, tmp_path_factory.mktemp("mistakes"))
-
-
-def in_config(**fields):
-    """Plants other values of fields that the classes read in each pass."""
-
-    def plant(model):
-        for name, value in fields.items():
-            assert hasattr(model.config, name), name
-            setattr(model.config, name, value)
-
-    return plant
 
 
 def in_rope(**fields):
@@ -76,30 +61,6 @@ def other_layers_rotate(model):
 def every_fourth_from_the_first(model):
     for i, attention in enumerate(attention_of(model)):
         attention.use_rope = int(i % 4 != 0)
-
-
-def turned_as(kind, other):
-    """Plants the rotary embedding of another type of layers."""
-
-    def plant(model):
-        rotary = model.model.rotary_emb
-        with torch.no_grad():
-            of(model, f"{kind}_inv_freq")[0].copy_(of(model, f"{other}_inv_freq")[0])
-        scaling = getattr(rotary, f"{other}_attention_scaling")
-        setattr(rotary, f"{kind}_attention_scaling", scaling)
-
-    return plant
-
-
-def plainly_turned(ending):
-    """Plants frequencies without YaRN."""
-
-    def plant(model):
-        (frequencies,) = of(model, ending)
-        count = len(frequencies)
-        frequencies.copy_(700.0 ** -(torch.arange(count) / count))
-
-    return plant
 
 
 def norms_by_head(model):
@@ -127,16 +88,8 @@ def normed(norm, attend, hidden_states, **options):
     return attend(hidden_states=norm(hidden_states), **options)
 
 
-SWAP = changed(
-    "experts.gate_up_proj", lambda w: torch.cat(list(w.chunk(2, 1))[::-1], 1)
-)
-WINDOWS = {
-    "window too short by one": in_config(sliding_window=WINDOW - 1),
-    "window too long by one": in_config(sliding_window=WINDOW + 1),
-    "no window": in_config(sliding_window=1000),
-}
 GRANITE = {
-    **WINDOWS,
+    **windows(WINDOW),
     "windows on other layers": in_config(layer_types=[NEAR, FAR, FAR, NEAR]),
     "no sinks": changed("sinks", lambda s: s - 1000),
     "sinks of other heads": changed("sinks", lambda s: s.roll(1)),
@@ -153,7 +106,7 @@ MISTAKES = {
     "qwen3-moe": {
         "weights of all experts": with_config(norm_topk_prob=False),
         "one expert": with_config(top_k=1),
-        "up before gate": SWAP,
+        "up before gate": EXPERTS_UP_FIRST,
         "experts in another order": changed("experts.down_proj", lambda w: w.flip(0)),
         "router of other experts": changed("gate.weight", lambda w: w.roll(1, 0)),
         "up before gate in the MLP": exchanged(
@@ -166,7 +119,7 @@ MISTAKES = {
         ),
     },
     "smollm3": {
-        **WINDOWS,
+        **windows(WINDOW),
         "all layers rotate": with_config(use_rope=1),
         "no layer rotates": with_config(use_rope=0),
         "other layers rotate": other_layers_rotate,
@@ -175,7 +128,7 @@ MISTAKES = {
         "windows where nothing rotates": in_config(layer_types=[NEAR, FAR, FAR, NEAR]),
     },
     "olmo3": {
-        **WINDOWS,
+        **windows(WINDOW),
         "windows on other layers": in_config(layer_types=[FAR, NEAR, FAR]),
         "near layers turned as far ones": turned_as(NEAR, FAR),
         "far layers turned as near ones": turned_as(FAR, NEAR),
@@ -205,24 +158,15 @@ MISTAKES = {
     "granite-swa": GRANITE,
     "granite-swa-moe": {
         **GRANITE,
-        "up before gate": SWAP,
+        "up before gate": EXPERTS_UP_FIRST,
         "experts in another order": changed("experts.down_proj", lambda w: w.flip(0)),
         "one expert": with_config(top_k=1),
         "no shared MLP": changed("shared_mlp.output_linear.weight", zeros),
         "up before gate in the shared MLP": changed(
-            "shared_mlp.input_linear.weight",
-            lambda w: torch.cat(list(w.chunk(2))[::-1]),
+            "shared_mlp.input_linear.weight", halves
         ),
     },
 }
-CASES = [(name, mistake) for name, all_of in MISTAKES.items() for mistake in all_of]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_models_agree_without_a_mistake(made, name):
-    assert difference(*made(name)) < TOLERANCE
-
-
-@pytest.mark.parametrize(("name", "mistake"), CASES)
-def test_a_mistake_is_seen(made, name, mistake):
-    assert difference(*made(name), MISTAKES[name][mistake]) > SEEN
+made, test_the_models_agree_without_a_mistake, test_a_mistake_is_seen = checks(
+    MODELS, MISTAKES
+)

@@ -1,21 +1,16 @@
 """Test Gemma 3 checkpoints as published: fields that older configs leave out, and a
 language model within a multimodal one."""
 
-import numpy as np
 import pytest
-import torch
 
 import stree_jax
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.families.gemma3 import parse
 from stree_jax.convert.families.hf_config import hf_config
-from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.models import AttentionConfig, Rope
 from tests.support.checkpoints import assert_same, edit_json, edit_tensors
-from tests.support.hf_windows import FAR, NEAR, VOCAB, gemma3, gemma3_multimodal
+from tests.support.hf_windows import FAR, NEAR, gemma3, gemma3_multimodal
+from tests.support.published_configs import close, language_model, parsed, theirs_of
 
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40)[None]
 # config.json of google/gemma-3-4b-it and gemma-3-1b-it, as transformers 4 wrote them.
 PUBLISHED_4B = {
     "model_type": "gemma3",
@@ -53,15 +48,12 @@ PUBLISHED_1B = {
 }
 
 
-def parsed(values, prefix, tmp_path):
-    name = f"{prefix}embed_tokens.weight"
-    width = values.get("text_config", values)["hidden_size"]
-    tensors = {name: TensorInfo(tmp_path / "w", (262208, width), "bfloat16")}
-    return parse(ConfigFields(tmp_path / "config.json", values, tensors=tensors))
+def read(values, prefix="model."):
+    return parsed(values, f"{prefix}embed_tokens.weight", 262208)
 
 
-def test_fields_of_published_configs(tmp_path):
-    config = parsed(PUBLISHED_4B, "language_model.model.", tmp_path)
+def test_fields_of_published_configs():
+    config = read(PUBLISHED_4B, "language_model.model.")
     far, near = config.mixers["attention"], config.mixers["attention_near"]
     options = {"scale": 1 / 16, "qk_norm_eps": 1e-6, "qk_norm_float32": True}
     wanted = AttentionConfig(8, 4, 256, **options)
@@ -73,32 +65,18 @@ def test_fields_of_published_configs(tmp_path):
     assert turns == [5, 11, 17, 23, 29]
     assert config.stop_tokens == (1, 106) and config.tie_embeddings
     assert config.embedding_multiplier == 2560**0.5
-    small = parsed(PUBLISHED_1B, "model.", tmp_path)
+    small = read(PUBLISHED_1B)
     assert small.mixers["attention"].rope == Rope(1e6, 256)
     assert small.mixers["attention_near"].window == 512
     values = hf_config(small, "bfloat16")
-    again = parsed(values, "model.", tmp_path)
+    again = read(values)
     assert again == small
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """Returns a multimodal model's directory, and the model."""
-    model = gemma3_multimodal()
-    path = tmp_path_factory.mktemp("gemma3") / "both"
-    model.save_pretrained(path)
-    return path, model
-
-
-def test_language_model_within_a_multimodal_one(both, tmp_path):
-    path, other = both
+def test_language_model_within_a_multimodal_one(tmp_path):
+    other = gemma3_multimodal()
     said = r"vision_tower.\*, multi_modal_projector.\* \(.* left out"
-    with pytest.warns(UserWarning, match=said):
-        model = stree_jax.load(path)
-    with torch.no_grad():
-        theirs = other(torch.from_numpy(TOKENS)).logits.numpy()
-    ours = stree_jax.score(model, TOKENS)
-    np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=1e-4)
+    model = language_model(other, tmp_path / "both", said)
 
     def rename(tensors):  # the names of transformers 5 within a model
         for name in list(tensors):
@@ -121,8 +99,6 @@ def test_untied_with_biases_and_older_fields(tmp_path):
         rope[kind]["rope_type"] = name
     other = gemma3(**pattern, tie_word_embeddings=False, attention_bias=True)
     other.save_pretrained(tmp_path / "a")
-    with torch.no_grad():
-        theirs = other(torch.from_numpy(TOKENS)).logits.numpy()
     older = {
         "layer_types": None,
         "sliding_window_pattern": 2,
@@ -134,8 +110,7 @@ def test_untied_with_biases_and_older_fields(tmp_path):
     model = stree_jax.load(tmp_path / "a")
     edit_json(tmp_path / "a" / "config.json", lambda values: values.update(older))
     assert_same(stree_jax.load(tmp_path / "a"), model)
-    ours = stree_jax.score(model, TOKENS)
-    np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=1e-4)
+    close(model, theirs_of(other))
 
 
 REFUSED = {
@@ -150,7 +125,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_fields_that_are_refused(tmp_path, field):
+def test_fields_that_are_refused(field):
     values = PUBLISHED_1B | {field: REFUSED[field]}
     with pytest.raises(CheckpointError, match=field):
-        parsed(values, "model.", tmp_path)
+        read(values)

@@ -1,16 +1,11 @@
 """Test Gemma 4 checkpoints as published: fields of their configs, a language model
 within a multimodal one, and the fields that are refused."""
 
-import numpy as np
 import pytest
-import torch
 
 import stree_jax
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.families.gemma4 import parse
 from stree_jax.convert.families.hf_config import hf_config
-from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.models import (
     AttentionConfig,
     KVReaderConfig,
@@ -22,9 +17,9 @@ from stree_jax.models import (
 )
 from stree_jax.models.stack.memory import state_bytes
 from tests.support.checkpoints import assert_same, edit_tensors
-from tests.support.hf_gemma4 import VOCAB, gemma4, gemma4_multimodal
+from tests.support.hf_gemma4 import gemma4, gemma4_multimodal
+from tests.support.published_configs import language_model, parsed
 
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40)[None]
 NEAR, FAR = "sliding_attention", "full_attention"
 ROPES = {
     FAR: {
@@ -90,15 +85,12 @@ A4B = {
 }
 
 
-def parsed(values, prefix, tmp_path):
-    name = f"{prefix}embed_tokens.weight"
-    width = values.get("text_config", values)["hidden_size"]
-    tensors = {name: TensorInfo(tmp_path / "w", (262144, width), "bfloat16")}
-    return parse(ConfigFields(tmp_path / "config.json", values, tensors=tensors))
+def read(values, prefix="model."):
+    return parsed(values, f"{prefix}embed_tokens.weight", 262144)
 
 
-def test_fields_of_published_configs(tmp_path):
-    config = parsed(E2B, "model.language_model.", tmp_path)
+def test_fields_of_published_configs():
+    config = read(E2B, "model.language_model.")
     options = {"scale": 1.0, "qk_norm_eps": 1e-6, "v_norm": True}
     far, near = Rope(1e6, 512, share=0.25), Rope(1e4, 256)
     assert config.mixers == {
@@ -121,7 +113,7 @@ def test_fields_of_published_configs(tmp_path):
     assert config.embedding_multiplier == 1536**0.5 and config.logits_cap == 30
     shapes = param_shapes(config)
     assert shapes["per_layer", "embedding"] == (262144, 35 * 256)
-    experts = parsed(A4B, "model.", tmp_path)
+    experts = read(A4B)
     both = experts.mixers["mlp_moe"]
     assert both.moe == MoEConfig(128, 8, 704, activation="gelu_tanh")
     assert both.mlp == MLPConfig(2112, activation="gelu_tanh") and both.norm_eps == 1e-6
@@ -131,28 +123,13 @@ def test_fields_of_published_configs(tmp_path):
     assert experts.kinds[-2:] == ("both:attention", "after:mlp_moe+scaled")
     for made in (config, experts):
         values = hf_config(made, "bfloat16")
-        again = parsed(values, "model.", tmp_path)
+        again = read(values)
         assert again == made
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """Returns a multimodal model's directory, and the model."""
-    model = gemma4_multimodal()
-    path = tmp_path_factory.mktemp("gemma4") / "both"
-    model.save_pretrained(path)
-    return path, model
-
-
-def test_language_model_within_a_multimodal_one(both):
-    path, other = both
+def test_language_model_within_a_multimodal_one(tmp_path):
     said = r"model.vision_tower.\*, model.embed_vision.\* \(.* left out"
-    with pytest.warns(UserWarning, match=said):
-        model = stree_jax.load(path)
-    with torch.no_grad():
-        theirs = other(torch.from_numpy(TOKENS)).logits.numpy()
-    ours = stree_jax.score(model, TOKENS)
-    np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=1e-4)
+    language_model(gemma4_multimodal(), tmp_path / "both", said)
 
 
 def test_keys_that_no_layer_reads(tmp_path):
@@ -178,9 +155,9 @@ def test_keys_that_no_layer_reads(tmp_path):
         stree_jax.load(tmp_path / "a")
 
 
-def test_layers_that_read_others_have_no_cache(tmp_path):
+def test_layers_that_read_others_have_no_cache():
     """E2B has 15 layers with keys and values, of 35: 12 near and 3 far ones."""
-    config = parsed(E2B, "model.language_model.", tmp_path)
+    config = read(E2B, "model.language_model.")
     one = 2 * 2 * (12 * 256 + 3 * 512)  # bytes of a token in bfloat16
     empty, full = (state_bytes(config, 1, n, "bfloat16") for n in (0, 100))
     assert full - empty == 100 * one
@@ -204,21 +181,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_fields_that_are_refused(tmp_path, field):
+def test_fields_that_are_refused(field):
     text = E2B["text_config"] | {field: REFUSED[field]}
     name = {"enable_moe_block": "use_double_wide_mlp"}.get(field, field)
     with pytest.raises(CheckpointError, match=name):
-        parsed(text, "model.", tmp_path)
+        read(text)
 
 
-def test_sizes_by_layer_must_agree(tmp_path):
+def test_sizes_by_layer_must_agree():
     sizes = {"04": {"head_dim": 512}, "09": {"head_dim": 256}}
     text = E2B["text_config"] | {"per_layer_config": sizes}
     with pytest.raises(CheckpointError, match="per_layer_config"):
-        parsed(text, "model.", tmp_path)
+        read(text)
 
 
-def test_the_unified_class_has_no_inputs_or_experts(tmp_path):
+def test_the_unified_class_has_no_inputs_or_experts():
     text = E2B["text_config"] | {"model_type": "gemma4_unified_text"}
     with pytest.raises(CheckpointError, match="hidden_size_per_layer_input"):
-        parsed(text, "model.", tmp_path)
+        read(text)

@@ -1,36 +1,22 @@
 """Test that mistakes people make with Gemma 4 change the logits: shared keys and
 values, per-layer inputs, factors, norms, head sizes, caps, experts."""
 
-import pytest
 import torch
 
 from tests.support.hf_gemma4 import FAR, GEMMA4_CASES, NEAR, WINDOW
 from tests.support.mistakes import (
-    SEEN,
-    TOLERANCE,
+    EXPERTS_UP_FIRST,
     changed,
-    difference,
+    checks,
     exchanged,
-    maker,
-    of,
+    in_config,
     ones,
+    plainly_turned,
+    turned_as,
+    windows,
     with_config,
     zeros,
 )
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return maker(GEMMA4_CASES, tmp_path_factory.mktemp("mistakes"))
-
-
-def with_field(name, value):
-    """Plants another value of a field that the class reads in every forward pass."""
-
-    def plant(model):
-        setattr(model.config, name, value)
-
-    return plant
 
 
 def with_modules(ending, change):
@@ -114,28 +100,6 @@ def values_with_rotary(model):
             attention.v_norm = attention.k_norm
 
 
-def turned_as(kind, other):
-    def plant(model):
-        mine, theirs = (of(model, f"{k}_inv_freq")[0] for k in (kind, other))
-        count = min(len(mine), len(theirs))
-        mine[:count].copy_(theirs[:count])
-
-    return plant
-
-
-def all_pairs_turn(model):
-    (frequencies,) = of(model, f"{FAR}_inv_freq")
-    count = len(frequencies)
-    frequencies.copy_(700.0 ** -(torch.arange(count) / count))
-
-
-def frequencies_of_fewer_channels(model):
-    """Plants frequencies of an embedding that is as wide as what rotates."""
-    (frequencies,) = of(model, f"{FAR}_inv_freq")
-    count = len(frequencies) // 2
-    frequencies[:count].copy_(700.0 ** -(torch.arange(count) / count))
-
-
 def router(change):
     """Plants a change of the experts' weights."""
 
@@ -159,16 +123,14 @@ def experts_read_the_mlps_input(model):
 
 
 COMMON = {
-    "window too short by one": with_field("sliding_window", WINDOW - 1),
-    "window too long by one": with_field("sliding_window", WINDOW + 1),
-    "no window": with_field("sliding_window", 1000),
+    **windows(WINDOW),
     "near layers turned as far ones": turned_as(NEAR, FAR),
     "far layers turned as near ones": turned_as(FAR, NEAR),
-    "all pairs rotate": all_pairs_turn,
-    "frequencies of fewer channels": frequencies_of_fewer_channels,
+    "all pairs rotate": plainly_turned(f"{FAR}_inv_freq"),
+    "frequencies of fewer channels": plainly_turned(f"{FAR}_inv_freq", 2),
     "scale of the head's size": with_config(scaling=12**-0.5),
-    "no cap of logits": with_field("final_logit_softcapping", None),
-    "cap twice as high": with_field("final_logit_softcapping", 6.0),
+    "no cap of logits": in_config(final_logit_softcapping=None),
+    "cap twice as high": in_config(final_logit_softcapping=6.0),
     "no factor of the layers": changed("layer_scalar", ones),
     "no factor of the embedding": no_factor_of_the_embedding,
     "norms with 1 added": changed("input_layernorm.weight", lambda w: w + 1),
@@ -218,21 +180,10 @@ MISTAKES = {
         ),
         "no experts": changed("post_feedforward_layernorm_2.weight", zeros),
         "no MLP": changed("post_feedforward_layernorm_1.weight", zeros),
-        "experts' up before gate": changed(
-            "experts.gate_up_proj", lambda w: torch.cat(w.chunk(2, 1)[::-1], 1)
-        ),
+        "experts' up before gate": EXPERTS_UP_FIRST,
     },
     "gemma4-unified": {"values that are normed keys": values_with_rotary},
 }
-CASES = [(name, mistake) for name, all_of in MISTAKES.items() for mistake in all_of]
-
-
-@pytest.mark.parametrize("name", GEMMA4_CASES)
-def test_the_models_agree_without_a_mistake(made, name):
-    assert difference(*made(name)) < TOLERANCE
-
-
-@pytest.mark.parametrize(("name", "mistake"), CASES)
-def test_a_mistake_is_seen(made, name, mistake):
-    with torch.no_grad():
-        assert difference(*made(name), MISTAKES[name][mistake]) > SEEN
+made, test_the_models_agree_without_a_mistake, test_a_mistake_is_seen = checks(
+    GEMMA4_CASES, MISTAKES
+)

@@ -24,7 +24,7 @@ from stree_jax.models import by_path
 from stree_jax.models.stack.memory import size_of
 from stree_jax.models.weights.panels import kind
 from tests.support.checkpoints import assert_same
-from tests.support.gguf_files import GGUF_CASES, write_gguf
+from tests.support.gguf_files import GGUF_CASES, write_gguf, written
 from tests.support.vocabularies import byte_level, write_byte_level
 
 ARCHES = list(GGUF_CASES)
@@ -50,18 +50,7 @@ LOGITS = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Returns a function: name of a case -> its directory, its GGUF file, the model."""
-    root, known = tmp_path_factory.mktemp("gguf"), {}
-
-    def make(name):
-        if name not in known:
-            model = GGUF_CASES[name][1]()
-            model.save_pretrained(root / name)
-            file = write_gguf(root / name, name, root / f"{name}.gguf")
-            known[name] = root / name, file, model
-        return known[name]
-
-    return make
+    return written(tmp_path_factory.mktemp("gguf"))
 
 
 @pytest.mark.parametrize("name", [n for n in ARCHES if n not in (*FOLDED, "qwen2")])

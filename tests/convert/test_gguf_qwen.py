@@ -23,7 +23,7 @@ from stree_jax.models import (
     without_mtp,
 )
 from tests.support.checkpoints import assert_same
-from tests.support.gguf_files import GGUF_CASES, write_gguf
+from tests.support.gguf_files import GGUF_CASES, write_gguf, written
 from tests.support.gguf_qwen import mtp_tensors
 from tests.support.toy_format import TOY, Toy
 
@@ -34,18 +34,7 @@ ORDER = [head * KEYS + key for key in range(KEYS) for head in range(MANY)]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Returns a function: name of a case -> its directory, its GGUF file, the model."""
-    root, known = tmp_path_factory.mktemp("qwen"), {}
-
-    def make(name):
-        if name not in known:
-            model = GGUF_CASES[name][1]()
-            model.save_pretrained(root / name)
-            file = write_gguf(root / name, name, root / f"{name}.gguf")
-            known[name] = root / name, file, model
-        return known[name]
-
-    return make
+    return written(tmp_path_factory.mktemp("qwen"))
 
 
 def rewritten(file, dst, tensors=lambda tensors: None, keys=lambda values: None):

@@ -4,17 +4,14 @@ Each function plants a mistake in a copy of transformers' model, whose right ver
 checkpoint holds. Its logits must then differ from the library's.
 """
 
-import pytest
 import torch
 
 from tests.support.hf_checkpoints import lfm2, lfm2_moe, olmo_hybrid
 from tests.support.mistakes import (
-    SEEN,
-    TOLERANCE,
+    EXPERTS_UP_FIRST,
     changed,
-    difference,
+    checks,
     exchanged,
-    maker,
     ones,
     with_config,
     zeros,
@@ -26,11 +23,6 @@ MODELS = {
     "lfm2-moe-unbiased": lambda: lfm2_moe(use_expert_bias=False),
     "olmo": lambda: olmo_hybrid(attention_bias=False),
 }
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return maker(MODELS, tmp_path_factory.mktemp("mistakes"))
 
 
 def thirds(*order):
@@ -67,9 +59,7 @@ MISTAKES = {
         **CONV,
         "no bias for the choice": changed("expert_bias", zeros),
         "bias of the opposite sign": changed("expert_bias", lambda b: -b),
-        "up before gate": changed(
-            "experts.gate_up_proj", lambda w: torch.cat(w.chunk(2, 1)[::-1], 1)
-        ),
+        "up before gate": EXPERTS_UP_FIRST,
         "experts in another order": changed("experts.down_proj", lambda w: w.flip(0)),
         "router in another order": changed("gate.weight", lambda w: w.flip(0)),
         "no scale before the experts": changed("ffn_norm.weight", ones),
@@ -111,14 +101,6 @@ MISTAKES = {
         ),
     },
 }
-CASES = [(name, mistake) for name, all_of in MISTAKES.items() for mistake in all_of]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_models_agree_without_a_mistake(made, name):
-    assert difference(*made(name)) < TOLERANCE
-
-
-@pytest.mark.parametrize(("name", "mistake"), CASES)
-def test_a_mistake_is_seen(made, name, mistake):
-    assert difference(*made(name), MISTAKES[name][mistake]) > SEEN
+made, test_the_models_agree_without_a_mistake, test_a_mistake_is_seen = checks(
+    MODELS, MISTAKES
+)

@@ -8,7 +8,7 @@ import pytest
 
 from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from tests.support.quantized import write
+from tests.support.quantized import quantized_llamas
 from tests.support.quantized_edits import (
     FIELD,
     UP,
@@ -24,17 +24,7 @@ from tests.support.quantized_int4 import MODELS, SPELLINGS
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
-    """Returns a function: a quantization format -> a tiny Llama in it."""
-    root = tmp_path_factory.mktemp("int4")
-
-    def make(spelling):
-        if not (root / "plain").exists():
-            MODELS["llama"]().bfloat16().save_pretrained(root / "plain")
-        if not (root / spelling).exists():
-            write(root / "plain", root / spelling, spelling, SPELLINGS)
-        return root / spelling
-
-    return make
+    return quantized_llamas(tmp_path_factory.mktemp("int4"), MODELS, SPELLINGS)
 
 
 def first(value):

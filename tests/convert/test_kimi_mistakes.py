@@ -6,7 +6,6 @@ wrong one. Its logits must then differ from the library's.
 
 import shutil
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -16,11 +15,10 @@ from stree_jax.convert import CheckpointError
 from tests.support import kimi
 from tests.support.checkpoints import assert_same, edit_tensors, sources
 from tests.support.hf_checkpoints import VOCAB
+from tests.support.mistakes import check_recomputed
 from tests.support.qwen import sigmoid, silu, softplus
 
 TOKENS = np.random.default_rng(5).integers(0, VOCAB, 23)
-LIMIT = 1e-4
-SEEN = 1e-2  # a mistake changes a logit by more than this: 100 times the tolerance
 
 
 @pytest.fixture(scope="module")
@@ -286,18 +284,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_planted_mistakes_are_seen(source, name):
-    """Each changes a logit by 100 times the tolerance or more."""
-    model, missed = stree_jax.load(source(name)), []
-    ours = np.asarray(stree_jax.score(model, TOKENS[None])[0])
-    right = kimi.Recomputed(source(name)).logits(TOKENS)
-    np.testing.assert_allclose(ours, right, rtol=0, atol=LIMIT)
-    for plant in MISTAKES[name]:
-        oracle = kimi.Recomputed(source(name))
-        plant(oracle)
-        if not np.abs(oracle.logits(TOKENS) - ours).max() > SEEN:
-            missed.append(plant.__name__)
-    assert not missed
-    jax.clear_caches()
+    check_recomputed(kimi.Recomputed, source(name), MISTAKES[name], TOKENS)
 
 
 def test_the_mtp_layer_of_ling_is_not_read(source, tmp_path):

@@ -18,14 +18,15 @@ from tests.support.hf_windows import DELTA, FAR, NEAR, WINDOW, lara_mini
 from tests.support.long_texts import TOKENS as TOKENS_OF_TEXT
 from tests.support.long_texts import WAYS, text
 from tests.support.mistakes import (
-    SEEN,
+    EXPERTS_UP_FIRST,
     TOKENS,
     TOLERANCE,
     changed,
-    difference,
+    checks,
     exchanged,
-    maker,
+    in_config,
     ones,
+    windows,
     with_config,
     zeros,
 )
@@ -34,11 +35,6 @@ from tests.support.reference import assert_near
 # Rows of q, k, v and z, of b and of a.
 SIZES = (2 * 16 + 48, 48, 4, 4)
 PARTS = ("qkv", "z", "b", "a")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return maker({"lara": lara_mini}, tmp_path_factory.mktemp("mistakes"))
 
 
 @pytest.fixture(scope="module")
@@ -158,24 +154,6 @@ def test_states_after_a_long_text(source, theirs, way):
 # Mistakes
 
 
-def window_of(tokens):
-    """Plants another window: masks are made from the config."""
-
-    def plant(model):
-        model.config.sliding_window = tokens
-
-    return plant
-
-
-def types(*order):
-    """Plants other types of layers, with their masks and positions."""
-
-    def plant(model):
-        model.config.layer_types = list(order)
-
-    return plant
-
-
 def positions(kind, given):
     """Plants a rotary embedding for a type of layers, or takes it from them."""
 
@@ -213,10 +191,8 @@ def keys_first(w):
 
 
 MISTAKES = {
-    "window too short by one": window_of(WINDOW - 1),
-    "window too long by one": window_of(WINDOW + 1),
-    "no window": window_of(1000),
-    "windows on other layers": types(DELTA, FAR, NEAR, DELTA),
+    **windows(WINDOW),
+    "windows on other layers": in_config(layer_types=[DELTA, FAR, NEAR, DELTA]),
     "layers without a window rotate": positions(FAR, True),
     "layers with a window do not rotate": positions(NEAR, False),
     "a quarter of the channels rotates": changed(
@@ -241,20 +217,11 @@ MISTAKES = {
     ),
     "no shared expert": changed("shared_expert.down_proj.weight", zeros),
     "weights that are not normalized": with_config(norm_topk_prob=False),
-    "up before gate": changed(
-        "experts.gate_up_proj", lambda w: torch.cat(w.chunk(2, 1)[::-1], 1)
-    ),
+    "up before gate": EXPERTS_UP_FIRST,
     "experts in another order": changed("experts.down_proj", lambda w: w.flip(0)),
     "no bias of q": changed("q_proj.bias", zeros),
     "no bias of attention's output": changed("o_proj.bias", zeros),
 }
-
-
-def test_the_models_agree_without_a_mistake(made):
-    assert difference(*made("lara")) < TOLERANCE
-    assert np.abs(made("lara")[1]).max() > 1
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_seen(made, mistake):
-    assert difference(*made("lara"), MISTAKES[mistake]) > SEEN
+made, test_the_models_agree_without_a_mistake, test_a_mistake_is_seen = checks(
+    {"lara": lara_mini}, {"lara": MISTAKES}
+)

@@ -4,20 +4,14 @@ Each function plants a mistake in a copy of transformers' model, whose right ver
 checkpoint holds. Its logits must then differ from the library's.
 """
 
-import copy
-
-import numpy as np
-import pytest
 import torch
 from torch import nn
 
-import stree_jax
 from tests.support.mistakes import (
-    SEEN,
-    TOKENS,
     changed,
+    checks,
     exchanged,
-    logits,
+    halves,
     ones,
     with_config,
     zeros,
@@ -36,10 +30,6 @@ def parts(*order):
         return torch.cat([(dt, B, C)[i] for i in order])
 
     return reordered
-
-
-def halves(w):
-    return torch.cat(w.chunk(2)[::-1])
 
 
 def without(*names):
@@ -104,34 +94,6 @@ MISTAKES = {
         "up before gate": exchanged("gate_proj.weight", "up_proj.weight"),
     },
 }
-CASES = [(name, mistake) for name, all_of in MISTAKES.items() for mistake in all_of]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    known = {}
-
-    def make(name):
-        if name not in known:
-            directory = tmp_path_factory.mktemp("mistakes") / name
-            model = MODELS[name]()
-            model.save_pretrained(directory)
-            ours = stree_jax.score(stree_jax.load(directory), TOKENS[None])[0]
-            known[name] = model, np.asarray(ours)
-        return known[name]
-
-    return make
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_models_agree_without_a_mistake(made, name):
-    model, ours = made(name)
-    np.testing.assert_allclose(ours, logits(model), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(("name", "mistake"), CASES)
-def test_a_mistake_is_seen(made, name, mistake):
-    model, ours = made(name)
-    wrong = copy.deepcopy(model)
-    MISTAKES[name][mistake](wrong)
-    assert np.abs(logits(wrong) - ours).max() > SEEN
+made, test_the_models_agree_without_a_mistake, test_a_mistake_is_seen = checks(
+    MODELS, MISTAKES
+)

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 
-import jax
 import numpy as np
 import pytest
 
@@ -28,12 +27,11 @@ from tests.support.checkpoints import (
 )
 from tests.support.hf_minimax import minimax as minimax_model
 from tests.support.hf_random import VOCAB, randomize
+from tests.support.mistakes import TOLERANCE, check_recomputed
 from tests.support.quantized_int4 import SPELLINGS
 from tests.support.qwen import silu
 
 TOKENS = np.random.default_rng(5).integers(0, VOCAB, 23)
-LIMIT = 1e-4
-SEEN = 1e-2  # a mistake changes a logit by more than this: 100 times the tolerance
 NUMBERS = {"linear_attention": 0, "full_attention": 1}
 
 
@@ -303,18 +301,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_planted_mistakes_are_seen(source, name):
-    """Each changes a logit by 100 times the tolerance or more."""
-    model, missed = stree_jax.load(source(name)), []
-    ours = np.asarray(stree_jax.score(model, TOKENS[None])[0])
-    right = minimax.Recomputed(source(name)).logits(TOKENS)
-    np.testing.assert_allclose(ours, right, rtol=0, atol=LIMIT)
-    for plant in MISTAKES[name]:
-        oracle = minimax.Recomputed(source(name))
-        plant(oracle)
-        if not np.abs(oracle.logits(TOKENS) - ours).max() > SEEN:
-            missed.append(plant.__name__)
-    assert not missed
-    jax.clear_caches()
+    check_recomputed(minimax.Recomputed, source(name), MISTAKES[name], TOKENS)
 
 
 # Published files
@@ -347,7 +334,7 @@ def test_a_residual_before_the_norm(source, tmp_path):
     edit_json(file, lambda values: values.pop("postnorm"))
     ours = stree_jax.score(stree_jax.load(file.parent), TOKENS[None])[0]
     right = minimax.Recomputed(file.parent).logits(TOKENS)
-    np.testing.assert_allclose(ours, right, rtol=0, atol=LIMIT)
+    np.testing.assert_allclose(ours, right, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.support.quantized import (
     SPELLINGS,
     load_file,
     nearest,
+    plain_models,
     write,
 )
 
@@ -32,15 +33,7 @@ SCHEMES = {"fp8": "fp8", "nvfp4": "nvfp4", "int8": "int8", "mixed": "fp8+nvfp4"}
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Returns a function: name of a model -> its directory in bfloat16."""
-    root = tmp_path_factory.mktemp("plain")
-
-    def make(name):
-        if not (root / name).exists():
-            MODELS[name]().bfloat16().save_pretrained(root / name)
-        return root / name
-
-    return make
+    return plain_models(tmp_path_factory.mktemp("plain"))
 
 
 def dequantized(source, directory, exact, dtype):

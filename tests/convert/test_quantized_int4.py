@@ -14,7 +14,7 @@ from stree_jax.models.weights.kept import Panels
 from tests.support import hf_checkpoints as hf
 from tests.support import quantized
 from tests.support.checkpoints import assert_same, edit_json, edit_tensors
-from tests.support.quantized import BF16, load_file, nearest, write
+from tests.support.quantized import BF16, load_file, nearest, plain_models, write
 from tests.support.quantized_int4 import MODELS, SPELLINGS, mxfp4, with_experts
 
 # Names of the kept layouts, as `info` shows them; all others have groups of 32.
@@ -41,15 +41,7 @@ del FOUR_BITS[BIASES]
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Returns a function: name of a model -> its directory in bfloat16."""
-    root = tmp_path_factory.mktemp("plain")
-
-    def make(name):
-        if not (root / name).exists():
-            MODELS[name]().bfloat16().save_pretrained(root / name)
-        return root / name
-
-    return make
+    return plain_models(tmp_path_factory.mktemp("plain"), MODELS)
 
 
 def in_floats(directory, exact, dtype):

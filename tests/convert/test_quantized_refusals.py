@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from tests.support.quantized import E4M3, MODELS, compressed_config, write
+from tests.support.quantized import E4M3, compressed_config, quantized_llamas
 from tests.support.quantized_edits import (
     FIELD,
     UP,
@@ -25,17 +25,7 @@ from tests.support.quantized_edits import (
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
-    """Returns a function: a quantization format -> a tiny Llama in it."""
-    root = tmp_path_factory.mktemp("quantized")
-
-    def make(spelling):
-        if not (root / "plain").exists():
-            MODELS["llama"]().bfloat16().save_pretrained(root / "plain")
-        if not (root / spelling).exists():
-            write(root / "plain", root / spelling, spelling)
-        return root / spelling
-
-    return make
+    return quantized_llamas(tmp_path_factory.mktemp("quantized"))
 
 
 def pickled(directory):

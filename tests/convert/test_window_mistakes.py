@@ -1,58 +1,24 @@
 """Test that mistakes people make with Gemma 3, LFM3 and gpt-oss change the logits:
 windows, norms on both sides, rotary embeddings by type of layer, gates, sinks."""
 
-import pytest
 import torch
 
 from tests.support.hf_windows import FAR, NEAR, WINDOW, gemma3, gpt_oss, lfm3
 from tests.support.mistakes import (
-    SEEN,
-    TOLERANCE,
     changed,
-    difference,
+    checks,
     exchanged,
-    maker,
+    in_config,
     of,
     ones,
+    plainly_turned,
+    turned_as,
+    windows,
     with_config,
     zeros,
 )
 
 MODELS = {"gemma3": gemma3, "lfm3": lfm3, "gpt-oss": gpt_oss}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return maker(MODELS, tmp_path_factory.mktemp("mistakes"))
-
-
-def window_of(tokens):
-    """Plants another window: masks are made from the config."""
-
-    def plant(model):
-        model.config.sliding_window = tokens
-
-    return plant
-
-
-def types(*order):
-    """Plants other types of layers."""
-
-    def plant(model):
-        model.config.layer_types = list(order)
-
-    return plant
-
-
-def turned_as(kind, other):
-    """Plants the rotary embedding of another type of layers."""
-
-    def plant(model):
-        (frequencies,) = of(model, f"{kind}_inv_freq")
-        with torch.no_grad():
-            frequencies.copy_(of(model, f"{other}_inv_freq")[0])
-
-    return plant
 
 
 def without_scale_of_embedding(model):
@@ -67,24 +33,8 @@ def with_activation(function):
     return plant
 
 
-def all_pairs_turn(model):
-    (frequencies,) = of(model, f"{FAR}_inv_freq")
-    count = len(frequencies)
-    frequencies.copy_(700.0 ** -(torch.arange(count) / count))
-
-
-def fewer_channels_turn(model):
-    """Plants a rotation of the first half of the channels, as of partial rotary
-    embeddings, by frequencies that belong to half as many pairs."""
-    (frequencies,) = of(model, f"{FAR}_inv_freq")
-    count = len(frequencies) // 2
-    frequencies[:count].copy_(700.0 ** -(torch.arange(count) / count))
-
-
 WINDOWS = {
-    "window too short by one": window_of(WINDOW - 1),
-    "window too long by one": window_of(WINDOW + 1),
-    "no window": window_of(1000),
+    **windows(WINDOW),
     "near layers turned as far ones": turned_as(NEAR, FAR),
     "far layers turned as near ones": turned_as(FAR, NEAR),
     "k norm of q": exchanged("q_norm.weight", "k_norm.weight"),
@@ -110,7 +60,7 @@ MISTAKES = {
         "scale of the head's size": with_config(scaling=10**-0.5),
         "no factor of far positions": changed(f"{FAR}_inv_freq", lambda f: 4 * f),
         "factor of near positions": changed(f"{NEAR}_inv_freq", lambda f: f / 4),
-        "windows on other layers": types(FAR, NEAR, FAR),
+        "windows on other layers": in_config(layer_types=[FAR, NEAR, FAR]),
         "SiLU": with_activation(torch.nn.functional.silu),
         "up before gate": exchanged("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     },
@@ -118,25 +68,23 @@ MISTAKES = {
         **WINDOWS,
         "no gate of heads": changed("g_proj.weight", zeros),
         "gates of other heads": changed("g_proj.weight", lambda w: w.roll(1, 0)),
-        "all pairs rotate": all_pairs_turn,
-        "half of the channels rotate": fewer_channels_turn,
+        "all pairs rotate": plainly_turned(f"{FAR}_inv_freq"),
+        "half of the channels rotate": plainly_turned(f"{FAR}_inv_freq", 2),
         "norms exchanged": exchanged("operator_norm.weight", "ffn_norm.weight"),
         "norms after exchanged": exchanged(
             "post_operator_norm.weight", "post_ffn_norm.weight"
         ),
         "no scale after mixers": changed("post_operator_norm.weight", ones),
         "no scale after MLPs": changed("post_ffn_norm.weight", ones),
-        "windows on other layers": types(NEAR, "conv", FAR),
+        "windows on other layers": in_config(layer_types=[NEAR, "conv", FAR]),
         "reversed taps": changed("conv.conv.weight", lambda w: w.flip(-1)),
         "no bias of the convolution": changed("conv.conv.bias", zeros),
         "up before gate": exchanged("w1.weight", "w3.weight"),
     },
 }
 MISTAKES["gpt-oss"] = {
-    "window too short by one": window_of(WINDOW - 1),
-    "window too long by one": window_of(WINDOW + 1),
-    "no window": window_of(1000),
-    "windows on other layers": types(FAR, NEAR),
+    **windows(WINDOW),
+    "windows on other layers": in_config(layer_types=[FAR, NEAR]),
     "no sinks": changed("sinks", lambda s: s - 1000),
     "sinks of other heads": changed("sinks", lambda s: s.roll(1)),
     "gate and up in halves": changed(
@@ -154,14 +102,6 @@ MISTAKES["gpt-oss"] = {
     "no bias of attention's output": changed("o_proj.bias", zeros),
     "no factor of the cosines": with_config(attention_scaling=1.0),
 }
-CASES = [(name, mistake) for name, all_of in MISTAKES.items() for mistake in all_of]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_models_agree_without_a_mistake(made, name):
-    assert difference(*made(name)) < TOLERANCE
-
-
-@pytest.mark.parametrize(("name", "mistake"), CASES)
-def test_a_mistake_is_seen(made, name, mistake):
-    assert difference(*made(name), MISTAKES[name][mistake]) > SEEN
+made, test_the_models_agree_without_a_mistake, test_a_mistake_is_seen = checks(
+    MODELS, MISTAKES
+)

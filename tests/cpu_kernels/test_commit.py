@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.mixers.attention import append_both
+from stree_jax.models.mixers.kv_cache import append_both
 from stree_jax.pallas_kernels import commit_window
 from tests.support.native import assert_same, built, in_place
 

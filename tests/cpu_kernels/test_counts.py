@@ -13,7 +13,7 @@ from stree_jax.models.layers.rope import Rope
 from stree_jax.models.mixers.attention import AttentionConfig, angles, cut_heads
 from stree_jax.models.mixers.mlp import _gated, activate_gated
 from stree_jax.models.stack.config import blocks
-from stree_jax.models.stack.model import LanguageModel
+from stree_jax.models.stack.network import LanguageModel
 from stree_jax.models.weights.int8 import quantize
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.plain import in_pool_thread, table_rows

@@ -10,9 +10,9 @@ from stree_jax.models import tree_nodes
 from stree_jax.models.layers.mixer import MixerPending
 from stree_jax.models.layers.nodes import NO_NODE, Pass
 from stree_jax.models.mixers.delta import (
+    DELTA,
     DeltaConfig,
     DeltaRecord,
-    empty_record,
     equations,
     mixed,
 )
@@ -116,7 +116,7 @@ def level_by_level(c, given, levels):
 
     @jax.jit
     def run(given):
-        record = empty_record(c, BATCH, T, given.state.conv.dtype)
+        record = DELTA.empty_record(c, BATCH, T, given.state.conv.dtype)
         ys = jnp.zeros((BATCH, T, c.d_inner))
         for level in levels:
             rows = jnp.array(level, jnp.int32)

@@ -19,11 +19,10 @@ from stree_jax.models import (
 from stree_jax.models.stack.config import named
 from tests.support.tiny import GEMMA4_LAYERS, GEMMA4_MIXERS
 
+SIZES = {"vocab_size": 32, "num_tokens": 32, "d_model": 16}
 CONFIGS = {
     "mamba2 hybrid": ModelConfig(
-        vocab_size=32,
-        num_tokens=31,
-        d_model=16,
+        **SIZES | {"num_tokens": 31},
         layers=("mamba", "attention", "mlp", "mamba"),
         embedding_multiplier=3.0,
         mixers=named(
@@ -33,9 +32,7 @@ CONFIGS = {
         ),
     ),
     "grouped x heads": ModelConfig(
-        vocab_size=32,
-        num_tokens=32,
-        d_model=16,
+        **SIZES,
         layers=("attention", "mamba"),
         mixers=named(
             mamba=MambaConfig(
@@ -53,9 +50,7 @@ CONFIGS = {
         ),
     ),
     "delta rule": ModelConfig(
-        vocab_size=32,
-        num_tokens=32,
-        d_model=16,
+        **SIZES,
         layers=("delta", "mlp", "delta", "moe", "attention", "mlp"),
         norm="rms_float32",
         mixers=named(
@@ -72,9 +67,7 @@ CONFIGS = {
         ),
     ),
     "short convolutions": ModelConfig(
-        vocab_size=32,
-        num_tokens=32,
-        d_model=16,
+        **SIZES,
         layers=("short_conv", "mlp", "both:attention", "moe", "short_conv", "mlp"),
         mixers=named(
             short_conv=ShortConvConfig(16, d_conv=4, bias=True),
@@ -86,9 +79,7 @@ CONFIGS = {
         ),
     ),
     "windows": ModelConfig(
-        vocab_size=32,
-        num_tokens=32,
-        d_model=16,
+        **SIZES,
         layers=("both:near", "both:mlp", "short_conv", "mlp", "both:far", "moe"),
         mixers=named(
             near=AttentionConfig(
@@ -105,9 +96,7 @@ CONFIGS = {
         ),
     ),
     "selective scans": ModelConfig(
-        vocab_size=32,
-        num_tokens=32,
-        d_model=16,
+        **SIZES,
         layers=("bare", "plain", "mlp", "scaled", "moe", "attention", "mlp"),
         mixers=named(
             bare=Mamba1Config(24, 3, d_state=6, d_conv=3, conv_bias=False),
@@ -119,9 +108,7 @@ CONFIGS = {
         ),
     ),
     "norms after": ModelConfig(
-        vocab_size=32,
-        num_tokens=32,
-        d_model=16,
+        **SIZES,
         layers=("delta", "mlp", "after:attention", "after:mlp"),
         mixers=named(
             delta=DeltaConfig(2, 4, 6, 5, d_conv=3, beta_max=2.0),
@@ -130,9 +117,7 @@ CONFIGS = {
         ),
     ),
     "decays by channel, latent attention": ModelConfig(
-        vocab_size=32,
-        num_tokens=32,
-        d_model=16,
+        **SIZES,
         layers=("kda", "mlp", "mla", "turned", "full"),
         mixers=named(
             kda=KDAConfig(2, 4, 6, 5, d_conv=3, decay_rank=3, gate_rank=4),
@@ -143,9 +128,7 @@ CONFIGS = {
         ),
     ),
     "lightning attention": ModelConfig(
-        vocab_size=32,
-        num_tokens=32,
-        d_model=16,
+        **SIZES,
         layers=("stream:lightning", "stream:moe", "stream:attention", "lightning"),
         residual_scales={
             "lightning": ResidualScales(1.5, 0.8),
@@ -159,17 +142,13 @@ CONFIGS = {
         ),
     ),
     "keys of other layers": ModelConfig(
-        vocab_size=32,
-        num_tokens=32,
-        d_model=16,
+        **SIZES,
         layers=GEMMA4_LAYERS,
         logits_cap=5.0,
         mixers=GEMMA4_MIXERS,
     ),
     "two mixers a layer": ModelConfig(
-        vocab_size=32,
-        num_tokens=32,
-        d_model=16,
+        **SIZES,
         layers=("mamba+attention", "moe", "mamba+shared"),
         shared=SharedConfig(blocks=1, adapter_rank=3, attention_adapter=True),
         mixers=named(

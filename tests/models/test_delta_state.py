@@ -11,17 +11,22 @@ import pytest
 
 import stree_jax
 from stree_jax import models
-from stree_jax.models import (
-    DeltaConfig,
-    ModelConfig,
-    init_params,
-)
+from stree_jax.models import DeltaConfig, ModelConfig
 from stree_jax.models.mixers.delta import DeltaRecord, DeltaState
 from stree_jax.models.stack.config import named
 from stree_jax.server.batch import Batch
 from stree_jax.server.rows import Sizes, TextRequest
 from stree_jax.speculation.default_tree import spec_for
-from tests.support.long_texts import TOKENS, VOCAB, WAYS, rms, sigmoid, text, unit
+from tests.support.long_texts import (
+    TOKENS,
+    VOCAB,
+    WAYS,
+    random_params,
+    rms,
+    sigmoid,
+    text,
+    unit,
+)
 from tests.support.reference import MODEL_TOLERANCE, assert_near
 from tests.support.tiny import tiny_delta
 
@@ -45,26 +50,8 @@ TOLERANCE = 1e-5  # relative to the largest entry
 
 @cache
 def params_of(dtype="float32"):
-    """Returns random parameters. Some heads remember the whole text, and others almost
-    nothing."""
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(
-        lambda: init_params(CONFIG, jax.random.key(0), jnp.dtype(dtype))
-    )
-
-    def random(path, leaf):
-        noise, name = rng.standard_normal(leaf.shape), path[-1].key
-        if name == "A_log":
-            value = np.log([1e-4, 1e-2, 0.3, 4.0])
-        elif name in ("scale", "norm"):
-            value = 1 + 0.3 * noise
-        elif name == "conv_weight":
-            value = 0.6 * noise
-        else:
-            value = noise / (1 if leaf.ndim < 2 else np.sqrt(leaf.shape[-1]))
-        return jnp.asarray(value, leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(random, shapes)
+    own = {"A_log": lambda noise, rng: np.log([1e-4, 1e-2, 0.3, 4.0])}
+    return random_params(CONFIG, own, dtype)
 
 
 def mixed(p, u, c):

@@ -80,11 +80,12 @@ def test_states_and_logits_match_the_equations(target, case):
 
 
 def test_a_trimmed_head_predicts_only_its_tokens(target):
-    from stree_jax.models.drafters.trimming import with_trimmed_head
+    from stree_jax.models.drafters.trimming import trimmed_head, with_head
 
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, eagle.D)))
     hidden, ids = hidden.astype(jnp.float32), [7, 3, 40]
     whole = models.logits_of(target, hidden)
-    trimmed = models.logits_of(with_trimmed_head(target, ids), hidden)
+    few = with_head(target, trimmed_head(target, ids), jnp.asarray(ids, jnp.int32))
+    trimmed = models.logits_of(few, hidden)
     np.testing.assert_array_equal(trimmed[..., ids], whole[..., ids])
     assert jnp.isneginf(trimmed).sum() == 2 * (eagle.VOCAB - len(ids))

@@ -3,16 +3,19 @@ the tokens were read."""
 
 from functools import cache
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax import models
-from stree_jax.models import Mamba1Config, ModelConfig, init_params
-from stree_jax.models.stack.config import named
-from tests.support.long_texts import VOCAB, WAYS, rms, sigmoid, text
-from tests.support.reference import assert_near
+from stree_jax.models import Mamba1Config
+from tests.support.long_texts import (
+    WAYS,
+    check_one_layer,
+    one_layer,
+    random_params,
+    recurrence_of,
+    rms,
+    sigmoid,
+)
 
 D, N, RANK, TAPS = 20, 5, 3, 3
 TOLERANCE = 1e-5  # relative to the largest entry
@@ -23,37 +26,18 @@ MIXERS = {
 
 
 def config_of(kind):
-    return ModelConfig(
-        vocab_size=VOCAB,
-        num_tokens=VOCAB,
-        d_model=16,
-        layers=("mamba1",),
-        mixers=named(mamba1=MIXERS[kind]),
-    )
+    return one_layer(mamba1=MIXERS[kind])
 
 
 @cache
 def params_of(kind):
-    """Returns random parameters. Some channels remember the whole text, and others
-    almost nothing."""
-    rng, config = np.random.default_rng(0), config_of(kind)
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float32))
-
-    def random(path, leaf):
-        noise, name = rng.standard_normal(leaf.shape), path[-1].key
-        if name == "A_log":
-            value = np.log(10.0 ** rng.uniform(-4, 1, leaf.shape))
-        elif name == "dt_bias":
-            value = 3 * noise - 2
-        elif name == "scale" or name.endswith("_norm"):
-            value = 1 + 0.3 * noise
-        elif name == "conv_weight":
-            value = 0.6 * noise
-        else:
-            value = noise / (1 if leaf.ndim < 2 else np.sqrt(leaf.shape[-1]))
-        return jnp.asarray(value, leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(random, shapes)
+    return random_params(
+        config_of(kind),
+        {
+            "A_log": lambda noise, rng: np.log(10.0 ** rng.uniform(-4, 1, noise.shape)),
+            "dt_bias": lambda noise, rng: 3 * noise - 2,
+        },
+    )
 
 
 def mixed(p, u, c):
@@ -80,20 +64,12 @@ def mixed(p, u, c):
 
 @cache
 def recurrence(kind):
-    """Returns the last hidden state [d] and the state of the layer, in float64."""
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params_of(kind))
-    x, eps, own = p["embedding"][text()], config_of(kind).norm_eps, p["layers_0"]
-    out, state = mixed(own["mamba1"], rms(x, own["norm"]["scale"], eps), MIXERS[kind])
-    return rms(x + out, p["norm"]["scale"], eps)[-1], state
+    return recurrence_of(config_of(kind), params_of(kind), mixed)
 
 
 def compared(kind, way):
-    hidden, wanted = recurrence(kind)
-    model = models.Model(params_of(kind), config_of(kind))
-    last, state = WAYS[way](model, text())
-    assert_near(state.layers[0]["mamba1"].ssm[0], wanted, TOLERANCE)
-    if last is not None:
-        assert_near(last, hidden, 3 * TOLERANCE)
+    exact = recurrence(kind)
+    check_one_layer(config_of(kind), params_of(kind), way, exact, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", MIXERS)

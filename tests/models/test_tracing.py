@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from stree_jax import models
-from stree_jax.models.mixers import attention, mamba2
+from stree_jax.models.mixers import attention, kv_cache, mamba2
 from tests.models.configs import CONFIGS
 from tests.support.reference import assert_near
 
@@ -30,7 +30,7 @@ def traced(monkeypatch):
         (mamba2, "mixed"),
         (attention, "angles"),
         (mamba2, "replay"),
-        (attention, "append_both"),
+        (kv_cache, "append_both"),
     ):
         monkeypatch.setattr(where, name, counted(name, getattr(where, name)))
     yield calls

@@ -245,4 +245,4 @@ def test_eight_devices_give_the_output_of_one(tmp_path):
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["texts"] == [found["plain"]] * len(found["texts"])
     assert found["loaded"] == {"theirs": True, "ours": True}
-    assert "columns in units of 8 do not divide by model=" in found["refused"]
+    assert "columns in units of 8 do not divide by 8 devices" in found["refused"]

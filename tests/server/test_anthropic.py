@@ -21,10 +21,12 @@ from tests.server.tool_requests import (
     THOUGHTS,
     TITLED,
     USER,
+    answering,
     check_weather,
+    named_events,
+    posted,
 )
-from tests.support.answer_server import answer_service, write_answer
-from tests.support.table_server import ask, started
+from tests.support.table_server import ask
 
 PATH = "/v1/messages"
 CHAT = "/v1/chat/completions"
@@ -50,35 +52,13 @@ CALLS = HELLO | dict(system="Use tools.", tools=[own("get_weather"), own("now")]
 DEMANDED = HELLO | dict(tools=[WEATHER], tool_choice={"type": "any"})
 
 
-def serve(tmp_path_factory, pieces):
-    path = write_answer(tmp_path_factory.mktemp("anthropic") / "model", pieces)
-    return started(answer_service(path))
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    """Returns a server whose model, left alone, answers with "hello"."""
-    with serve(tmp_path_factory, ["hel", "lo"]) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def calling(tmp_path_factory):
-    """Returns a server whose model calls two tools."""
-    with serve(tmp_path_factory, PIECES) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory):
-    with serve(tmp_path_factory, THOUGHTS) as service:
-        yield service
+service = answering(["hel", "lo"])
+calling = answering(PIECES)
+thinking = answering(THOUGHTS)
 
 
 def message_of(service, body):
-    status, _, found = ask(service, PATH, body)
-    assert status == 200, found
-    return found
+    return posted(service, PATH, body)
 
 
 EMPTY = {
@@ -106,11 +86,7 @@ DELTAS = {
 
 def streamed(service, body):
     """Returns the message of a stream, after checks of the order of its events."""
-    status, headers, text = ask(service, PATH, body | dict(stream=True))
-    assert status == 200 and headers["content-type"].startswith("text/event-stream")
-    pairs = [event.split("\n") for event in text.split("\n\n") if event]
-    events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
-    assert [name for name, _ in pairs] == [f"event: {e['type']}" for e in events]
+    events = named_events(service, PATH, body)
     first, *middle, delta, last = events
     assert (first["type"], delta["type"]) == ("message_start", "message_delta")
     assert last == {"type": "message_stop"}
@@ -225,19 +201,20 @@ def test_tool_calls(calling):
     assert "<tool_call>" in block["text"] and none["stop_reason"] == "end_turn"
 
 
-BROKEN = ['<tool_call>{"name": "f", "arguments": {"a" ', "1}}</tool_call>", " Done."]
+broken = answering(
+    ['<tool_call>{"name": "f", "arguments": {"a" ', "1}}</tool_call>", " Done."]
+)
 
 
-def test_text_after_a_call_with_broken_arguments(tmp_path_factory):
-    with serve(tmp_path_factory, BROKEN) as service:
-        body = HELLO | dict(tools=[own("f")])
-        text, call = message_of(service, body)["content"]
-        assert call["input"] == {"INVALID_JSON": '{"a" 1}'}
-        assert text["text"] == "Done."
-        events = ask(service, PATH, body | dict(stream=True))[2]
-        starts = [part.split('"type":"')[2] for part in events.split("_block_start\n")]
-        assert [start.split('"')[0] for start in starts[1:]] == ["tool_use", "text"]
-        assert r"\n" not in events.split("text_delta")[1].split("}")[0]
+def test_text_after_a_call_with_broken_arguments(broken):
+    body = HELLO | dict(tools=[own("f")])
+    text, call = message_of(broken, body)["content"]
+    assert call["input"] == {"INVALID_JSON": '{"a" 1}'}
+    assert text["text"] == "Done."
+    events = ask(broken, PATH, body | dict(stream=True))[2]
+    starts = [part.split('"type":"')[2] for part in events.split("_block_start\n")]
+    assert [start.split('"')[0] for start in starts[1:]] == ["tool_use", "text"]
+    assert r"\n" not in events.split("text_delta")[1].split("}")[0]
 
 
 def test_reasoning(thinking):

@@ -30,6 +30,7 @@ from tests.server.tool_requests import (
     USER,
     WEATHER,
     answered,
+    answering,
     tool,
 )
 from tests.server.tool_texts import SCHEMAS, TEXTS, forms_of
@@ -66,12 +67,7 @@ TOOL_CHAT = dict(messages=[USER], max_tokens=120, tools=TOOLS)
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    """Returns a server whose model, left alone, answers with "hello"."""
-    path = write_answer(tmp_path_factory.mktemp("answers") / "model", ["hel", "lo"])
-    with started(answer_service(path)) as service:
-        yield service
+service = answering(["hel", "lo"])
 
 
 @pytest.fixture(scope="module")
@@ -348,12 +344,7 @@ def strict_tool(schema, strict=True, name="get_weather"):
     return tool(name, schema, strict=strict)
 
 
-@pytest.fixture(scope="module")
-def calling(tmp_path_factory):
-    """Returns a server whose model calls two tools, with other arguments."""
-    path = write_answer(tmp_path_factory.mktemp("calling") / "model", PIECES)
-    with started(answer_service(path)) as service:
-        yield service
+calling = answering(PIECES)
 
 
 def auto(service, tools, **changes):
@@ -379,20 +370,11 @@ def test_strict_calls_follow_their_schemas(calling, streams):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_text_without_calls_is_that_without_strict(plain_text, temperature, seed):
+def test_text_without_calls_is_that_without_strict(service, temperature, seed):
     settings = dict(temperature=temperature, seed=seed, max_tokens=24)
-    free = auto(plain_text, [strict_tool(STRICT, False)], **settings)
-    assert auto(plain_text, [strict_tool(STRICT)], **settings) == free
+    free = auto(service, [strict_tool(STRICT, False)], **settings)
+    assert auto(service, [strict_tool(STRICT)], **settings) == free
     assert free[0] and free[1] == []
-
-
-@pytest.fixture(scope="module")
-def plain_text(tmp_path_factory):
-    """Returns a server whose model answers with "hello", or with other text if the
-    temperature is above 0."""
-    path = write_answer(tmp_path_factory.mktemp("text") / "model", ["hel", "lo"])
-    with started(answer_service(path)) as service:
-        yield service
 
 
 def test_an_opening_within_reasoning_opens_no_call(tmp_path_factory):

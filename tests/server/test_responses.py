@@ -17,11 +17,13 @@ from tests.server.tool_requests import (
     USER,
     WEATHER,
     answered,
+    answering,
     check_weather,
+    named_events,
+    posted,
     with_client,
 )
-from tests.support.answer_server import answer_service, write_answer
-from tests.support.table_server import ask, started
+from tests.support.table_server import ask
 
 PATH = "/v1/responses"
 FORMAT = {"type": "json_schema", "name": "weather", "schema": TITLED, "strict": True}
@@ -49,43 +51,18 @@ DEMANDED = dict(
 )
 
 
-def serve(tmp_path_factory, pieces):
-    path = write_answer(tmp_path_factory.mktemp("responses") / "model", pieces)
-    return started(answer_service(path))
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    """Returns a server whose model, left alone, answers with "hello"."""
-    with serve(tmp_path_factory, ["hel", "lo"]) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def calling(tmp_path_factory):
-    """Returns a server whose model calls two tools."""
-    with serve(tmp_path_factory, PIECES) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory):
-    with serve(tmp_path_factory, THOUGHTS) as service:
-        yield service
+service = answering(["hel", "lo"])
+calling = answering(PIECES)
+thinking = answering(THOUGHTS)
 
 
 def response_of(service, body):
-    status, _, found = ask(service, PATH, body)
-    assert status == 200, found
-    return found
+    return posted(service, PATH, body)
 
 
 def events_of(service, body):
     """Returns the events of a stream, after checks of their numbers and items."""
-    text = ask(service, PATH, body | dict(stream=True))[2]
-    pairs = [event.split("\n") for event in text.split("\n\n") if event]
-    events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
-    assert [name for name, _ in pairs] == [f"event: {e['type']}" for e in events]
+    events = named_events(service, PATH, body)
     assert [e["sequence_number"] for e in events] == list(range(len(events)))
     kinds = [e["type"].removeprefix("response.") for e in events]
     assert kinds[:2] == ["created", "in_progress"]

@@ -18,11 +18,11 @@ from tests.server.tool_requests import (
     TITLED,
     USER,
     answered,
+    answering,
     check_weather,
     tool,
 )
-from tests.support.answer_server import answer_service, write_answer
-from tests.support.table_server import ask, started
+from tests.support.table_server import ask
 
 PLAIN = {
     "properties": {
@@ -157,12 +157,7 @@ OF_MESSAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    """Returns a server whose model, left alone, answers with "hello"."""
-    path = write_answer(tmp_path_factory.mktemp("sdk") / "model", ["hel", "lo"])
-    with started(answer_service(path)) as service:
-        yield service
+service = answering(["hel", "lo"])
 
 
 @pytest.mark.parametrize("streams", [False, True])

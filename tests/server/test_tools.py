@@ -20,6 +20,7 @@ from tests.server.tool_requests import (
     THOUGHTS,
     USER,
     WEATHER,
+    answering,
     chunks_of,
     with_client,
 )
@@ -28,19 +29,8 @@ from tests.support import table_models
 from tests.support.answer_server import answer_service, write_answer
 from tests.support.table_server import CHATML, ask, started, write_table
 
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    path = write_answer(tmp_path_factory.mktemp("calls") / "model", PIECES)
-    with started(answer_service(path)) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory):
-    path = write_answer(tmp_path_factory.mktemp("thoughts") / "model", THOUGHTS)
-    with started(answer_service(path)) as service:
-        yield service
+service = answering(PIECES)
+thinking = answering(THOUGHTS)
 
 
 def test_calls_of_a_whole_answer(service):

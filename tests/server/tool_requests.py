@@ -4,10 +4,12 @@ import asyncio
 import json
 
 import httpx2
+import pytest
 from openai import AsyncOpenAI
 
 from stree_jax.server.app import make_app
-from tests.support.table_server import ask
+from tests.support.answer_server import answer_service, write_answer
+from tests.support.table_server import ask, started
 
 PARAMETERS = {
     "type": "object",
@@ -86,6 +88,19 @@ AGENTS_TOOL = tool(
 )
 
 
+def answering(pieces):
+    """Returns a module's fixture: a server whose model, left alone, answers with the
+    pieces; see `write_answer`."""
+
+    @pytest.fixture(scope="module")
+    def service(tmp_path_factory):
+        path = write_answer(tmp_path_factory.mktemp("answers") / "model", pieces)
+        with started(answer_service(path)) as service:
+            yield service
+
+    return service
+
+
 def with_client(service, use):
     """Returns the result of `use(client)` for the official client."""
 
@@ -98,6 +113,23 @@ def with_client(service, use):
     return asyncio.run(used())
 
 
+def posted(service, path, body):
+    """Returns the answer to a request that must succeed."""
+    status, _, found = ask(service, path, body)
+    assert status == 200, found
+    return found
+
+
+def named_events(service, path, body):
+    """Returns the events of a stream whose events have names."""
+    status, headers, text = ask(service, path, body | dict(stream=True))
+    assert status == 200 and headers["content-type"].startswith("text/event-stream")
+    pairs = [event.split("\n") for event in text.split("\n\n") if event]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    assert [name for name, _ in pairs] == [f"event: {e['type']}" for e in events]
+    return events
+
+
 def chunks_of(text):
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines.pop() == "[DONE]"
@@ -107,8 +139,7 @@ def chunks_of(text):
 def answered(service, body):
     """Returns the message and the reason for its end, of a stream, too."""
     body = body | dict(model=service.name)
-    status, _, found = ask(service, PATH, body)
-    assert status == 200, found
+    found = posted(service, PATH, body)
     if not body.get("stream"):
         (choice,) = found["choices"]
         return choice["message"], choice["finish_reason"]

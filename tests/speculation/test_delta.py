@@ -1,8 +1,6 @@
 """Test models with the gated delta rule (Qwen3-Next, Qwen3.5) everywhere in the
 decoder: the output of every drafter and tree equals plain decoding."""
 
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
@@ -28,17 +26,6 @@ def target():
 @pytest.fixture(scope="module")
 def prompts():
     return random_prompts(LENGTHS)
-
-
-@pytest.fixture(scope="module")
-def write(target, prompts):
-    plainly = dict(max_new_tokens=NEW, stop_tokens=(), drafter=None)
-    return partial(stree_jax.generate, target, prompts, **plainly)
-
-
-@pytest.fixture(scope="module")
-def plain(write):
-    return write()
 
 
 @pytest.fixture(scope="module")

@@ -43,17 +43,6 @@ def prompts():
     return random_prompts(LENGTHS)
 
 
-@pytest.fixture(scope="module")
-def write(target, prompts):
-    plainly = dict(max_new_tokens=NEW, stop_tokens=(), drafter=None)
-    return partial(stree_jax.generate, target, prompts, **plainly)
-
-
-@pytest.fixture(scope="module")
-def plain(write):
-    return write()
-
-
 def drafting(drafter, tree):
     return dict(drafter=drafter, tree=tree) | (
         dict(times=times()) if tree == AUTO else {}

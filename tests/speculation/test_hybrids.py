@@ -62,17 +62,6 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def write(target, prompts):
-    plainly = dict(max_new_tokens=NEW, stop_tokens=(), drafter=None)
-    return partial(stree_jax.generate, target, prompts, **plainly)
-
-
-@pytest.fixture(scope="module")
-def plain(write):
-    return write()
-
-
-@pytest.fixture(scope="module")
 def drafters(target, plain, prompts):
     texts = [a + b for a, b in zip(prompts, plain.tokens, strict=True)]
     return drafters_of(target, texts, noise=0.03)

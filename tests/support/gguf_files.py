@@ -7,6 +7,7 @@ tests.gguf_peers` checks that llama.cpp itself can read the files.
 
 import json
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -545,3 +546,16 @@ def llama3_factors(c, rope):
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = np.clip((old / waves - low) / (high - low), 0, 1)
     return (1 / (smooth + (1 - smooth) / factor)).astype(np.float32)
+
+
+def written(root):
+    """Returns a function: name of a case -> its directory, its GGUF file, the model."""
+
+    @cache
+    def make(name):
+        model = GGUF_CASES[name][1]()
+        model.save_pretrained(root / name)
+        file = write_gguf(root / name, name, root / f"{name}.gguf")
+        return root / name, file, model
+
+    return make

@@ -9,16 +9,19 @@ import numpy as np
 
 from stree_jax import models
 from stree_jax.models import (
+    ModelConfig,
     Pending,
     commit,
     extend,
     forward_hidden,
+    init_params,
     init_records,
     init_state,
     prefill,
     tree_nodes,
 )
-from tests.support.reference import path_to, random_parents
+from stree_jax.models.stack.config import named
+from tests.support.reference import assert_near, path_to, random_parents
 
 VOCAB, TOKENS = 32, 2000
 T, M = 8, 5  # nodes of a tree, and its longest accepted path
@@ -38,6 +41,65 @@ def sigmoid(x):
 
 def unit(x):
     return x / np.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+def one_layer(**mixer):
+    """Returns the config of a model of one layer with this mixer."""
+    sizes = dict(vocab_size=VOCAB, num_tokens=VOCAB, d_model=16)
+    return ModelConfig(**sizes, layers=tuple(mixer), mixers=named(**mixer))
+
+
+def random_params(config, own, dtype="float32"):
+    """Returns random parameters.
+
+    Args:
+      own: functions (noise, rng) of the values of parameters, by name, such as decays
+        with which some channels remember the whole text, and others almost nothing.
+    """
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(
+        lambda: init_params(config, jax.random.key(0), jnp.dtype(dtype))
+    )
+
+    def random(path, leaf):
+        noise, name = rng.standard_normal(leaf.shape), path[-1].key
+        if name in own:
+            value = own[name](noise, rng)
+        elif name == "scale" or name.endswith("norm"):
+            value = 1 + 0.3 * noise
+        elif name == "conv_weight":
+            value = 0.6 * noise
+        else:
+            value = noise / (1 if leaf.ndim < 2 else np.sqrt(leaf.shape[-1]))
+        return jnp.asarray(value, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(random, shapes)
+
+
+def recurrence_of(config, params, mixed):
+    """Returns the last hidden state [d] of a text and the state of the only layer, in
+    float64.
+
+    Args:
+      mixed: function (parameters, input [n, d], config of the mixer) that computes the
+        mixer's output [n, d] and its state after the text.
+    """
+    (name,) = config.kinds
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    x, eps, own = p["embedding"][text()], config.norm_eps, p["layers_0"]
+    u = rms(x, own["norm"]["scale"], eps)
+    out, state = mixed(own[name], u, config.mixers[name])
+    return rms(x + out, p["norm"]["scale"], eps)[-1], state
+
+
+def check_one_layer(config, params, way, exact, tolerance):
+    """Checks the only layer's state after a text, and the hidden state if there is one;
+    `exact` is as from `recurrence_of`."""
+    (name,), (hidden, wanted) = config.kinds, exact
+    last, state = WAYS[way](models.Model(params, config), text())
+    assert_near(state.layers[0][name].ssm[0], wanted, tolerance)
+    if last is not None:
+        assert_near(last, hidden, 3 * tolerance)
 
 
 @jax.jit

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from stree_jax.models import State
-from stree_jax.models.mixers.attention import AttentionState
+from stree_jax.models.mixers.kv_cache import AttentionState
 from stree_jax.models.mixers.mamba2 import MambaState
 from stree_jax.server.host_states import Form
 from stree_jax.server.prefixes import Prefixes

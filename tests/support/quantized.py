@@ -7,6 +7,7 @@ E4M3 from their bits, scales applied element by element, products exact in float
 import json
 import re
 import shutil
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -404,3 +405,26 @@ def nearest(numbers, dtype):
     even = np.where(around % 2 == 0, 0, 1)
     best = np.lexsort((even, off), axis=0)[:1]
     return np.take_along_axis(around, best, 0)[0].view(BF16)
+
+
+def plain_models(root, models=MODELS):
+    """Returns a function: name of a model -> its directory in bfloat16."""
+
+    @cache
+    def make(name):
+        models[name]().bfloat16().save_pretrained(root / name)
+        return root / name
+
+    return make
+
+
+def quantized_llamas(root, models=MODELS, spellings=SPELLINGS):
+    """Returns a function: a quantization format -> a tiny Llama in it."""
+    plain = plain_models(root / "plain", models)
+
+    @cache
+    def make(spelling):
+        write(plain("llama"), root / spelling, spelling, spellings)
+        return root / spelling
+
+    return make

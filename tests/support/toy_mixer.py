@@ -13,8 +13,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.base.shards import ALONE, Group, Run
-from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
+from stree_jax.models.base.shards import Run
+from stree_jax.models.layers.mixer import (
+    FLOAT,
+    Mixer,
+    MixerModule,
+    MixerPending,
+    leaf,
+    padded_rows,
+)
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import Param, Table, declare
 from stree_jax.models.weights.linear import linear, linear_summed
@@ -69,12 +76,10 @@ def toy_params(c: ToyConfig, d_model: int) -> Table:
     return {**table, "out": out}
 
 
-class ToyModule(nn.Module):
+class ToyModule(MixerModule):
     """Computes the recurrence along every path of the tree with one masked product."""
 
     config: ToyConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(
