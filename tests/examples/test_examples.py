@@ -25,6 +25,10 @@ MOST_BYTES = 200_000  # of a notebook with its outputs
 
 # What each program prints, as its docstring promises.
 PRINTS = {
+    "agent.py": [
+        r"^(weather\('(Oslo|Rome)', [1-5]\) -> '(rain|sun)'\n){1,2}Report\(",
+        r"Report\(city='(Oslo|Rome)', umbrella=(True|False), advice=.{2,90}\)\n$",
+    ],
     "prompt_lookup.py": [
         r"def pop\(self\):\n +\S",  # the text
         r"\d+ tokens in \d+ forward passes of the target model",
@@ -101,7 +105,8 @@ def check(name, printed):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(PRINTS.keys() - {"grpo.py", "mesh.py", "server_client.py"})
+    "name",
+    sorted(PRINTS.keys() - {"agent.py", "grpo.py", "mesh.py", "server_client.py"}),
 )
 def test_a_program_prints_what_it_says(name, capsys, monkeypatch):
     check(name, run(name, capsys, monkeypatch))
@@ -133,6 +138,16 @@ def test_the_client_of_a_server(capsys, monkeypatch):
         url = f"http://127.0.0.1:{port}/v1"
         printed = run("server_client.py", capsys, monkeypatch, "--url", url)
     check("server_client.py", printed)
+
+
+def test_the_agent_of_a_server(capsys, monkeypatch):
+    pytest.importorskip("agents", reason="needs openai-agents")
+    port, template = snippets.free_port(), str(EXAMPLES / "agent.jinja")
+    options = "--chat-template", template, "--drafter", "lookup", "--context", "512"
+    with snippets.served(port, *options) as process:
+        snippets.wait_until_ready(port, process)
+        url = f"http://127.0.0.1:{port}/v1"
+        check("agent.py", run("agent.py", capsys, monkeypatch, "--url", url))
 
 
 def test_the_command_takes_the_custom_drafter(capsys, monkeypatch):
