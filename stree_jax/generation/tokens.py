@@ -258,6 +258,8 @@ def generate_tokens(
         "stop_strings": _automata(model, stop_strings, batch),
         "constraints": _constraints(model, constraint, batch),
     }
+    if keep_past and by_prompt["constraints"] is not None:
+        by_prompt["constraints"] = by_prompt["constraints"].by_passes()
     if not (isinstance(min_new_tokens, int) and min_new_tokens == 0):
         least = counts("min_new_tokens", min_new_tokens, batch, 0, max_new_tokens)
         by_prompt["min_new_tokens"] = least
