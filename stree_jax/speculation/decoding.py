@@ -309,8 +309,7 @@ def closed(d: Decoding) -> Decoding:
     if constraints is None or d.constraint_state is None or d.logprobs is not None:
         return d
     tokens = constraints.closing_after(d.constraint_state)
-    count = (tokens >= 0).sum(axis=1, dtype=jnp.int32)
-    length = jnp.where(d.finish == RUNNING, count, 0)
+    length = (tokens >= 0).sum(axis=1, dtype=jnp.int32)
     # One entry more: `_recorded` takes the last one as a choice of the target.
     tokens = jnp.pad(jnp.maximum(tokens, 0), ((0, 0), (0, 1)))
     certain = jnp.full(tokens.shape, jnp.inf, jnp.float32)
