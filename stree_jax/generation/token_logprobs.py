@@ -159,7 +159,7 @@ def _chunks(
     tables = requests.constraints
     if tables is not None and prompt is not None:
         states = _states(tables, tokens, prompt)
-    # Tables are for all rows: they stay out of what is carried by row.
+    # All rows share the tables, so they are not carried with the rows.
     by_row = replace(requests, sampling=sampling).with_shared(None)
 
     def of_chunk(*args: Any) -> jax.Array:

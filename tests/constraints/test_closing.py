@@ -114,7 +114,11 @@ def test_closed_texts_are_those_of_plain_decoding(way, sampled, run):
     assert (found.min_margin >= plain.min_margin - 1e-3).all()
 
 
-@pytest.mark.parametrize("stop", [(), ["}", ";"], ["e}", "@"], [";@"]], ids=str)
+@pytest.mark.parametrize(
+    "stop",
+    [(), ["}", ";"], ["e}", "@"], [";@"]],
+    ids=["no stop", "the first", "the last", "both"],
+)
 def test_limits_and_stop_strings_cut_closing_tokens(run, stop):
     """Each limit is a row of its own."""
     (longest, *_) = run().lengths

@@ -246,7 +246,7 @@ def test_prompts_that_count_as_outputs_are_noticed(model, rollout):
         (dict(sampling=PENALISED), "sampling: want no presence_penalty"),
         (dict(stop_tokens=[1]), "stop_tokens: only used with a constraint"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wrong_arguments_are_named(model, options, problem):
     with pytest.raises(ValueError, match=f"^{problem}"):
