@@ -252,15 +252,16 @@ def generate_tokens(
         what = f"0..{V} best tokens, static under jit"
         logprobs = integer("logprobs", logprobs, 0, V, what)
     most = max_new_tokens if limits is None else limits
+    constraints = rows_of_constraint(model, constraint, batch)
+    if keep_past and constraints is not None:
+        constraints = constraints.by_passes()
     by_prompt = {
         "max_new_tokens": counts("limits", most, batch, 1, max_new_tokens),
         "stop_tokens": stop_table(model, stop_tokens, batch),
         "min_new_tokens": None,
         "stop_strings": _automata(model, stop_strings, batch),
-        "constraints": rows_of_constraint(model, constraint, batch),
+        "constraints": constraints,
     }
-    if keep_past and by_prompt["constraints"] is not None:
-        by_prompt["constraints"] = by_prompt["constraints"].by_passes()
     if not (isinstance(min_new_tokens, int) and min_new_tokens == 0):
         least = counts("min_new_tokens", min_new_tokens, batch, 0, max_new_tokens)
         by_prompt["min_new_tokens"] = least

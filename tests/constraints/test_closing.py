@@ -11,7 +11,7 @@ from stree_jax.sampling.constraints import MOST_CLOSING, NONE
 from stree_jax.server.batch import Batch
 from stree_jax.server.rows import Sizes, TextRequest
 from stree_jax.sizing import step_times
-from stree_jax.speculation.decoding import RUNNING
+from stree_jax.speculation.decoding import COMPLETE, RUNNING
 from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.draft import FORCED
 
@@ -184,6 +184,19 @@ def test_a_past_has_read_all_but_the_last_token(model, run):
     ]
     anew = run(prompts=texts, **options)
     assert later.tokens == anew.tokens
+
+
+def test_arrays_are_closed_unless_their_past_is_kept(model, run):
+    ids = [model.tokenizer.encode(PROMPTS[1]).ids]
+    options = dict(max_new_tokens=40, constraint=Constraint("[0-9]{3}~@"))
+    options |= dict(drafter="lookup", tree="chain:3")
+    found = stree_jax.generate_tokens(model, ids, **options)
+    whole = stree_jax.generate_tokens(model, ids, keep_past=True, **options)
+    assert found.tokens.tolist() == whole.tokens.tolist()
+    assert found.finish.tolist() == whole.finish.tolist() == [COMPLETE]
+    assert found.calls[0] < whole.calls[0]
+    ends = len(ids[0]) + whole.length - 1
+    assert whole.past.target.length.tolist() == ends.tolist()
 
 
 @pytest.fixture(scope="module")
