@@ -271,6 +271,7 @@ def stacked(
         padded("following", (S, C), NONE),
         padded("may_end", (S,), False),
         padded("forced", (S, MOST_FORCED), NONE),
+        padded("closing", (S,), NONE),
     )
 
 

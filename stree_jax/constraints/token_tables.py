@@ -9,12 +9,13 @@ Letters: S states, C classes, V tokens, L forced tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from stree_jax.constraints.expression import ByteAutomaton, useful
 from stree_jax.cpu_kernels import token_walk
-from stree_jax.sampling.constraints import NONE
+from stree_jax.sampling.constraints import MOST_CLOSING, NONE
 
 MOST_CLASSES = 20_000
 MOST_FORCED = 16  # L
@@ -41,6 +42,22 @@ class TokenTables:
     following: np.ndarray
     may_end: np.ndarray
     forced: np.ndarray
+
+    @cached_property
+    def closing(self) -> np.ndarray:
+        """[S] int32. The only token that is allowed in a state, if only one token is
+        allowed after it, too, and so on until the text is complete; else `NONE`."""
+        allowed, V = self.following >= 0, len(self.classes)
+        sizes = np.bincount(self.classes, minlength=allowed.shape[1])
+        single = (allowed @ sizes == 1) & ~self.may_end
+        token_of = np.zeros(allowed.shape[1], np.int32)
+        token_of[self.classes] = np.arange(V)
+        column = np.argmax(allowed & (sizes > 0), axis=1)
+        after = self.following[np.arange(len(allowed)), column]
+        ends = self.may_end & ~allowed.any(axis=1)
+        for _ in range(MOST_CLOSING):
+            ends = ends | (single & ends[after])
+        return np.where(single & ends, token_of[column], NONE).astype(np.int32)
 
 
 def token_tables(

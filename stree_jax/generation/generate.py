@@ -159,6 +159,9 @@ def checked(
         pieces = searched_pieces(model)
         automata = automata_of(model, pieces, strings, n)
     constraints = constraints_by_row(constraint, count)
+    tables = constraint_rows(model, constraints, n)
+    if keep_past and tables is not None:
+        tables = tables.by_passes()
     rows = None
     if sampling is not None:
         settings = by_row("sampling", sampling, count, Sampling)
@@ -180,7 +183,7 @@ def checked(
         stop_tokens=samples(stop_ids),
         stop_strings=automata,
         sampling=rows,
-        constraints=constraint_rows(model, constraints, n),
+        constraints=tables,
     )
     start = Start(
         text,

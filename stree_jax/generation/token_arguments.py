@@ -4,6 +4,7 @@ Outside `jit`, wrong values raise. Inside, values are unknown: only types and sh
 checked, and values are clipped to the valid range.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.common.checks import shown
+from stree_jax.constraints.rows import constraint_rows, constraints_by_row
 from stree_jax.models import Model
+from stree_jax.sampling.constraints import Constraints
 from stree_jax.sampling.requests import StopAutomata
 from stree_jax.sampling.settings import Sampling, SamplingRows, sampling_rows
 
@@ -199,3 +202,35 @@ def rows_of_sampling(
         want = f"one number for each of the {num_tokens} tokens of the vocabulary"
         raise ValueError(f"sampling: logit_bias: want {want}, got {bias.shape[1]}")
     return sampling
+
+
+def rows_of_constraint(model: Model, constraint: Any, batch: int) -> Constraints | None:
+    """Returns the automata of constraints [B], or None without constraints.
+
+    Args:
+      model: the target.
+      constraint: what a user gave.
+      batch: B.
+
+    Raises:
+      ValueError: `constraint` has another type or number of rows, or it cannot be
+        compiled for this model's tokens.
+    """
+    if constraint is None:
+        return None  # B may be symbolic
+    if not isinstance(constraint, Constraints):
+        return constraint_rows(model, constraints_by_row(constraint, batch))
+    got, V = constraint.automaton.shape, model.config.num_tokens
+    if (got, constraint.classes.shape[-1]) != ((batch,), V):
+        raise ValueError(
+            f"constraint: want automata of {batch} prompts and {V} tokens, got "
+            f"{got} and {constraint.classes.shape[-1]}"
+        )
+    return constraint
+
+
+def repeated_constraints(constraints: Constraints, n: int) -> Constraints:
+    """Returns the automata of B prompts for B n rows, prompt by prompt."""
+    automaton, start = constraints.automaton, constraints.start
+    rows = dict(automaton=jnp.repeat(automaton, n), start=jnp.repeat(start, n))
+    return replace(constraints, **rows)

@@ -1,22 +1,33 @@
 """Log-probabilities of known tokens, without the logits of a whole text in memory."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from stree_jax.common.checks import check_not_forked, with_hints
+from stree_jax.constraints.constraint import Constraint
 from stree_jax.cpu_kernels import at_most
 from stree_jax.generation.arguments import checked_tokens
 from stree_jax.generation.scoring import read_chunks
-from stree_jax.generation.token_arguments import counts, rows_of_sampling
+from stree_jax.generation.token_arguments import (
+    counts,
+    repeated_constraints,
+    rows_of_constraint,
+    rows_of_sampling,
+    stop_table,
+)
 from stree_jax.models import PREFILL_CHUNK, Model, check_model, logits_of
 from stree_jax.sampling.best import log_softmax
-from stree_jax.sampling.distribution import Distribution
+from stree_jax.sampling.constraints import NONE, Constraints
+from stree_jax.sampling.distribution import Distribution, marks_of
 from stree_jax.sampling.logprobs import of_tokens
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, SamplingRows
+from stree_jax.speculation.loop import tokens_of
 from stree_jax.speculation.on_mesh import rows_on
 
 MOST_LOGITS = 2**24  # at once, a chunk of all rows; else row by row
@@ -29,28 +40,39 @@ def token_logprobs(
     lengths: Any = None,
     *,
     sampling: Sampling | SamplingRows | None = None,
+    constraint: Constraint | Sequence[Constraint | None] | Constraints | None = None,
+    prompt_lengths: Any = None,
+    stop_tokens: Any = None,
 ) -> jax.Array:
     """Returns the log-probability of each token of each text, given those before it.
 
     It can be differentiated, and used inside `jax.jit`. Texts are read in chunks of 64
     tokens, so that logits [B, T, V] never exist; the backward pass computes each chunk
     again. On a CPU with the compiled kernels, the numbers are those of the rollout: bit
-    for bit `GeneratedTokens.logprobs.raw` without `sampling`, and `processed` with the
-    sampling of the call.
+    for bit `GeneratedTokens.logprobs.raw` without `sampling` and `constraint`, and
+    `processed` with those of the call.
 
     Args:
       model: the model.
       tokens: [B, T] ints, padded on the right.
       lengths: [B] ints in 1 .. T. If None, T.
       sampling: a `Sampling` for all rows, or `SamplingRows` of B rows: the
-        log-probabilities are those after temperature, filters, biases and repetition
-        penalty, -inf for tokens that these exclude. Its keys are not used. Presence and
-        frequency penalties of `SamplingRows` count the prompt, too; `Sampling` with
-        them is refused. If None, those of the model.
+        log-probabilities are those after temperature, filters, biases and penalties,
+        -inf for tokens that these exclude. Its keys are not used. If None, those of the
+        model.
+      constraint: what the output of each text must match, as in `generate_tokens`: the
+        log-probabilities are those after its masks, -inf for a token that breaks it.
+        Constraints of B / n prompts are for the n rows of each prompt.
+      prompt_lengths: [B] ints in 1 .. T: tokens of each text that are its prompt, for
+        which the result is then 0. Needed with `constraint`, which begins behind the
+        prompt, and with presence and frequency penalties, which count only the output.
+        (Without it, those of `SamplingRows` count the prompt, too.)
+      stop_tokens: with `constraint`, the tokens that may end the output, as in
+        `generate_tokens`. If None, the model's stop tokens.
 
     Returns:
-      [B, T] float32. 0 for the first token, which nothing precedes, and from `lengths`
-      on.
+      [B, T] float32. 0 for the first token, which nothing precedes, for tokens of
+      prompts, and from `lengths` on.
 
     Raises:
       ValueError: a shape or type is wrong, or, outside `jit`, a value.
@@ -67,80 +89,160 @@ def token_logprobs(
         raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
     batch, T = tokens.shape
     lengths = counts("lengths", T if lengths is None else lengths, batch, 1, T)
-    if isinstance(sampling, Sampling):
+    prompt = None
+    if prompt_lengths is not None:
+        prompt = counts("prompt_lengths", prompt_lengths, batch, 1, T)
+    elif constraint is not None:
+        raise ValueError("prompt_lengths: want them, since a constraint is for outputs")
+    elif isinstance(sampling, Sampling):
         for name in ("presence_penalty", "frequency_penalty"):
             if getattr(sampling, name):
-                raise ValueError(f"sampling: want no {name}, which counts outputs only")
-    rows = rows_of_sampling(sampling, None, batch, 1, model.config.num_tokens)
+                problem = f"want no {name}, which counts outputs only"
+                raise ValueError(f"sampling: {problem}, or prompt_lengths")
+    zeros = jnp.zeros((batch,), jnp.int32)
+    requests = Requests(
+        max_new_tokens=zeros,
+        min_new_tokens=None,
+        stop_tokens=zeros[:, None],
+        stop_strings=None,
+        sampling=rows_of_sampling(sampling, None, batch, 1, model.config.num_tokens),
+        constraints=_constraints(model, constraint, batch),
+    )
+    if requests.constraints is not None:
+        stops = stop_table(model, stop_tokens, batch)
+        requests = replace(requests, stop_tokens=stops)
+    elif stop_tokens is not None:
+        raise ValueError("stop_tokens: only used with a constraint")
     padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)), mode="edge")
-    found = _token_logprobs(model, padded, rows)[:, : T - 1]
+    found = _token_logprobs(model, padded, requests, prompt)[:, : T - 1]
     found = jnp.pad(found, ((0, 0), (1, 0)))
     place = jnp.arange(T, dtype=jnp.int32)[None]
-    return jnp.where((place > 0) & (place < lengths[:, None]), found, 0.0)
+    first = jnp.int32(1) if prompt is None else prompt[:, None]
+    return jnp.where((place >= first) & (place < lengths[:, None]), found, 0.0)
+
+
+def _constraints(model: Model, constraint: Any, batch: int) -> Constraints | None:
+    """Returns the automata of B rows, of constraints that may be by prompt."""
+    prompts = batch
+    if isinstance(constraint, Constraints):
+        prompts = constraint.automaton.shape[0]
+    elif isinstance(constraint, list | tuple):
+        prompts = len(constraint)
+    n = batch // prompts if prompts and batch % prompts == 0 else 1
+    found = rows_of_constraint(model, constraint, batch // n)
+    return None if found is None else repeated_constraints(found, n)
 
 
 @jax.jit
 def _token_logprobs(
-    model: Model, tokens: jax.Array, rows: SamplingRows | None
+    model: Model, tokens: jax.Array, requests: Requests, prompt: jax.Array | None
 ) -> jax.Array:
     """Returns the log-probability [B, T] of the token after each token [B, T]."""
-    return rows_on(model, _chunks, tokens, rows)
+    return rows_on(model, _chunks, tokens, requests, prompt)
 
 
-def _chunks(model: Model, tokens: jax.Array, rows: SamplingRows | None) -> jax.Array:
-    batch, V = tokens.shape[0], model.config.num_tokens
-    so_far = None
-    if rows is not None:
+def _chunks(
+    model: Model, tokens: jax.Array, requests: Requests, prompt: jax.Array | None
+) -> jax.Array:
+    (batch, T), V = tokens.shape, model.config.num_tokens
+    counted, so_far, states = tokens, None, None
+    if prompt is not None:  # tokens of the output, for penalties
+        place = jnp.arange(T, dtype=jnp.int32)[None]
+        counted = jnp.where(place < prompt[:, None], V, tokens)
+    if (sampling := requests.sampling) is not None:
         # Nothing is drawn; chunks cannot carry typed keys through `lax.map`.
-        rows = replace(rows, key=jnp.zeros((batch,), jnp.int32))
-        if rows.penalties is not None:
+        sampling = replace(sampling, key=jnp.zeros((batch,), jnp.int32))
+        if sampling.penalties is not None:
             so_far = jnp.broadcast_to(0 * tokens[:, :1], (batch, V))
+            if prompt is not None:
+                so_far = so_far + tokens_of(tokens, prompt, V).astype(jnp.int32)
+    tables = requests.constraints
+    if tables is not None and prompt is not None:
+        states = _states(tables, tokens, prompt)
+    # All rows share the tables, so they are not carried with the rows.
+    by_row = replace(requests, sampling=sampling).with_shared(None)
 
-    def read(carry: Any, hidden: jax.Array, both: Any) -> tuple[Any, jax.Array]:
-        (so_far, rows), (part, following) = carry, both
-        size = part.shape[0]
+    def of_chunk(*args: Any) -> jax.Array:
+        return _of_chunk(model, tables, *args)
+
+    def read(carry: Any, hidden: jax.Array, parts: Any) -> tuple[Any, jax.Array]:
+        (so_far, by_row), (following, counted, states) = carry, parts
+        size = counted.shape[0]
         row = jnp.arange(size, dtype=jnp.int32)[:, None]
         if so_far is not None:
-            so_far = so_far.at[row, part[:, :1]].add(2, mode="drop")
-        args = hidden, part, following, so_far, rows
-        if at_most(part.size * V, MOST_LOGITS):
-            found = _of_chunk(model, *args)
+            so_far = so_far.at[row, counted[:, :1]].add(2, mode="drop")
+        args = hidden, following, counted, states, so_far, by_row
+        if at_most(counted.size * V, MOST_LOGITS):
+            found = of_chunk(*args)
         else:
             each = jax.tree.map(lambda x: x[:, None], args)
-            found = jax.lax.map(lambda one: _of_chunk(model, *one), each)[:, 0]
+            found = jax.lax.map(lambda one: of_chunk(*one), each)[:, 0]
         if so_far is not None:
-            so_far = so_far.at[row, part[:, 1:]].add(2, mode="drop")
-        return (so_far, rows), found
+            so_far = so_far.at[row, counted[:, 1:]].add(2, mode="drop")
+        return (so_far, by_row), found
 
-    both = tokens, jnp.roll(tokens, -1, axis=1)
-    return read_chunks(model, tokens, read, (so_far, rows), both)
+    parts = jnp.roll(tokens, -1, axis=1), counted, states
+    return read_chunks(model, tokens, read, (so_far, by_row), parts)
+
+
+def _states(
+    constraints: Constraints, tokens: jax.Array, prompt: jax.Array
+) -> jax.Array:
+    """Returns the states [B, T] after the tokens of texts; `NONE` before the last token
+    of a prompt, which is not constrained, and behind a token that is not allowed.
+
+    Args:
+      constraints: automata of the B rows.
+      tokens: [B, T] int32.
+      prompt: [B] int32. Lengths of the prompts.
+    """
+
+    def one(state: jax.Array, inputs: tuple) -> tuple[jax.Array, jax.Array]:
+        token, place = inputs
+        state = constraints.after(state, token)
+        state = jnp.where(place == prompt - 1, constraints.start, state)
+        return state, state
+
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    before = jnp.full_like(tokens[:, 0], NONE)
+    return lax.scan(one, before, (tokens.T, places))[1].T
 
 
 def _of_chunk(
     model: Model,
+    tables: Constraints | None,
     hidden: jax.Array,
-    tokens: jax.Array,
     following: jax.Array,
+    counted: jax.Array,
+    states: jax.Array | None,
     so_far: jax.Array | None,
-    rows: SamplingRows | None,
+    by_row: Requests,
 ) -> jax.Array:
     """Returns the log-probabilities [B, chunk] of the tokens after each of a chunk.
 
     Args:
       model: the model.
+      tables: the automata of constraints, or None.
       hidden: [B, chunk, d] float32.
-      tokens, following: [B, chunk] int32, the chunk and the tokens after each of it.
-      so_far: [B, V] int32, of the text up to the chunk's first token; None without
-        penalties.
-      rows: sampling settings, or None.
+      following: [B, chunk] int32. The tokens after each of the chunk.
+      counted: [B, chunk] int32. The tokens of the chunk that penalties count; V for
+        others.
+      states: [B, chunk] int32. States of the automata after each token.
+      so_far: [B, V] int32. `Distribution.counts` of the text up to the chunk's first
+        token, and of the prompt; None without penalties.
+      by_row: the requests, without tables.
     """
-    V, (batch, width) = model.config.num_tokens, tokens.shape
+    V, (batch, width) = model.config.num_tokens, counted.shape
     logits = logits_of(model, hidden)[..., :V]
-    if rows is not None:
+    if tables is not None and states is not None and by_row.constraints is not None:
+        rows = replace(tables, automaton=by_row.constraints.automaton)
+        allowed = rows.allowed(states, marks_of(by_row.stop_tokens, V))
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    if by_row.sampling is not None:
         place = jnp.arange(width, dtype=jnp.int32)
         zeros = jnp.zeros((batch,), jnp.int32)
-        requests = Requests(zeros, None, zeros[:, None], None, rows)
-        path = tokens[:, jnp.minimum(place[:, None], place[None])]
-        dist = Distribution(requests, zeros, so_far, V)
+        path = counted[:, jnp.minimum(place[:, None], place[None])]
+        masked = replace(by_row, constraints=None)
+        dist = Distribution(masked, zeros, so_far, V)
         logits = dist.scores(logits, place[None], path)
     return of_tokens(log_softmax(logits), following)

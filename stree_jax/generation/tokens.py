@@ -10,7 +10,6 @@ from flax import struct
 
 from stree_jax.common.checks import flag, integer, shown, with_hints
 from stree_jax.constraints.constraint import Constraint
-from stree_jax.constraints.rows import constraint_rows, constraints_by_row
 from stree_jax.generation.arguments import lists_by_row
 from stree_jax.generation.past import Past
 from stree_jax.generation.stop_automata import automata_of, searched_pieces
@@ -18,7 +17,9 @@ from stree_jax.generation.token_arguments import (
     check_automata,
     counts,
     known,
+    repeated_constraints,
     right_padded,
+    rows_of_constraint,
     rows_of_sampling,
     stop_table,
 )
@@ -251,12 +252,15 @@ def generate_tokens(
         what = f"0..{V} best tokens, static under jit"
         logprobs = integer("logprobs", logprobs, 0, V, what)
     most = max_new_tokens if limits is None else limits
+    constraints = rows_of_constraint(model, constraint, batch)
+    if keep_past and constraints is not None:
+        constraints = constraints.by_passes()
     by_prompt = {
         "max_new_tokens": counts("limits", most, batch, 1, max_new_tokens),
         "stop_tokens": stop_table(model, stop_tokens, batch),
         "min_new_tokens": None,
         "stop_strings": _automata(model, stop_strings, batch),
-        "constraints": _constraints(model, constraint, batch),
+        "constraints": constraints,
     }
     if not (isinstance(min_new_tokens, int) and min_new_tokens == 0):
         least = counts("min_new_tokens", min_new_tokens, batch, 0, max_new_tokens)
@@ -300,21 +304,6 @@ def _automata(model: Model, stop_strings: Any, batch: int) -> StopAutomata | Non
     return automata_of(model, searched_pieces(model), lists)
 
 
-def _constraints(model: Model, constraint: Any, batch: int) -> Constraints | None:
-    """Returns the automata of constraints [B], or None without constraints."""
-    if constraint is None:
-        return None  # B may be symbolic
-    if not isinstance(constraint, Constraints):
-        return constraint_rows(model, constraints_by_row(constraint, batch))
-    got, V = constraint.automaton.shape, model.config.num_tokens
-    if (got, constraint.classes.shape[-1]) != ((batch,), V):
-        raise ValueError(
-            f"constraint: want automata of {batch} prompts and {V} tokens, got "
-            f"{got} and {constraint.classes.shape[-1]}"
-        )
-    return constraint
-
-
 def _repeated(by_prompt: dict[str, Any], n: int) -> dict[str, Any]:
     """Returns arrays of B prompts as arrays of B n rows; tables of automata stay."""
     rows: dict[str, Any] = {}
@@ -323,8 +312,7 @@ def _repeated(by_prompt: dict[str, Any], n: int) -> dict[str, Any]:
             which = jnp.repeat(value.automaton, n)
             rows[name] = replace(value, automaton=which)
         elif isinstance(value, Constraints):
-            which, start = (jnp.repeat(x, n) for x in (value.automaton, value.start))
-            rows[name] = replace(value, automaton=which, start=start)
+            rows[name] = repeated_constraints(value, n)
         else:
             rows[name] = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), value)
     return rows

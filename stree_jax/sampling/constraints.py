@@ -10,6 +10,8 @@ class is small, where one by state and token would take 60 MB.
 Letters: B rows, Q nodes, R automata, S states, C classes, V tokens, L forced tokens.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -17,6 +19,7 @@ from jax import lax
 
 from stree_jax.models.base.serialization import register_for_export
 
+MOST_CLOSING = 4  # tokens that are added to the end of a text without a pass
 NONE = -1  # after a token that is not allowed; and of rows without a constraint
 
 
@@ -33,6 +36,8 @@ class Constraints:
         stop token is allowed.
       forced: [R, S, L] int32. Tokens that spell what must follow a state, padded with
         `NONE`. They are drafts: other tokens may spell the same.
+      closing: [R, S] int32. The only token that is allowed in a state, if the text can
+        only go on by such tokens until it is complete; else `NONE`.
       automaton: [B] int32. Index of each row's automaton, 0..R-1.
       start: [B] int32. State of each row before its first token; `NONE` for rows
         without a constraint, which stay in it.
@@ -42,6 +47,7 @@ class Constraints:
     following: jax.Array
     may_end: jax.Array
     forced: jax.Array
+    closing: jax.Array
     automaton: jax.Array
     start: jax.Array
 
@@ -104,3 +110,19 @@ class Constraints:
         """Returns the forced tokens [B, L] int32 after states [B]."""
         found = self.forced[self._index(state), state]
         return jnp.where((state < 0)[:, None], NONE, found)
+
+    def closing_after(self, state: jax.Array) -> jax.Array:
+        """Returns the tokens [B, MOST_CLOSING] int32 that complete the text after
+        states [B], if no others are allowed; padded with `NONE`."""
+        tokens = []
+        for _ in range(MOST_CLOSING):
+            token = self.closing[self._index(state), state]
+            tokens.append(jnp.where(state < 0, NONE, token))
+            after = self.after(state, jnp.maximum(tokens[-1], 0))
+            state = jnp.where(tokens[-1] < 0, NONE, after)
+        return jnp.stack(tokens, axis=1)
+
+    def by_passes(self) -> "Constraints":
+        """Returns the automata without `closing`: target passes choose all tokens, so
+        that the target's state has read every text up to its last token."""
+        return replace(self, closing=jnp.full_like(self.closing, NONE))

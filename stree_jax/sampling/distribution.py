@@ -96,8 +96,9 @@ class Distribution:
           logits: [B, Q, W] float32. The W of a drafter may be less than V.
           depth: [B, Q] or [1, Q] int32. Depths of the nodes; the root has depth 0.
           path: [B, Q, D] int32. Tokens from the root to each node, entry j at depth j;
-            those beyond the node repeat others of its path. If None, `counts` has
-            them, and constraints apply only to nodes at the depth of `state`.
+            those beyond the node repeat others of its path. Penalties do not count
+            entries of V. If None, `counts` has them, and constraints apply only to
+            nodes at the depth of `state`.
           normalised: if False, only differences of scores matter, and the largest score
             may be 0.
 
@@ -229,10 +230,7 @@ class Distribution:
             logits = jnp.pad(logits, width, constant_values=-jnp.inf)
         if r.min_new_tokens is None and r.constraints is None:
             return logits
-        batch, _, V = logits.shape
-        row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        stops = jnp.where(r.stop_tokens < 0, V, r.stop_tokens)
-        stop = jnp.zeros((batch, V), bool).at[row, stops].set(True, mode="drop")
+        stop = marks_of(r.stop_tokens, logits.shape[2])
         if r.constraints is not None:
             logits = self._constrained(logits, self.states(depth, path), stop)
         if r.min_new_tokens is None:
@@ -297,7 +295,7 @@ class Distribution:
         # `counts` has the token of the root, at place 0, already.
         place = jnp.arange(D, dtype=jnp.int32)[None, None]
         below = (place > 0) & (place <= depth[..., None])
-        return here.at[b, q, path].add(jnp.where(below, 2, 0))
+        return here.at[b, q, path].add(jnp.where(below, 2, 0), mode="drop")
 
     def after(self, token: jax.Array) -> "Distribution":
         """Returns the distribution after one more token [B]."""
@@ -350,6 +348,15 @@ class Distribution:
         noise = threefry.noise(words, none, size=self.num_tokens)
         noise = noise.reshape(*keys.shape, self.num_tokens)
         return _but_greedy(self.sampling.greedy, noise)
+
+
+def marks_of(stop_tokens: jax.Array, num_tokens: int) -> jax.Array:
+    """Returns True for the stop tokens of each row [B, V] bool; `stop_tokens` [B, n]
+    int32 is padded with -1."""
+    row = jnp.arange(stop_tokens.shape[0], dtype=jnp.int32)[:, None]
+    stops = jnp.where(stop_tokens < 0, num_tokens, stop_tokens)
+    marks = jnp.zeros((stop_tokens.shape[0], num_tokens), bool)
+    return marks.at[row, stops].set(True, mode="drop")
 
 
 def _but_greedy(greedy: jax.Array, noise: jax.Array) -> jax.Array:

@@ -56,6 +56,6 @@ class Requests:
         if strings is not None:
             strings = replace(strings, table=value)
         if constraints is not None:
-            tables = "classes", "following", "may_end", "forced"
+            tables = "classes", "following", "may_end", "forced", "closing"
             constraints = replace(constraints, **dict.fromkeys(tables, value))
         return replace(self, stop_strings=strings, constraints=constraints)

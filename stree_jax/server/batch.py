@@ -295,7 +295,9 @@ class Batch:
         row = self.rows[i]
         if row is not None and length > 0 and not row.request.private:
             past = past_jit(self._decoding, jnp.int32(i))
-            self._keep((*row.request.ids, *tokens[:length].tolist()), past)
+            text = *row.request.ids, *tokens[:length].tolist()
+            # Tokens that closed a text without a pass have not been read.
+            self._keep(text[: int(past[0].length[0]) + 1], past)
 
     def _keep(self, text: Sequence[int], past: Any) -> None:
         """Caches the states of a row, unless they have read very few tokens.

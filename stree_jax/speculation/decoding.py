@@ -22,7 +22,7 @@ from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import Accepted
-from stree_jax.speculation.draft import DRAFTER, TARGET, Draft
+from stree_jax.speculation.draft import DRAFTER, FORCED, TARGET, Draft
 from stree_jax.speculation.drafter import DraftState
 
 PolicyState = Any  # a policy's own pytree
@@ -63,6 +63,7 @@ class Decoding:
       used: [B, K] int32. Number of target passes with each tree of the menu, while the
         row was running.
       gained: [B, M + 2] int32. `gained[b, n]` target passes added n tokens to row b.
+        Tokens that `closed` adds are not counted.
       margin: [B] float32. Smallest `Accepted.margin` of the tokens of the output.
     """
 
@@ -180,7 +181,7 @@ def cut_at_stops(d: Decoding, accepted: Accepted) -> tuple[Accepted, Stop]:
             return before
         end = jnp.maximum(length - 1, 0)[:, None]
         after = jnp.take_along_axis(states, end, axis=1)[:, 0]
-        return jnp.where(d.finish == RUNNING, after, before)
+        return jnp.where((d.finish == RUNNING) & (length > 0), after, before)
 
     stop = Stop(finish, last(d.stop_state, states), last(d.constraint_state, inside))
     return replace(accepted, length=length), stop
@@ -294,6 +295,31 @@ def record_step(
         **stop._asdict(),
         logprobs=lists,
     )
+
+
+def closed(d: Decoding) -> Decoding:
+    """Ends the texts that can end in one way only, without a target pass: where a
+    constraint allows a single token, and again a single one until the text is complete,
+    the target has no choice.
+
+    The target does not read these tokens. Batches with log-probabilities are not
+    changed, because the raw ones need a pass.
+    """
+    constraints = d.requests.constraints
+    if constraints is None or d.constraint_state is None or d.logprobs is not None:
+        return d
+    tokens = constraints.closing_after(d.constraint_state)
+    length = (tokens >= 0).sum(axis=1, dtype=jnp.int32)
+    # One entry more: `_recorded` takes the last one as a choice of the target.
+    tokens = jnp.pad(jnp.maximum(tokens, 0), ((0, 0), (0, 1)))
+    certain = jnp.full(tokens.shape, jnp.inf, jnp.float32)
+    chosen = Accepted(jnp.ones_like(tokens), length, tokens, certain)
+    chosen, stop = cut_at_stops(d, chosen)
+    origin = jnp.full((len(tokens), 2), FORCED, jnp.uint8)
+    before = Output(d.tokens, d.origin, d.root, d.length, d.used, d.gained, d.margin)
+    trees, no_pass = jnp.zeros_like(length), jnp.zeros_like(d.finish, bool)
+    after = _recorded(before, trees, no_pass, chosen, origin)
+    return replace(d, **after._asdict(), **stop._asdict())
 
 
 def _places(

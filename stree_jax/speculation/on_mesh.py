@@ -241,12 +241,16 @@ def rows_on(
     model: Model, function: Callable[..., jax.Array], rows: jax.Array, *others: Any
 ) -> jax.Array:
     """Returns `function(model, rows, *others)`, with rows where they are or, for a
-    model on a mesh, where its rows are. The others have the same rows."""
+    model on a mesh, where its rows are. The others have the same rows; automata of
+    `Requests` are for all rows."""
     place = place_of(model.mesh, model.cut, rows)
     if place is None:
         return function(model, rows, *others)
     args = rows, *others
-    return on_mesh(function, place, model, args, (place.spec,) * len(args), place.spec)
+    specs = tuple(
+        request_specs(x, place) if isinstance(x, Requests) else place.spec for x in args
+    )
+    return on_mesh(function, place, model, args, specs, place.spec)
 
 
 def whole_on(model: Model, function: Callable[..., Any], *args: Any) -> Any:

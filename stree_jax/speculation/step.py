@@ -47,6 +47,7 @@ from stree_jax.speculation.adaptive.pool import without_rest
 from stree_jax.speculation.decoding import (
     RUNNING,
     Decoding,
+    closed,
     cut_at_stops,
     record_step,
 )
@@ -159,10 +160,14 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
         accepted, stop = cut_at_stops(d, spec.rule.accept(draft, seen.logits, dist))
         update = update_of(accepted, stop.finish, seen.hidden, seen.taps)
         policy, choice = spec.policy.update(d.policy, d.choice, draft, accepted)
+        trees = trees_of(spec, d, draft)
+        after = record_step(d, draft, seen.logits, accepted, stop, dist, trees)
+        if any(
+            tree.size > 1 for tree in spec.policy.menu
+        ):  # else every token by a pass
+            after = closed(after)
         return replace(
-            record_step(
-                d, draft, seen.logits, accepted, stop, dist, trees_of(spec, d, draft)
-            ),
+            after,
             state=seen.state,
             pending=pending_of(accepted, seen.records, d.pending),
             drafting=spec.drafter.commit(drafting, update),

@@ -62,6 +62,7 @@ def constraints():
         *map(jnp.asarray, tables),
         ends,
         jnp.asarray(FORCED[None], jnp.int32),
+        jnp.full(ends.shape, NONE, jnp.int32),
         zeros,
         zeros,
     )

@@ -27,6 +27,10 @@ MOST_BYTES = 200_000  # of a notebook with its outputs
 
 # What each program prints, as its docstring promises.
 PRINTS = {
+    "agent.py": [
+        r"^(weather\('(Oslo|Rome)', [1-5]\) -> '(rain|sun)'\n){1,2}Report\(",
+        r"Report\(city='(Oslo|Rome)', umbrella=(True|False), advice=.{2,90}\)\n$",
+    ],
     "prompt_lookup.py": [
         r"def pop\(self\):\n +\S",  # the text
         r"\d+ tokens in \d+ forward passes of the target model",
@@ -93,7 +97,7 @@ PRINTS = {
 }
 
 # Programs with a test of their own.
-OTHERS = {"grpo.py", "mesh.py", "server_client.py", "tunix_rollout.py"}
+OTHERS = {"agent.py", "grpo.py", "mesh.py", "server_client.py", "tunix_rollout.py"}
 
 
 def run(name, capsys, monkeypatch, *arguments):
@@ -108,12 +112,7 @@ def check(name, printed):
         assert re.search(pattern, printed), f"no {pattern!r} in\n{printed}"
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(
-        PRINTS.keys() - {"grpo.py", "mesh.py", "server_client.py", "tunix_rollout.py"}
-    ),
-)
+@pytest.mark.parametrize("name", sorted(PRINTS.keys() - OTHERS))
 def test_a_program_prints_what_it_says(name, capsys, monkeypatch):
     check(name, run(name, capsys, monkeypatch))
 
@@ -155,6 +154,16 @@ def test_the_client_of_a_server(capsys, monkeypatch):
         url = f"http://127.0.0.1:{port}/v1"
         printed = run("server_client.py", capsys, monkeypatch, "--url", url)
     check("server_client.py", printed)
+
+
+def test_the_agent_of_a_server(capsys, monkeypatch):
+    pytest.importorskip("agents", reason="needs openai-agents")
+    port, template = snippets.free_port(), str(EXAMPLES / "agent.jinja")
+    options = "--chat-template", template, "--drafter", "lookup", "--context", "512"
+    with snippets.served(port, *options) as process:
+        snippets.wait_until_ready(port, process)
+        url = f"http://127.0.0.1:{port}/v1"
+        check("agent.py", run("agent.py", capsys, monkeypatch, "--url", url))
 
 
 def test_the_command_takes_the_custom_drafter(capsys, monkeypatch):

@@ -72,6 +72,14 @@ def test_axes_have_the_names_of_the_caller(results):
     assert found["t"]["tokens"] == results["plain"]
 
 
+def test_constrained_rollouts_and_their_scores(results):
+    found = results["constrained"]
+    for one in ("tokens", "calls"):
+        mine, theirs = found[one]
+        assert mine == theirs
+    assert found["possible"] and found["difference"] < 1e-5
+
+
 def test_only_parts_of_a_model_communicate(results):
     """The devices of one group are neighbours along the axis of parts."""
     found = results["named"]["model"]

@@ -20,6 +20,7 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.sampling.settings import sampling_rows
 from tests.support.families import FAMILIES, random_model
+from tests.support.pieces import piece_tokenizer
 from tests.support.tiny import REAL, tiny
 
 COLLECTIVE = re.compile(
@@ -139,6 +140,30 @@ def named():
     model = stree_jax.shard(MODEL, several, rows=("a", "b"))
     found["several"] = write_jit(model).tokens.tolist()
     return found
+
+
+def constrained():
+    """Rollouts under constraints, with parts of the model and rows on devices."""
+    each = [stree_jax.Constraint("(?:ab|ba c|é){2}f"), None] * 2
+    plain, ids = MODEL.replace(tokenizer=piece_tokenizer()), IDS % 40
+    found = []
+    for model in (plain, stree_jax.shard(plain, mesh_of(data=2, model=2))):
+        options = dict(max_new_tokens=8, drafter="lookup", tree="A", stop_tokens=[])
+        done = stree_jax.generate_tokens(model, ids, constraint=each, **options)
+        texts = done.joined(ids)
+        scores = stree_jax.token_logprobs(
+            *(model, texts.tokens, texts.lengths),
+            constraint=each,
+            prompt_lengths=texts.lengths - done.length,
+        )
+        found.append((done.tokens.tolist(), np.asarray(scores), done.calls.tolist()))
+    (tokens, scores, calls), (others, their_scores, their_calls) = found
+    return {
+        "tokens": [tokens, others],
+        "calls": [calls, their_calls],
+        "possible": bool(np.isfinite(scores).all() and (scores < 0).any()),
+        "difference": float(abs(scores - their_scores).max()),
+    }
 
 
 def write_jit(model):
@@ -261,6 +286,7 @@ PARTS = (
     checked,
     automatic,
     named,
+    constrained,
     round_trip,
     fully_sharded,
     restored,
