@@ -70,7 +70,8 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
     multiple = fields.get("pad_vocab_size_multiple", 1)
     rows = -(-fields["vocab_size"] // multiple) * multiple
     width = fields.get("hidden_size", fields.get("d_model"))
-    names = ["model.embed_tokens.weight", "backbone.embedding.weight"]
+    names = ["model.embed_tokens.weight"]
+    names += ["backbone.embedding.weight", "backbone.embeddings.weight"]
     names += ["layers.0.mixer.conv1d.bias", "mtp.fc.weight"]
     if "num_experts" in fields:
         names.append("mtp.layers.0.mlp.gate.weight")
