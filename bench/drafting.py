@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from bench.passes import CONTEXT, Case, Program
-from bench.shapes import NAMES, as_loaded, config_of, random_model
+from bench.shapes import NAMES, random_draft_model
 from stree_jax.common.words import suggestion
 from stree_jax.models import Model, ModelConfig, State, format_named
 from stree_jax.models.base.keys import default_numbers, key_of
@@ -79,9 +79,7 @@ def random_drafter(name: str, target: Model, dtype: Any) -> AnyDrafter:
             block = dspark_of(config)
             kept = dtype if usual is None else INT8
             return DFlash(init_dflash(block, key_of(1), kept), block)
-    vocabulary = {"vocab_size": config.vocab_size, "num_tokens": config.num_tokens}
-    model = replace(config_of(name), **vocabulary)
-    return as_loaded(random_model(model, usual or dtype, seed=1))
+    return random_draft_model(name, config, usual or dtype)
 
 
 def most_drafts(source: Source) -> int:
@@ -108,26 +106,31 @@ def compile_drafting(
     prompts = Prompts(one[None], one, CONTEXT + new + 1, new)
     seen = jnp.zeros((1, new, config.d_model), jnp.float32)
     tokens = jnp.arange(new, dtype=jnp.int32)[None] % config.num_tokens
-    update = Update(tokens, new * one, seen, (seen,) * len(bound.taps))
+    # Arguments of the program, so that the compiler does not know them.
+    given = one, Update(tokens, new * one, seen, (seen,) * len(bound.taps))
 
-    def once(_: jax.Array, carry: Any, bound: Any) -> Any:
-        # The barrier keeps XLA from computing a part of a round before the loop.
-        state, root = lax.optimization_barrier((carry[0], one))
-        rule = Rule("naive", "top_k")
-        draft, state = bound.propose(state, root, tree, dist, rule)
-        return _in_context(bound.commit(state, update)), None, draft.tokens
+    def run(bound: Any, carry: Any, given: Any) -> Any:
+        def once(_: jax.Array, carry: Any) -> Any:
+            # The barrier keeps XLA from computing a part of a round before the loop.
+            state, (root, update) = lax.optimization_barrier((carry[0], given))
+            rule = Rule("naive", "top_k")
+            draft, state = bound.propose(state, root, tree, dist, rule)
+            return _in_context(bound.commit(state, update)), None, draft.tokens
 
-    def run(bound: Any, carry: Any) -> Any:
-        return lax.fori_loop(0, passes, lambda i, c: once(i, c, bound), carry)
+        return lax.fori_loop(0, passes, once, carry)
 
-    begin = jax.jit(lambda bound: _in_context(bound.init(prompts, None)))
-    carry: Any = begin(bound), None, tokens
+    first = jax.jit(lambda bound: _in_context(bound.init(prompts, None)))
+
+    def begin() -> Any:
+        return first(bound), None, jnp.copy(tokens)
+
     began = time.perf_counter()
-    compiled = jax.jit(run, donate_argnums=1).lower(bound, carry).compile()
+    program = jax.jit(run, donate_argnums=1)
+    compiled = program.lower(bound, begin(), given).compile()
     return Program(
         case=Case(new, "packed"),
-        run=lambda carry: compiled(bound, carry),
-        begin=lambda: (begin(bound), None, jnp.copy(tokens)),
+        run=lambda carry: compiled(bound, carry, given),
+        begin=begin,
         passes=passes,
         compile_s=time.perf_counter() - began,
         memory={},
