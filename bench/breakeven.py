@@ -21,8 +21,8 @@ Weights of shapes are random, because times do not depend on them.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ from bench.drafting import (
     most_drafts,
     random_drafter,
 )
-from bench.llama_process import Ask, llama_process, llama_version
+from bench.llama_process import llama_process, llama_version
 from bench.method import Run
 from bench.others import threads_of_xla
 from bench.passes import Turns, passes_per_dispatch
@@ -51,7 +51,7 @@ from stree_jax.models import Model, ModelConfig
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.table import source_of
 from stree_jax.speculation.source import assumed_acceptance
-from stree_jax.speculation.tree import MAX_NODES, MOST_CHILDREN
+from stree_jax.speculation.tree import MOST_CHILDREN
 
 NAME, REPEATS = "breakeven", 5
 PAIRS = (  # small models, with the drafters that are published for them
@@ -72,6 +72,7 @@ NOTE = (
     "for all drafts that cost nothing; only these have a column of llama.cpp, whose "
     "drafters are not measured."
 )
+MOST_NODES = 64
 HALVINGS = 30  # of the interval of a rate that is searched for
 
 
@@ -142,8 +143,8 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
         has no llama-cpp-python.
     """
     for size in args.sizes:
-        if not 2 <= size <= MAX_NODES:
-            raise ValueError(f"--sizes: want 2..{MAX_NODES} nodes, got {size}")
+        if not 2 <= size <= MOST_NODES:
+            raise ValueError(f"--sizes: want 2..{MOST_NODES} nodes, got {size}")
     subjects = subjects_of(args.pairs)
     settings = method.settings_of(args, "pairs sizes dtype")
     settings["llama_cpp"] = args.llama_python and llama_version(args.llama_python)
@@ -174,29 +175,16 @@ def _times(
         for drafts in sorted({min(size - 1, most) for size in args.sizes}):
             program = compile_drafting(target, drafter, drafts, passes)
             turns[f"{name}/{drafts}"] = Turns(program)
-    with _asked(subject, target, args, repeats) as ask:
-        sizes = sorted({1, *args.sizes})
+    sizes = sorted({1, *args.sizes})
+    with ExitStack() as stack:
+        ask = None
+        if subject.file is not None and args.llama_python is not None:
+            ask = stack.enter_context(llama_process(args.llama_python))
+            options = {"path": str(subject.file), "exact": False}
+            options |= {"num_tokens": target.config.num_tokens}
+            options |= {"context": context_of(sizes, (), repeats)}
+            ask("load", threads=threads_of_xla(), **options)
         return others | time_passes(target, ask, sizes, repeats, passes, turns)
-
-
-@contextmanager
-def _asked(
-    subject: Subject, target: Model, args: argparse.Namespace, repeats: int
-) -> Iterator[Ask | None]:
-    """Loads the target's file in llama.cpp. Yields None if that is not measured."""
-    if subject.file is None or args.llama_python is None:
-        yield None
-        return
-    with llama_process(args.llama_python) as ask:
-        ask(
-            "load",
-            path=str(subject.file),
-            threads=threads_of_xla(),
-            context=context_of([1, *args.sizes], (), repeats),
-            num_tokens=target.config.num_tokens,
-            exact=False,
-        )
-        yield ask
 
 
 def rows_of(

@@ -155,7 +155,7 @@ def test_a_file_beside_llama_cpp(tmp_path, monkeypatch):
         (["--pairs", "hybrid-2m:mtp"], "--pairs: hybrid-2m has no MTP layers"),
         (["--pairs", "hybrid-2m:dspak"], "--pairs: unknown 'dspak'; .*'dspark'"),
         (["--pairs", "demo"], "--pairs: demo is no shape and no GGUF file"),
-        (["--sizes", "1"], "--sizes: want 2..1024 nodes, got 1"),
+        (["--sizes", "1"], "--sizes: want 2..64 nodes, got 1"),
         (["--llama-python", "no/python"], "--llama-python: no/python: No such file"),
     ],
 )
