@@ -19,6 +19,7 @@ from stree_jax.common.words import suggestion
 from stree_jax.models import Model, ModelConfig, State, format_named
 from stree_jax.models.base.keys import default_numbers, key_of
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig, init_dflash
+from stree_jax.models.stack.boundaries import boundary_count
 from stree_jax.models.weights.int8 import INT8
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
@@ -33,9 +34,10 @@ from stree_jax.training.dspark import DSparkSize, dspark_config
 
 DSPARK = "dspark"
 DRAFTERS = (LOOKUP, MTP, DSPARK, *NAMES)
-# LiquidAI's DSpark drafter of LFM2.5-1.2B: layers, and drafts of a block. Its MLPs are
-# three times as wide as the target, and four query heads share a key head.
-SIZE = DSparkSize(layers=5, taps=5, drafts=9, rank=256, window=0, causal=False)
+# LiquidAI's DSpark drafter of LFM2.5-1.2B. Its MLPs are three times as wide as the
+# target, four query heads share a key head, and it reads five residual streams.
+SIZE = DSparkSize(layers=5, drafts=9, rank=256, window=0, causal=False)
+TAPS = 5
 
 
 def check_drafter(name: str, target: str, config: ModelConfig) -> None:
@@ -50,11 +52,17 @@ def check_drafter(name: str, target: str, config: ModelConfig) -> None:
         raise ValueError(f"--pairs: unknown {name!r}; {suggestion(name, DRAFTERS)}")
     if name == MTP and not config.mtp:
         raise ValueError(f"--pairs: {target} has no MTP layers; leave out ':{MTP}'")
+    if name == DSPARK:
+        try:
+            dspark_of(config)
+        except ValueError as error:
+            raise ValueError(f"--pairs: {target}:{DSPARK}: {error}") from error
 
 
 def dspark_of(target: ModelConfig) -> DFlashConfig:
     """Returns a DSpark drafter of the proportions that LiquidAI publishes."""
-    size = replace(SIZE, mlp=3 * target.d_model)
+    taps = min(TAPS, boundary_count(target))
+    size = replace(SIZE, mlp=3 * target.d_model, taps=taps)
     config = dspark_config(target, size, mask=0)
     heads = config.attention.num_heads
     shared = replace(config.attention, num_kv_heads=math.gcd(heads, heads // 4))

@@ -79,9 +79,8 @@ def target():
 
 
 @pytest.mark.parametrize("name", ["mtp", "dspark", "hybrid-2m"])
-def test_rounds_of_drafting(target, name, monkeypatch):
+def test_rounds_of_drafting(target, name):
     """A call of three rounds is three calls of one, and the text stays as long."""
-    monkeypatch.setattr(drafting, "SIZE", replace(drafting.SIZE, taps=2))
     drafter = drafting.random_drafter(name, target, "float32")
     three, once = (
         drafting.compile_drafting(target, drafter, 2, passes=n) for n in (3, 1)
@@ -108,6 +107,13 @@ def test_the_published_dspark_drafter():
     count = parameter_count(abstract_table(dflash_table(config), jnp.float32))
     assert count == pytest.approx(295.7e6, rel=5e-3)
     assert (config.drafts, config.attention.num_kv_heads) == (9, 8)
+
+
+def test_a_target_without_a_dspark_drafter_is_named():
+    with pytest.raises(
+        ValueError, match="--pairs: m:dspark: .*divisible by 64, got 32"
+    ):
+        drafting.check_drafter("dspark", "m", HYBRID)
 
 
 def test_shapes_are_measured():
