@@ -30,6 +30,7 @@ from bench.passes import (
     Case,
     Program,
     compile_case,
+    passes_per_dispatch,
     time_cases,
 )
 from bench.shapes import config_of, random_model, weight_format
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME, REPEATS = "forward", 20
-# On a GPU, handing over the arrays of all layers and preparing CUDA graphs takes as
-# long as several passes, so a dispatch runs this many.
-DISPATCH = 128
 
 
 def add_options(b: argparse.ArgumentParser) -> None:
@@ -80,7 +78,7 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
         for value in getattr(args, option):
             if not 1 <= value <= limit:
                 raise ValueError(f"--{option}: want 1..{limit}, got {value}")
-    passes = 1 if jax.default_backend() == "cpu" else DISPATCH
+    passes = passes_per_dispatch()
     timed = {"sizes": [Case(n, "packed") for n in args.sizes]}
     timed |= {
         f"binary:{n}": [Case(2**n - 1, scan) for scan in SCANS] for n in args.levels

@@ -33,6 +33,9 @@ from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import Tree, make_tree
 
 CONTEXT = 1024
+# On a GPU, handing over the arrays of all layers and preparing CUDA graphs takes as
+# long as several passes, so a dispatch runs this many.
+DISPATCH = 128
 
 Carry = tuple[State, Pending, jax.Array]  # the last is argmax of the logits, [1, T]
 Way = Literal["packed", "step", "chunk"]
@@ -155,6 +158,11 @@ def compile_case(model: Model, case: Case, passes: int) -> Program:
         compile_s=time.perf_counter() - began,
         memory=compiled_bytes(compiled),
     )
+
+
+def passes_per_dispatch() -> int:
+    """Returns the number of passes that a call should run on this backend."""
+    return 1 if jax.default_backend() == "cpu" else DISPATCH
 
 
 class Turns:

@@ -22,19 +22,32 @@ OURS, LLAMA = "ours", "llama.cpp"
 
 
 def time_passes(
-    model: Model, ask: Ask | None, sizes: Sequence[int], repeats: int
+    model: Model,
+    ask: Ask | None,
+    sizes: Sequence[int],
+    repeats: int,
+    passes: int = 1,
+    others: Mapping[str, Callable[[], float]] | None = None,
 ) -> dict[str, dict[str, list[float]]]:
     """Times passes over `sizes` tokens, of both programs in turns.
 
     Our tokens are the nodes of a binary tree, those of llama.cpp continue its text.
     Both compute logits for every token, after `CONTEXT` committed ones.
 
+    Args:
+      model: the model.
+      ask: calls llama.cpp, which has loaded the model. None if it is not measured.
+      sizes: numbers of tokens.
+      repeats: timed calls of each.
+      passes: passes in each call of ours.
+      others: functions that also take turns, by "NAME/SIZE". Each returns seconds.
+
     Returns:
       The seconds of each turn, by program and by number of tokens as a string.
     """
-    arms: dict[str, Callable[[], Any]] = {}
+    arms: dict[str, Callable[[], Any]] = dict(others or {})
     for n in sizes:
-        turns = Turns(compile_case(model, Case(n, "packed"), 1))
+        turns = Turns(compile_case(model, Case(n, "packed"), passes))
         arms[f"{OURS}/{n}"] = partial(turns)
     if ask is not None:
         random = np.random.default_rng(0)

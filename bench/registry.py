@@ -23,6 +23,7 @@ BENCHMARKS = {
     "unrolled": "beam trees, packed and unrolled (STree, Table 1)",
     "forward": "one forward pass by its number of nodes (STree, Fig. 2 and 3)",
     "cost": "which tree is fastest on this machine, predicted and measured",
+    "breakeven": "the acceptance from which speculation pays, from measured passes",
     "heads": "Medusa heads compared with other drafters, and typical acceptance",
     "drafters": "drafters compared: agreement, trees at equal nodes, decoding",
     "staged": "n-grams that propose tokens for the draft model (Spector and Re 2023)",

@@ -70,7 +70,8 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
     multiple = fields.get("pad_vocab_size_multiple", 1)
     rows = -(-fields["vocab_size"] // multiple) * multiple
     width = fields.get("hidden_size", fields.get("d_model"))
-    names = ["model.embed_tokens.weight", "backbone.embedding.weight"]
+    names = ["model.embed_tokens.weight"]
+    names += ["backbone.embedding.weight", "backbone.embeddings.weight"]
     names += ["layers.0.mixer.conv1d.bias", "mtp.fc.weight"]
     if "num_experts" in fields:
         names.append("mtp.layers.0.mlp.gate.weight")
@@ -150,16 +151,21 @@ def as_loaded(model: Model) -> Model:
 
 def random_pair(target: str, drafter: str, dtype: Any) -> tuple[Model, Model]:
     """Returns a target and a draft model with random weights, by the names of their
-    shapes. The draft model gets the target's vocabulary.
+    shapes.
 
     Raises:
       ValueError: a name is unknown.
     """
     config = config_of(target)
-    small = replace(
-        config_of(drafter), vocab_size=config.vocab_size, num_tokens=config.num_tokens
+    return random_model(config, dtype), random_draft_model(drafter, config, dtype)
+
+
+def random_draft_model(shape: str, target: ModelConfig, dtype: Any) -> Model:
+    """Returns a draft model with random weights and the target's vocabulary."""
+    config = replace(
+        config_of(shape), vocab_size=target.vocab_size, num_tokens=target.num_tokens
     )
-    return random_model(config, dtype), random_model(small, dtype, seed=1)
+    return random_model(config, dtype, seed=1)
 
 
 def random_prompts(config: ModelConfig, count: int, length: int) -> list[Prompt]:

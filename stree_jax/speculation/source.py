@@ -184,10 +184,7 @@ class Source:
 
     def acceptance(self) -> Acceptance:
         """Returns the measured or assumed acceptance rates by depth and rank."""
-        ranks = self.top1 * RANK_DECAY ** np.arange(MOST_CHILDREN)
-        # A row sums to at most 1.
-        ranks[1:] *= min(1, (1 - self.top1) / ranks[1:].sum())
-        return Acceptance(np.tile(ranks, (DEEPEST, 1)))
+        return assumed_acceptance(self.top1)
 
     def readings(self, target: Model) -> dict[str, Any]:
         """Returns variants of the drafter, each with one option changed that configs
@@ -198,6 +195,19 @@ class Source:
     def work(self, target: Model) -> Work:
         """Returns the work of drafting for a target."""
         return Work(tuple(map(without_mtp, self.models)))
+
+
+def assumed_acceptance(top1: float, depth: int = DEEPEST) -> Acceptance:
+    """Returns acceptance rates that are the same at every depth and fall with the rank
+    by `RANK_DECAY`.
+
+    Args:
+      top1: acceptance rate of first guesses, above 0.
+      depth: number of depths.
+    """
+    ranks = top1 * RANK_DECAY ** np.arange(MOST_CHILDREN)
+    ranks[1:] *= min(1, (1 - top1) / ranks[1:].sum())  # a row sums to at most 1
+    return Acceptance(np.tile(ranks, (depth, 1)))
 
 
 def picked_tree(tree: Topology) -> Topology:

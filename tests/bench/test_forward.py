@@ -26,7 +26,7 @@ from stree_jax.models import init_records, init_state
 from stree_jax.models.stack.state import Pending
 from stree_jax.speculation.step import packed as verify_packed
 from stree_jax.speculation.tree import resolve_tree
-from tests.bench.pairs import cells, drawn, measured
+from tests.bench.pairs import MAMBA2, cells, drawn, measured
 from tests.support.tiny import REAL, perturbed, tiny, too_much
 
 SIZED = {"memory_bytes", "temp_bytes"}
@@ -340,7 +340,7 @@ def test_a_baseline_that_runs_out_of_memory(target, drafter, monkeypatch):
 @pytest.fixture
 def small_shapes(monkeypatch):
     """Defines the shapes "tiny", and "other" with a smaller vocabulary."""
-    small = shapes.mamba2(64, 1)
+    small = replace(MAMBA2, d_model=64, layers=MAMBA2.layers[:1])
     found = {
         "tiny": replace(small, vocab_size=128, num_tokens=120),
         "other": replace(small, vocab_size=96, num_tokens=90),

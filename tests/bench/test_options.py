@@ -21,6 +21,7 @@ NEEDED = {
     **dict.fromkeys(
         (
             "unrolled",
+            "breakeven",
             "forward",
             "kernels",
             "prompts",

@@ -15,6 +15,9 @@ from stree_jax.models.stack.shapes import abstract_params
 
 MILLIONS = {  # of parameters
     "bamba-9b": 9780,
+    "gemma-3-270m": 268.1,
+    "granite-4.0-h-1b": 1461.5,
+    "granite-4.0-h-350m": 340.3,
     "granite-4.0-h-micro": 3191,
     "granite-4.0-h-small": 32200,
     "hybrid-1.2b": 1200,
@@ -32,6 +35,7 @@ MILLIONS = {  # of parameters
     "mamba2-370m": 368,
     "mamba2-780m": 780,
     "mambainllama-8b": 8301,
+    "nemotron-3-nano-4b": 3973.56,
     "qwen3.5-0.8b": 752,
     "qwen3.5-2b": 1880,
     "qwen3.5-27b": 26900,
