@@ -120,8 +120,8 @@ def check_assistant(source: Tensors, c: AssistantConfig) -> None:
     if c.clusters:
         if order not in known or known[order].shape != (c.vocab_size,):
             raise CheckpointError(
-                f"{source.directory}: {order}: want {c.vocab_size} tokens, as {CLUSTERED}"
-                f" is true"
+                f"{source.directory}: {order}: want {c.vocab_size} tokens, because "
+                f"{CLUSTERED} is true"
             )
         rows = [row for row in rows if order not in row.sources]
         source = replace(source, tensors={n: known[n] for n in known if n != order})

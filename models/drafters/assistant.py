@@ -12,21 +12,19 @@ a draft token, u is what the assistant hands down from its parent.
 Draft tokens leave no keys and values. All nodes of a tree see the same text, up to the
 token before the tree's root, and have the position of the root.
 
-Here the drafter has a copy of the two layers' KV caches. It computes the keys and values
-from the target's residual streams before these layers, with the target's weights.
+Here the drafter has a copy of the KV caches of these layers of the target. It computes
+the keys and values from the target's residual streams before the layers, with the
+target's weights.
 
 Letters: dt width of the target, d width of the assistant, V tokens of the vocabulary, E
 clusters of tokens.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from flax import struct
 
 from stree_jax.models.base.serialization import register_for_export
