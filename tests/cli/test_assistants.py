@@ -77,6 +77,7 @@ def test_wrong_pairs_are_refused_in_one_line(paths, capsys, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     _, other = hf.saved("shared", other)
+    capsys.readouterr()  # progress bars
     said = failure(capsys, *generate, other)
     assert "reads 2 KV heads of size 12 of a layer without a window, but" in said
     said = failure(capsys, *generate, assistant, "--tree", "beam:2x2")
