@@ -69,6 +69,7 @@ def assistant_config(fields: ConfigFields) -> AssistantConfig:
     if text.flag(gemma4.WIDE, False):
         raise text.error(gemma4.WIDE, "is not supported in an assistant")
     layers, mixers = gemma4.all_readers(model)
+    clusters, clusters_read = _clusters(fields, model.vocab_size)
     return AssistantConfig(
         vocab_size=model.vocab_size,
         num_tokens=model.num_tokens,
@@ -79,7 +80,8 @@ def assistant_config(fields: ConfigFields) -> AssistantConfig:
         tie_embeddings=True,
         target_width=fields.size(WIDTH),
         target=target_name(fields),
-        **_clusters(fields, model.vocab_size),
+        clusters=clusters,
+        clusters_read=clusters_read,
     )
 
 
@@ -89,15 +91,13 @@ def _widened(c: Any) -> Any:
     return c
 
 
-def _clusters(fields: ConfigFields, vocab: int) -> dict[str, int]:
+def _clusters(fields: ConfigFields, vocab: int) -> tuple[int, int]:
+    """Reads the numbers of clusters, and of those that are scored; 0 without any."""
     if not fields.flag(CLUSTERED, False):
-        return {}
+        return 0, 0
     count = fields.size(CLUSTERS, 2048, top=vocab)
     fields.divide(CLUSTERS, vocab, count)
-    return {
-        "clusters": count,
-        "clusters_read": fields.size(CLUSTERS_READ, 32, top=count),
-    }
+    return count, fields.size(CLUSTERS_READ, 32, top=count)
 
 
 def assistant_rows(c: AssistantConfig) -> list[Row]:

@@ -239,6 +239,16 @@ def assistant_model(assistant: Assistant, target: Model) -> AssistantModel:
     return AssistantModel(params, config)
 
 
+def read_by_pass(model: AssistantModel) -> AssistantModel:
+    """Returns an assistant with only the arrays that a pass over draft tokens reads, to
+    count their bytes: without the target's layers, and without a head in clusters, of
+    which it reads a few rows."""
+    left_out = {f"sources_{i}" for i in range(model.config.sources)}
+    left_out |= {"lm_head"} if model.config.clusters else set()
+    params = {n: x for n, x in model.params.items() if n not in left_out}
+    return replace(model, params=params)
+
+
 class AssistantModule(LanguageModel):
     """The module of an `AssistantModel`."""
 
@@ -345,7 +355,7 @@ class AssistantModule(LanguageModel):
     ) -> jax.Array:
         """Computes the logits of hidden states x; see `logits_of`."""
         c = self.config
-        if self.centroids is None:
+        if self.centroids is None or self.ordering is None:
             return super().head(hidden, valid_count)
         with jax.named_scope("head"):
             fit = linear(hidden, self.centroids, valid_count=valid_count)
@@ -398,7 +408,8 @@ def keep_keys(
       streams: for each source layer, the target's stream [B, T, dt] float32 before it.
       length: [B] int32, number of valid tokens.
     """
-    nodes = chain_nodes(*streams[0].shape[:2], 1, length=length)
+    batch, T, _ = streams[0].shape
+    nodes = chain_nodes(batch, T, 1, length=length)
     records = _call(model, "keys", streams, nodes, state)
     return commit(state, records, nodes.depth, length)
 

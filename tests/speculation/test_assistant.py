@@ -15,7 +15,7 @@ from stree_jax import models
 from stree_jax.generation.generate import begin
 from stree_jax.models.drafters import assistant as network
 from stree_jax.models.layers.params import SCALAR
-from stree_jax.models.stack.memory import size_of
+from stree_jax.models.stack.memory import size_of, weights_read
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.memory import BufferSizes, memory_of
 from stree_jax.speculation import loop
@@ -354,6 +354,11 @@ def test_bytes_of_an_assistant_are_counted(pair):
     memory = memory_of(target, drafter, "E", BufferSizes(1, 128, 16))
     assert memory.drafter_weights == size_of(drafter.params)
     assert memory.drafting > 0
+    model = network.assistant_model(drafter, target)
+    read = weights_read(network.read_by_pass(model))
+    assert read == size_of(drafter.params)  # the head is the assistant's embedding
+    clustered = network.assistant_model(pair("clusters")[1], pair("clusters")[0])
+    assert weights_read(network.read_by_pass(clustered)) < read
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

@@ -23,6 +23,7 @@ from stree_jax.models.drafters.assistant import (
     assistant_model,
     init_assistant,
     keep_keys,
+    read_by_pass,
     read_root,
     source_layers,
     taps_of,
@@ -88,7 +89,7 @@ class AssistantSource(Source):
         return "MTP assistant"
 
     def work(self, target: Model) -> Work:
-        return Work((assistant_model(self.value, target),))
+        return Work((read_by_pass(assistant_model(self.value, target)),))
 
 
 @struct.dataclass
@@ -116,6 +117,10 @@ class AssistantDrafter(MTPDrafter):
         has_any = (update.length > 0)[:, None, None]
         hidden = jnp.where(has_any, hidden, state.hidden)
         return replace(state, state=after, hidden=hidden)
+
+    @property
+    def read_by_pass(self) -> Model:
+        return read_by_pass(self.model)
 
     @property
     def of_target(self) -> Any:
