@@ -1,4 +1,4 @@
-"""Reads the assistants that Google publishes beside its Gemma 4 models
+"""Reads the assistants that Google publishes for its Gemma 4 models
 (`gemma4_assistant` and `gemma4_unified_assistant`)."""
 
 from collections.abc import Mapping

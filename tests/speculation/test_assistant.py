@@ -381,7 +381,9 @@ def test_wrong_targets_and_trees_are_refused(pair, prompts):
     heads[near] = replace(heads[near], head_dim=8)
     layers = tuple(x for x in target.config.layers if x.mixers != ("attention",))
     without = target.replace(config=replace(target.config, layers=layers))
+    sharded = stree_jax.shard(target, stree_jax.make_mesh("data=1,model=1"))
     cases = [
+        (sharded, {}, "E", "an assistant needs a target on one device"),
         (target, dict(target_width=64), "E", "a target with 64 wide, but this one"),
         (target, dict(vocab_size=99), "E", "a target with 99 tokens, but this one"),
         (target, dict(mixers=heads), "E", "reads 2 KV heads of size 8 of a layer with"),
