@@ -8,6 +8,7 @@ from stree_jax.checkpoints.draft_tokens import draft_vocabulary as draft_vocabul
 from stree_jax.checkpoints.draft_tokens import (
     with_draft_vocabulary as with_draft_vocabulary,
 )
+from stree_jax.models.drafters.assistant import Assistant as Assistant
 from stree_jax.models.drafters.dflash import DFlash as DFlash
 from stree_jax.models.drafters.eagle import Eagle as Eagle
 from stree_jax.models.drafters.heads import Heads as Heads

@@ -23,6 +23,7 @@ BOUNDARIES = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 # Fields that only configs of drafters have, and words in the names of their classes.
 FIELDS = {BLOCK, SPECULATORS, "speculators_model_type", "eagle_config"}
 FIELDS |= {OUTPUTS[0], *BOUNDARIES, "markov_rank", "draft_vocab_size"}
+FIELDS |= {"backbone_hidden_size"}  # of assistants of Gemma 4
 CLASSES = ("Eagle", "EAGLE", "DFlash", "DSpark", "DraftModel", "Speculator")
 
 Shapes = Mapping[str, tuple[int, ...]]

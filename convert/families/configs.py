@@ -27,10 +27,6 @@ UNSUPPORTED = {
         "has hyper-connections and sparse attention, which are not supported",
     ),
     "gemma2": "has soft caps of logits, which are not supported",
-    **dict.fromkeys(
-        ("gemma4_assistant", "gemma4_unified_assistant"),
-        "is a drafter that reads the target's keys and values, which is not supported",
-    ),
     "kimi_k3": "has attention residuals and latent experts, which are not supported",
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2"),

@@ -47,7 +47,7 @@ from stree_jax.models import (
     MoEConfig,
     PerLayerConfig,
 )
-from stree_jax.models.stack.config import blocks
+from stree_jax.models.stack.config import Block, blocks
 from stree_jax.models.stack.config_json import MAX_SIZE
 from stree_jax.models.stack.per_layer import PER_LAYER, per_layer_sizes
 
@@ -312,6 +312,19 @@ def _reader(kind: str, c: AttentionConfig) -> KVReaderConfig:
     assert c.qk_norm_eps is not None
     sizes = (c.num_heads, c.num_kv_heads, c.head_dim, c.qk_norm_eps)
     return KVReaderConfig(kind, *sizes, c.rope, c.scale, c.window)
+
+
+def all_readers(config: ModelConfig) -> tuple[tuple[Block, ...], dict[str, Any]]:
+    """Returns the layers and mixers of the same model if all its attention layers read
+    the keys and values of another model's layers of the same type."""
+    kinds = [kind for kind in READERS if kind in config.mixers]
+    read = {READERS[kind]: _reader(kind, config.mixers[kind]) for kind in kinds}
+    mixers = {name: c for name, c in config.mixers.items() if name not in kinds}
+    layers = (
+        replace(block, mixers=tuple(READERS.get(name, name) for name in block.mixers))
+        for block in config.layers
+    )
+    return tuple(layers), mixers | read
 
 
 def _channel_mixers(fields: ConfigFields, eps: float, shared: int) -> dict[str, Any]:

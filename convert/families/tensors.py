@@ -1,7 +1,7 @@
 """Matches the tensors of a checkpoint with a model's parameters, and reads them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -13,6 +13,7 @@ from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.families.tensor_map import (
     Index,
     Names,
+    Path,
     Piece,
     Row,
     can_be_cut,
@@ -29,6 +30,7 @@ from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.stack.config import required
 from stree_jax.models.weights.weight import QUANTIZED, Format, Packed, flat_experts
 
+Shapes = Mapping[Path, tuple[int, ...]]  # shapes of parameters by path
 HEAD = "lm_head.weight"  # usual name of the head
 FLOATS = ("float32", "float16", "bfloat16")
 UNTIED = (
@@ -40,10 +42,12 @@ _SHARED_TENSOR = re.compile(
 )
 
 
-def rows_of(names: Names, config: ModelConfig) -> list[Row]:
+def rows_of(
+    names: Names, config: ModelConfig, shapes: Shapes | None = None
+) -> list[Row]:
     """Returns a `Row` for each parameter of a model, with the names of its tensors in
-    the checkpoint."""
-    shapes = param_shapes(config)
+    the checkpoint. If `shapes` is None, it is `param_shapes(config)`."""
+    shapes = param_shapes(config) if shapes is None else shapes
     rows = [row for row in candidates(names, config) if row.path in shapes]
     if names.renamed:
         rows = [
@@ -55,7 +59,11 @@ def rows_of(names: Names, config: ModelConfig) -> list[Row]:
 
 
 def check_tensors(
-    source: Tensors, rows: list[Row], config: ModelConfig, names: Names | None = None
+    source: Tensors,
+    rows: list[Row],
+    config: ModelConfig,
+    names: Names | None = None,
+    shapes: Shapes | None = None,
 ) -> None:
     """Checks that all expected tensors are present, with their shapes and float dtypes,
     and that there are no others.
@@ -66,11 +74,13 @@ def check_tensors(
       config: the config from `settle_names`. If it ties the embeddings, a head in the
         file is a copy and is ignored.
       names: the family's names. If None, the format has no MTP layer after the others.
+      shapes: shapes of the parameters. If None, `param_shapes(config)`.
 
     Raises:
       CheckpointError: a tensor is missing or unexpected, or has another shape or dtype.
     """
-    shapes, where = param_shapes(config), source.directory
+    shapes = param_shapes(config) if shapes is None else shapes
+    where = source.directory
     expected: dict[str, tuple[int, ...]] = {}
     for row in rows:
         wanted = source_shapes(row, shapes[row.path])

@@ -34,9 +34,9 @@ def load_drafter(
     Args:
       path_or_hub_id: a directory, a file, or a name on the hub: of a draft model,
         Medusa heads, a published drafter (DFlash, DFlash2, DSpark, EAGLE-3, P-EAGLE,
-        EAGLE-2) or a table of n-grams. "demo", "demo-heads" and "demo-dspark" are the
-        bundled ones. Or "lookup", "mtp", "auto", "none", or "MODULE:NAME", an object in
-        a Python module, which is imported.
+        EAGLE-2, an assistant of Gemma 4) or a table of n-grams. "demo", "demo-heads"
+        and "demo-dspark" are the bundled ones. Or "lookup", "mtp", "auto", "none", or
+        "MODULE:NAME", an object in a Python module, which is imported.
       target: the model that it drafts for. EAGLE drafters need it. If given, a
         published drafter is checked against it, and a copy of its embedding or head is
         not kept twice; a draft model is put on its mesh.

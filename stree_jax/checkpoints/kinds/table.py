@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from stree_jax.checkpoints.kinds.assistant import ASSISTANT
 from stree_jax.checkpoints.kinds.block import BLOCK
 from stree_jax.checkpoints.kinds.custom import CUSTOM
 from stree_jax.checkpoints.kinds.eagle import EAGLE
@@ -21,6 +22,7 @@ KINDS: list[DrafterKind] = [
     CUSTOM,
     N_GRAMS,
     HEADS,
+    ASSISTANT,
     EAGLE,
     BLOCK,
     DRAFT_MODEL,

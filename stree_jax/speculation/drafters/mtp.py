@@ -270,14 +270,20 @@ class MTPDrafter(Searcher):
         own = {"mtp", "lm_head", "head_ids"} if self.model.config.head_rows else {"mtp"}
         return {name: x for name, x in self.model.params.items() if name not in own}
 
+    @property
+    def read_by_pass(self) -> Model:
+        """The model with the arrays that a pass over draft tokens reads."""
+        return self.model
+
     def reads(self, state: MTPState, menu: Sequence[Topology]) -> list[Reads]:
-        weights = weights_read(self.model)
+        weights = weights_read(self.read_by_pass)
         return [Reads("drafter", state.passes, weights, state=state.state)]
 
     def search_reads(
         self, state: MTPState, passes: Any, guessing: Any, size: tuple[int, int]
     ) -> list[Reads]:
-        return [Reads(self.stage, passes, weights_read(self.model), state=state.state)]
+        weights = weights_read(self.read_by_pass)
+        return [Reads(self.stage, passes, weights, state=state.state)]
 
     def key(self) -> str:
         return f"{self.stage} {model_key(self.model)}"

@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from stree_jax.models import Format, Model, ModelConfig, by_path, format_named
+from stree_jax.models.drafters.assistant import Assistant, AssistantConfig
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig
 from stree_jax.models.drafters.eagle import Eagle, EagleConfig
 from stree_jax.models.drafters.heads import Heads, HeadsConfig
 from stree_jax.speculation.drafter import Drafter
+from stree_jax.speculation.drafters.assistant import AssistantSource
 from stree_jax.speculation.drafters.custom import METHODS, Custom
 from stree_jax.speculation.drafters.dflash import DFlashSource
 from stree_jax.speculation.drafters.eagle import EagleSource
@@ -31,7 +33,16 @@ from stree_jax.speculation.source import Source, not_a_source
 
 AUTO = "auto"  # default drafter of the API and of all commands except the demo
 AnyDrafter = (
-    Model | Heads | DFlash | WithNGrams | Eagle | TrimmedMTP | Drafter | str | None
+    Model
+    | Heads
+    | DFlash
+    | WithNGrams
+    | Eagle
+    | Assistant
+    | TrimmedMTP
+    | Drafter
+    | str
+    | None
 )  # what users pass as `drafter`
 
 SOURCES: dict[type, Any] = {  # by the type of the value that users pass
@@ -40,6 +51,7 @@ SOURCES: dict[type, Any] = {  # by the type of the value that users pass
     DFlash: DFlashSource,
     WithNGrams: DFlashSource,
     Eagle: EagleSource,
+    Assistant: AssistantSource,
     TrimmedMTP: TrimmedMTPSource,
     NGrams: NGramsSource,
     Staged: StagedSource,
@@ -49,6 +61,7 @@ ABSTRACT: dict[type, Any] = {
     HeadsConfig: HeadsSource,
     DFlashConfig: DFlashSource,
     EagleConfig: EagleSource,
+    AssistantConfig: AssistantSource,
     TrimmedMTPConfig: TrimmedMTPSource,
 }
 WITHOUT_MODEL = LookupSource(), PlainSource()  # they work with any target
