@@ -123,6 +123,18 @@ def gated_norm(
     return y if gate_first else y * gate
 
 
+def affine(x: jax.Array, p: dict[str, Any], term: str) -> jax.Array:
+    """Computes (x + bias) * scale with the parameters of a term; see `affine_params`.
+
+    Args:
+      x: [..., d] float32.
+      p: the parameters.
+      term: the term's name.
+    """
+    scale, bias = (as_row(p[f"{term}_{kind}"], x.ndim) for kind in ("scale", "bias"))
+    return (x + bias) * scale
+
+
 class Norm(nn.Module):
     """The norm of x [..., d] of a layer or of the model, of a kind of
     `ModelConfig.norm`."""

@@ -30,6 +30,8 @@ ONES, ZEROS = nn.initializers.ones, nn.initializers.zeros
 NORM_AFTER = "norm_after"  # name of a layer's second norm, of its mixers' output
 # The factor of the residual stream after a layer with `Block.scaled`.
 SCALAR = "scalar"
+# The terms of a residual layer with `Block.affine`, and the embedding of its model.
+STREAM, ADDED, EMBEDDING = "stream", "added", "embedding"
 
 
 class Param(NamedTuple):
@@ -107,6 +109,17 @@ def shared_params(d_model: int, n: int = 1) -> Table:
 def scalar_params() -> Table:
     """Returns the factor of the residual stream after a layer."""
     return {SCALAR: Param((1,), ONES, float32=True)}
+
+
+def affine_params(d_model: int, *terms: str) -> Table:
+    """Returns the scale and the bias of every channel of each term; see
+    `Block.affine`."""
+    kinds = ("scale", ONES), ("bias", ZEROS)
+    return {
+        f"{term}_{kind}": Param((d_model,), init, float32=True)
+        for term in terms
+        for kind, init in kinds
+    }
 
 
 def model_params(
