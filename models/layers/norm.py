@@ -10,7 +10,7 @@ from flax import linen as nn
 from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.base.shards import ALONE, Group, mean_of_neighbours
 from stree_jax.models.layers.params import declare, norm_params
-from stree_jax.models.weights.linear import as_row
+from stree_jax.models.weights.linear import as_row, uncontracted
 
 
 def rms_norm(
@@ -132,7 +132,7 @@ def affine(x: jax.Array, p: dict[str, Any], term: str) -> jax.Array:
       term: the term's name.
     """
     scale, bias = (as_row(p[f"{term}_{kind}"], x.ndim) for kind in ("scale", "bias"))
-    return (x + bias) * scale
+    return uncontracted((x + bias) * scale)
 
 
 class Norm(nn.Module):

@@ -28,7 +28,7 @@ from stree_jax.models.mixers.moe import (
     weighted_experts,
     without_padding,
 )
-from stree_jax.models.weights.linear import as_row, linear
+from stree_jax.models.weights.linear import as_row, linear, uncontracted
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class EDAMoE(nn.Module):
             vector = linear(u, p["router_in"], bias, valid_count=count)
             if c.averages:
                 _, earlier = pass_.source
-                vector = vector + earlier * as_row(p["router_average"], 3)
+                average = earlier * as_row(p["router_average"], 3)
+                vector = vector + uncontracted(average)
             chosen, weight = chosen_expert(self.logits(p, vector, count), p)
             skips = chosen == c.num_experts
         with jax.named_scope("moe"):

@@ -147,7 +147,7 @@ def test_bin_without_torch_is_one_line(source, monkeypatch):
 # Families whose configs have always had `layer_types`, or had it before.
 NEWER = ("gemma3_text", "lfm2", "lfm2_moe", "lfm3", "minimax", "olmo_hybrid")
 NEWER += ("smollm3", "olmo3", "granite_swa", "granitemoe_swa")
-NEWER += ("lara_mini",)
+NEWER += ("lara_mini", "zaya")
 NEWER += ("gemma4_text", "gemma4_unified_text")
 
 
