@@ -2,8 +2,8 @@
 committed tokens and to their own ancestors, as in ZAYA.
 
 Two short causal convolutions mix q and k, the first one channel by channel and the
-second one within each head. The mean of the unmixed q and k of a group is added to both.
-The last half of the channels of v is that of the token before.
+second one within each head. The mean of the unmixed q and k of a group is added to
+both. The last half of the channels of v is that of the token before.
 """
 
 from dataclasses import dataclass, replace
@@ -81,8 +81,8 @@ class CCAConfig:
 def cca_params(c: CCAConfig, d_model: int) -> Table:
     """Returns the parameters by name.
 
-    `head_conv_weight` has a matrix [hd, hd] for each head and tap: its rows are those of
-    the heads, and its axis 1 the taps.
+    `head_conv_weight` has a matrix [hd, hd] for each head and tap. Axis 0 has the rows
+    of all heads, and axis 1 the taps.
     """
     runs = head_runs(c.heads)
     qk, kv = runs[:2], (Run(c.num_kv_heads, c.num_kv_heads, True),)
@@ -182,7 +182,7 @@ class CCA(nn.Module):
         """Computes both convolutions [B, Tq, Hq + Hk, hd] of q and k; arguments as in
         `mixed`.
 
-        The second one reads the first one's output at a node and at its ancestors, which
+        The second one reads the first one's output at a node and at its ancestors. That
         is computed again for each of its taps.
         """
         c = self.config

@@ -131,9 +131,7 @@ class EDAMoE(nn.Module):
         return x.reshape(-1, x.shape[-1])
 
 
-def chosen_expert(
-    logits: jax.Array, p: dict[str, Any]
-) -> tuple[jax.Array, jax.Array]:
+def chosen_expert(logits: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
     """Returns the class [n, 1] int32 that each token chooses by its logits [n, E + 1],
     and the probability [n, 1] float32 of this class."""
     share = jax.nn.softmax(logits, axis=-1)

@@ -1,8 +1,7 @@
-"""Test ZAYA: mistakes that people make with it change the logits, the state after a
-long text, and the checks of its config."""
+"""Test ZAYA: states after a long text, and that mistakes people make with it change
+the logits."""
 
-import json
-
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,12 +9,22 @@ import torch
 from torch.nn import functional
 
 import stree_jax
-from stree_jax import CheckpointError
-from stree_jax.models import init_state, prefill
-from tests.support.hf_random import VOCAB
-from tests.support.hf_zaya import FAR, NEAR, WINDOW, ZAYA_CASES, zaya_plain
+from stree_jax.models import (
+    chain_nodes,
+    commit,
+    extend,
+    forward_tree,
+    init_state,
+    tree_nodes,
+)
+from stree_jax.models.layers.nodes import Nodes
+from stree_jax.models.mixers import attention
+from tests.support.hf_zaya import FAR, NEAR, WINDOW, ZAYA_CASES, zaya
+from tests.support.long_texts import TOKENS as TOKENS_OF_TEXT
+from tests.support.long_texts import WAYS, text
 from tests.support.mistakes import (
     SEEN,
+    TOKENS,
     TOLERANCE,
     changed,
     difference,
@@ -23,14 +32,96 @@ from tests.support.mistakes import (
     maker,
     of,
     ones,
-    with_config,
     zeros,
 )
+from tests.support.reference import assert_near
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     return maker(ZAYA_CASES, tmp_path_factory.mktemp("mistakes"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("zaya") / "source"
+    zaya().save_pretrained(path)
+    return path
+
+
+# States
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """Returns transformers' cache after a long text."""
+    with torch.no_grad():
+        tokens = torch.tensor(text()).long()[None]
+        return zaya().model(tokens, use_cache=True).cache
+
+
+@pytest.mark.parametrize("way", ["trees and steps", "prefill"])
+def test_states_after_a_long_text(source, theirs, way):
+    model = stree_jax.load(source)
+    _, state = WAYS[way](model, text(), capacity=TOKENS_OF_TEXT + 256)
+    assert int(state.length[0]) == TOKENS_OF_TEXT
+    for i, kind in enumerate(("cca", "cca_near", "cca", "cca_near")):
+        ours, layer = state.layers[2 * i][kind], theirs.layers[i]
+        count = layer.keys.shape[2]  # a layer with a window has fewer
+        for cache, wanted in ((ours.k, layer.keys), (ours.v, layer.values)):
+            rows = cache[0, :, TOKENS_OF_TEXT - count : TOKENS_OF_TEXT]
+            assert_near(rows, wanted[0].numpy(), TOLERANCE)
+        inputs = theirs.get_conv_state(i)[0].T.numpy()  # of q and k
+        assert_near(ours.conv[0, :, : inputs.shape[1]], inputs, TOLERANCE)
+        late = theirs.get_recurrent_state(i)[0].numpy()  # of the last half of v
+        assert_near(ours.conv[0, -1, -len(late) :], late, TOLERANCE)
+
+
+# Mistakes in trees
+
+
+def packed(nodes, conv_taps):
+    """Plants convolutions that read the rows before a node, not its ancestors."""
+    batch, count = nodes.depth.shape
+    rows = jnp.arange(count)[None, :, None] + jnp.arange(conv_taps)
+    return jnp.broadcast_to(rows, (batch, count, conv_taps)).astype(jnp.int32)
+
+
+def last_nodes(window, inputs, path, length):
+    """Plants a window of the last rows of the tree, not of the accepted path."""
+    return jnp.concatenate([window, inputs], axis=1)[:, -window.shape[1] :]
+
+
+def logits_of_a_tree(model):
+    """Returns the logits of a tree below a text, and of a token after a path in it."""
+    tokens = jnp.asarray(TOKENS[None], jnp.int32)
+    state = init_state(model.config, 1, 32, jnp.float32)
+    _, state = extend(model, state, tokens[:, :5], jnp.full((1,), 5, jnp.int32))
+    taps, parents = model.config.conv_taps, jnp.asarray([[-1, 0, 0, 1, 2, 1]])
+    nodes = tree_nodes(parents.astype(jnp.int32), taps)
+    logits, records = forward_tree(model, state, tokens[:, 5:11], nodes)
+    path = jnp.asarray([[0, 2, 4]], jnp.int32)
+    state = commit(state, records, path, jnp.full((1,), 3, jnp.int32))
+    after, _ = forward_tree(model, state, tokens[:, 11:12], chain_nodes(1, 1, taps))
+    return np.asarray(logits[0]), np.asarray(after[0])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mistake", "part"),
+    [(Nodes, "taps", packed, 0), (attention, "commit_window", last_nodes, 1)],
+    ids=["rows before a node", "last rows of the tree"],
+)
+def test_a_mistake_in_trees_is_seen(source, monkeypatch, owner, name, mistake, part):
+    model = stree_jax.load(source)
+    right = logits_of_a_tree(model)[part]
+    monkeypatch.setattr(owner, name, mistake)
+    jax.clear_caches()
+    wrong = logits_of_a_tree(model)[part]
+    jax.clear_caches()
+    assert np.abs(wrong - right).max() > SEEN
+
+
+# Mistakes in a layer
 
 
 def in_each(part, change):
@@ -146,9 +237,6 @@ def no_mean(projection):
     grouped = projection.conv_qk_grouped
     kept = {}
 
-    def keep(plain, hidden, *args):
-        return plain(hidden, *args)
-
     def convolved(plain, x):
         kept["y"] = plain(x).transpose(1, 2)
         return kept["y"].transpose(1, 2)
@@ -156,7 +244,7 @@ def no_mean(projection):
     with_forward(convolved)(grouped)
 
     def forward(plain, hidden, *args):
-        q, k, v = keep(plain, hidden, *args)
+        q, k, v = plain(hidden, *args)
         ends = [q.shape[2] * q.shape[3], k.shape[2] * k.shape[3]]
         q_only, k_only = kept["y"].split(ends, -1)
         return q_only.view_as(q), k_only.view_as(k), v
@@ -175,6 +263,11 @@ def turned(kind, change):
                 p.copy_(change(p.clone()))
 
     return plant
+
+
+def with_window(window):
+    """Plants another window, which the class reads in every forward pass."""
+    return lambda model: setattr(model.config, "sliding_window", window)
 
 
 QKV, GATE = "self_attn.qkv_proj", "mlp.gate"
@@ -216,16 +309,15 @@ COMMON = {
     "up before gate": changed(
         "experts.gate_up_proj", lambda w: torch.cat(w.chunk(2, 1)[::-1], 1)
     ),
-    "tanh of GELU": in_each(
-        "mlp.gate.router_mlp",
-        lambda m: setattr(m, "act_fn", torch.nn.GELU(approximate="tanh")),
+    "SiLU in the router": in_each(
+        "mlp.gate.router_mlp", lambda m: setattr(m, "act_fn", torch.nn.SiLU())
     ),
 }
 MISTAKES = {
     "zaya": {
         **COMMON,
-        "window too short by one": with_config(sliding_window=WINDOW - 1),
-        "no window": with_config(sliding_window=1000),
+        "window too short by one": with_window(WINDOW - 1),
+        "no window": with_window(1000),
         "near layers turned as others": turned(NEAR, lambda f: f**1.5),
     },
     "zaya-plain": COMMON,

@@ -16,7 +16,7 @@ def zaya(**options):
         "hidden_size": 32,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
-        "head_dim": 10,
+        "head_dim": 12,
         "num_hidden_layers": 4,
         "layer_types": [FAR, NEAR, FAR, NEAR],
         "sliding_window": WINDOW,
@@ -29,7 +29,7 @@ def zaya(**options):
         "tie_word_embeddings": False,
         "rope_parameters": {
             FAR: _rope(700.0, 0.4),
-            NEAR: _rope(50.0, 0.8),
+            NEAR: _rope(50.0, 0.7),
         },
         **NO_TOKENS,
     }
