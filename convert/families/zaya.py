@@ -22,7 +22,7 @@ from stree_jax.convert.families.windows import (
 )
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import CCAConfig, EDAMoEConfig, ModelConfig
-from stree_jax.models.layers.params import ADDED, EMBEDDING, STREAM
+from stree_jax.models.layers.params import ADDED, EMBEDDED, STREAM
 from stree_jax.models.stack.config import blocks
 
 FORMAT = "zaya"
@@ -42,7 +42,7 @@ def affine_rows(ours: Path, theirs: str, terms: dict[str, str]) -> Iterator[Row]
     """Yields a `Row` for the bias and the scale of each term."""
     for term, name in terms.items():
         for kind in ("scale", "bias"):
-            yield Row((*ours, f"{term}_{kind}"), (f"{theirs}{name}_{kind}",))
+            yield Row((*ours, term, kind), (f"{theirs}{name}_{kind}",))
 
 
 def cca_rows(ours: Path, layer: str, c: CCAConfig) -> Iterator[Row]:
@@ -56,11 +56,11 @@ def cca_rows(ours: Path, layer: str, c: CCAConfig) -> Iterator[Row]:
     yield Row((*ours, "qkv"), tuple(sources), "concat", sizes)
     yield Row((*ours, "out"), (f"{theirs}.o_proj.weight",))
     yield Row((*ours, "k_scale"), (f"{theirs}.qk_norm.temp",))
-    each = ("conv", "depthwise", "conv"), ("head_conv", "grouped", "transposed")
-    for name, kind, how in each:
-        conv = f"{theirs}.qkv_proj.conv_qk_{kind}"
-        yield Row((*ours, f"{name}_weight"), (f"{conv}.weight",), how)
-        yield Row((*ours, f"{name}_bias"), (f"{conv}.bias",))
+    conv = f"{theirs}.qkv_proj.conv_qk"
+    yield Row((*ours, "conv_weight"), (f"{conv}_depthwise.weight",), "conv")
+    yield Row((*ours, "conv_bias"), (f"{conv}_depthwise.bias",))
+    yield Row((*ours, "head_conv_weight"), (f"{conv}_grouped.weight",), "transposed")
+    yield Row((*ours, "head_conv_bias"), (f"{conv}_grouped.bias",))
 
 
 def moe_rows(ours: Path, layer: str, c: EDAMoEConfig) -> Iterator[Row]:
@@ -83,7 +83,7 @@ def moe_rows(ours: Path, layer: str, c: EDAMoEConfig) -> Iterator[Row]:
 def embedding_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
     """Yields a `Row` for the bias and the scale of the embedding."""
     prefix = names.norm.removesuffix("norm")
-    yield from affine_rows((), prefix, {EMBEDDING: "input_hidden_states"})
+    yield from affine_rows((), prefix, {EMBEDDED: "input_hidden_states"})
 
 
 NAMES = Names(

@@ -9,7 +9,7 @@ from flax import linen as nn
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.base.shards import ALONE, Group, mean_of_neighbours
-from stree_jax.models.layers.params import declare, norm_params
+from stree_jax.models.layers.params import affine_params, declare, norm_params
 from stree_jax.models.weights.linear import as_row, uncontracted
 
 
@@ -123,18 +123,6 @@ def gated_norm(
     return y if gate_first else y * gate
 
 
-def affine(x: jax.Array, p: dict[str, Any], term: str) -> jax.Array:
-    """Computes (x + bias) * scale with the parameters of a term; see `affine_params`.
-
-    Args:
-      x: [..., d] float32.
-      p: the parameters.
-      term: the term's name.
-    """
-    scale, bias = (as_row(p[f"{term}_{kind}"], x.ndim) for kind in ("scale", "bias"))
-    return uncontracted((x + bias) * scale)
-
-
 class Norm(nn.Module):
     """The norm of x [..., d] of a layer or of the model, of a kind of
     `ModelConfig.norm`."""
@@ -152,3 +140,15 @@ class Norm(nn.Module):
         centred = x - x.mean(axis=-1, keepdims=True)
         scaled = scaled_rms_norm(centred, p["scale"], norm)
         return scaled + as_row(p["bias"], x.ndim)
+
+
+class Affine(nn.Module):
+    """Computes (x + bias) * scale of x [..., d] float32; see `Block.affine`."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        p = declare(self, affine_params(x.shape[-1]), self.dtype)
+        scale, bias = (as_row(p[name], x.ndim) for name in ("scale", "bias"))
+        return uncontracted((x + bias) * scale)

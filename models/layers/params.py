@@ -30,8 +30,9 @@ ONES, ZEROS = nn.initializers.ones, nn.initializers.zeros
 NORM_AFTER = "norm_after"  # name of a layer's second norm, of its mixers' output
 # The factor of the residual stream after a layer with `Block.scaled`.
 SCALAR = "scalar"
-# The terms of a residual layer with `Block.affine`, and the embedding of its model.
-STREAM, ADDED, EMBEDDING = "stream", "added", "embedding"
+# The biases and scales of a residual layer with `Block.affine`, for the stream and for
+# what is added, and those of the model's embedding.
+STREAM, ADDED, EMBEDDED = "stream", "added", "embedded"
 
 
 class Param(NamedTuple):
@@ -111,14 +112,11 @@ def scalar_params() -> Table:
     return {SCALAR: Param((1,), ONES, float32=True)}
 
 
-def affine_params(d_model: int, *terms: str) -> Table:
-    """Returns the scale and the bias of every channel of each term; see
-    `Block.affine`."""
-    kinds = ("scale", ONES), ("bias", ZEROS)
+def affine_params(d_model: int) -> Table:
+    """Returns a bias and a scale of every channel; see `Block.affine`."""
     return {
-        f"{term}_{kind}": Param((d_model,), init, float32=True)
-        for term in terms
-        for kind, init in kinds
+        "scale": Param((d_model,), ONES, float32=True),
+        "bias": Param((d_model,), ZEROS, float32=True),
     }
 
 

@@ -32,15 +32,13 @@ from stree_jax.models.base.trimmed import scattered
 from stree_jax.models.layers.embedding import embedded
 from stree_jax.models.layers.mixer import INPUTS
 from stree_jax.models.layers.nodes import Nodes, Pass
-from stree_jax.models.layers.norm import Norm, affine
+from stree_jax.models.layers.norm import Affine, Norm
 from stree_jax.models.layers.params import (
     ADDED,
-    EMBEDDING,
     NORM_AFTER,
     SCALAR,
     STREAM,
     Params,
-    affine_params,
     declare,
     model_params,
     mtp_params,
@@ -262,8 +260,8 @@ class ResidualLayer(nn.Module):
             last = Norm(c.norm, c.norm_eps, self.dtype, name=NORM_AFTER)
             added = last(added, pass_.valid_count)
         if self.block.affine:
-            p = declare(self, affine_params(c.d_model, STREAM, ADDED), self.dtype)
-            stream, added = affine(stream, p, STREAM), affine(added, p, ADDED)
+            stream = Affine(self.dtype, name=STREAM)(stream)
+            added = Affine(self.dtype, name=ADDED)(added)
         scales = c.residual_scales.get(self.block.mixers[0], ResidualScales())
         added = scaled(c.residual_multiplier * added, scales.added)
         h = scaled(stream, scales.stream) + added
@@ -437,8 +435,7 @@ class LanguageModel(nn.Module):
         count = 0 if c.shared is None else c.shared.blocks
         self.shared = [SharedBlock(c, self.dtype, self.cut) for _ in range(count)]
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
-        table = affine_params(c.d_model, EMBEDDING) if c.affine else {}
-        self.affine = declare(self, table, self.dtype)
+        self.embedded = Affine(self.dtype)
         if per_layer_sizes(c)[0]:
             self.per_layer = PerLayerInputs(c, self.dtype, self.cut)
         if c.mtp:
@@ -454,7 +451,7 @@ class LanguageModel(nn.Module):
         """Looks up the embeddings [B, T, d] float32 of tokens [B, T] int32."""
         h = embedded(self.embedding, tokens, self.cut.group(VOCAB))
         h = h * self.config.embedding_multiplier
-        return affine(h, self.affine, EMBEDDING) if self.config.affine else h
+        return self.embedded(h) if self.config.affine else h
 
     def __call__(
         self,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from stree_jax.models.base.shards import VOCAB, WIDTH
 from stree_jax.models.layers.params import (
     ADDED,
-    EMBEDDING,
+    EMBEDDED,
     NORM_AFTER,
     STREAM,
     Param,
@@ -62,7 +62,7 @@ def _entries(c: ModelConfig) -> Iterator[tuple[Path, Entry]]:
     yield from _flat((), ends, VOCAB)
     yield from _flat(("norm",), norm_params(c.norm, c.d_model), EVERYWHERE)
     if c.affine:
-        yield from _flat((), affine_params(c.d_model, EMBEDDING), EVERYWHERE)
+        yield from _flat((EMBEDDED,), affine_params(c.d_model), EVERYWHERE)
     yield from _flat((PER_LAYER,), per_layer_params(c), VOCAB)
     layers = {block: list(_layer(c, block)) for block in {*c.layers, *c.mtp}}
     for i, block in enumerate(c.layers):
@@ -89,8 +89,8 @@ def _layer(c: ModelConfig, block: Block) -> Iterator[tuple[Path, Entry]]:
         yield from _flat((name,), mixer_of(config).params(config, c.d_model), name)
     if block.scaled:
         yield from _flat((), scalar_params(), EVERYWHERE)
-    if block.affine:
-        yield from _flat((), affine_params(c.d_model, STREAM, ADDED), EVERYWHERE)
+    for term in (STREAM, ADDED) if block.affine else ():
+        yield from _flat((term,), affine_params(c.d_model), EVERYWHERE)
     if block.shared:
         shared = required(c.shared)
         yield from _flat((), shared_params(c.d_model), WIDTH)

@@ -83,8 +83,8 @@ def test_states_after_a_long_text(source, theirs, way):
 def packed(nodes, conv_taps):
     """Plants convolutions that read the rows before a node, not its ancestors."""
     batch, count = nodes.depth.shape
-    rows = jnp.arange(count)[None, :, None] + jnp.arange(conv_taps)
-    return jnp.broadcast_to(rows, (batch, count, conv_taps)).astype(jnp.int32)
+    rows = np.add.outer(np.arange(count), np.arange(conv_taps)).astype(np.int32)
+    return jnp.broadcast_to(rows[None], (batch, *rows.shape))
 
 
 def last_nodes(window, inputs, path, length):
