@@ -117,7 +117,8 @@ def changes(config):
     """Yields configs that differ in one option, with its name."""
     for mixer, value in getattr(config, "mixers", {}).items():
         for name, changed in changes(value):
-            yield f"{mixer}.{name}", config.with_mixers(**{mixer: changed})
+            mixers = {**config.mixers, mixer: changed}
+            yield f"{mixer}.{name}", partly(config, "mixers", mixers)
     for option in fields(config):
         value = getattr(config, option.name)
         if is_dataclass(value):

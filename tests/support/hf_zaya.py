@@ -67,16 +67,18 @@ def prepared(model):
             if name.endswith("_scale"):
                 p.copy_(1 + 0.3 * torch.randn(p.shape, generator=generator))
             elif ".gate." in name and p.ndim == 2:
-                p.mul_(2.5)
+                p.mul_(1.5)
     return balanced(model)
 
 
 def balanced(model):
-    """Returns the model with biases of the routers for which every class is chosen by
-    some tokens, also the class without an expert."""
+    """Returns the model with biases of the routers for which tokens choose several
+    classes, also the class without an expert. Its bias is -1, to which transformers
+    5.24 sets it on loading."""
 
     def balance(gate, _, found):
-        gate.balancing_biases.copy_(-found[0].softmax(-1).mean(0))
+        share = found[0].softmax(-1).mean(0)
+        gate.balancing_biases.copy_(share[-1] - share - 1)
 
     gates = [layer.mlp.gate for layer in model.model.layers]
     hooks = [gate.register_forward_hook(balance) for gate in gates]
