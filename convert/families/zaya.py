@@ -138,7 +138,7 @@ def _attention(fields: ConfigFields, kind: str) -> CCAConfig:
     if c.num_kv_heads * c.head_dim % 2:
         raise fields.error("head_dim", "want an even number of channels of v")
     ropes = fields.object(ROPES).values
-    # Published configs have a `rope_type` beside those of the types of layers.
+    # Published configs also have a `rope_type` outside the types of layers.
     nested = {k: v for k, v in ropes.items() if k != "rope_type"}
     values = {**fields.values, ROPES: nested}
     default = {"rope_type": "default", PARTIAL: 0.5}

@@ -36,6 +36,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 # The outcome of an edit: both libraries compute the same new logits, both compute the
 # same logits as before, or the library refuses the config with these words.
 EQUAL, NO_EFFECT = "equal", "no effect"
+ZAYA_ROPES = {
+    "hybrid": {**YARN, "rope_theta": 70.0, "partial_rotary_factor": 0.5},
+    "hybrid_sliding": {"rope_type": "default", "rope_theta": 50.0},
+}
 ROPES = {  # by the rope_type of transformers
     "linear": [({"rope_type": "linear", "factor": 2.5}, EQUAL)],
     "old name": [({"type": "linear", "factor": 2.5}, EQUAL)],
@@ -288,8 +292,9 @@ CASES = {
         ({"layer_types": GONE}, EQUAL),
         ({"layer_types": ["hybrid"] * 3}, "layer_types"),
         ({"rope_parameters": GONE}, EQUAL),
-        ({"rope_parameters": {"hybrid": YARN}}, EQUAL),
-        ({"rope_parameters": {"rope_type": "default"}}, NO_EFFECT),
+        ({"rope_parameters": ZAYA_ROPES}, EQUAL),
+        # As published: a field beside those of the types of layers
+        ({"rope_parameters": {**ZAYA_ROPES, "rope_type": "default"}}, EQUAL),
         ({"rope_parameters": {"rope_theta": 9.0}}, "rope_theta"),
         ({"rope_theta": 9.0}, NO_EFFECT),
         ({"partial_rotary_factor": 1.0}, NO_EFFECT),
