@@ -19,7 +19,9 @@ from stree_jax.models.layers.params import parameter_count as parameter_count
 from stree_jax.models.layers.params import stored as stored
 from stree_jax.models.layers.rope import Rope as Rope
 from stree_jax.models.mixers.attention import AttentionConfig as AttentionConfig
+from stree_jax.models.mixers.cca import CCAConfig as CCAConfig
 from stree_jax.models.mixers.delta import DeltaConfig as DeltaConfig
+from stree_jax.models.mixers.eda_moe import EDAMoEConfig as EDAMoEConfig
 from stree_jax.models.mixers.kda import KDAConfig as KDAConfig
 from stree_jax.models.mixers.kv_reader import KVReaderConfig as KVReaderConfig
 from stree_jax.models.mixers.lightning import LightningConfig as LightningConfig

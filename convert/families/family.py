@@ -1,11 +1,14 @@
 """The interface of a checkpoint family."""
 
+import pathlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stree_jax.convert.families.table import require
 from stree_jax.convert.families.tensor_map import Names
 from stree_jax.convert.tensors.fields import ConfigFields
+from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.models import ModelConfig
 
 TRANSFORMERS = "transformers 5.24"
@@ -62,6 +65,33 @@ class Family:
         models are exported as this family. Other attributes are changed by keyword."""
         changes = {"exported": f"as {self.name}", **changes}
         return replace(self, name=name, models=models, export=None, **changes)
+
+
+def read_back(
+    format: str,
+    names: Names,
+    parse: Callable[[ConfigFields], ModelConfig],
+    config: ModelConfig,
+    values: dict[str, Any],
+) -> dict[str, Any]:
+    """Returns the fields of a config that an export wrote.
+
+    Args:
+      format: the family, for the message.
+      names: the family's names of tensors.
+      parse: reads a config of the family.
+      config: the exported model.
+      values: the fields.
+
+    Raises:
+      CheckpointError: `parse` reads another model from them.
+    """
+    file, shape = pathlib.Path("config.json"), (config.vocab_size, config.d_model)
+    tensors = {f"{names.embedding}.weight": TensorInfo(file, shape, "float32")}
+    found = parse(ConfigFields(file, {"model_type": format, **values}, tensors=tensors))
+    same = found == replace(config, num_tokens=config.vocab_size)
+    require(format, {"layers or options": same})
+    return values
 
 
 def alternates(

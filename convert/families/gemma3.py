@@ -23,8 +23,8 @@ from stree_jax.convert.families.tensor_map import (
     Row,
     attention_rows,
     mlp_rows,
+    nested,
 )
-from stree_jax.convert.families.tensor_map import nested as nested
 from stree_jax.convert.families.windows import (
     NEAR,
     SLIDES,

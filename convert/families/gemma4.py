@@ -8,15 +8,14 @@ the token (`hidden_size_per_layer_input`), and experts may run next to the MLP
 """
 
 import math
-import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import gemma3, read
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families.family import Family
-from stree_jax.convert.families.gemma3 import FULL, KINDS, NESTED, TYPES, nested
+from stree_jax.convert.families.family import Family, read_back
+from stree_jax.convert.families.gemma3 import FULL, KINDS, NESTED, TYPES
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import (
     Names,
@@ -26,6 +25,7 @@ from stree_jax.convert.families.tensor_map import (
     attention_rows,
     mlp_rows,
     module_rows,
+    nested,
     norm_rows,
 )
 from stree_jax.convert.families.windows import (
@@ -37,7 +37,6 @@ from stree_jax.convert.families.windows import (
     typed_rope_fields,
 )
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.models import (
     AttentionConfig,
     KVReaderConfig,
@@ -378,21 +377,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
     }
     if experts is not None:
         values |= write_fields(FORMAT, MOE, experts.moe, ("activation",))
-    return _checked(config, values)
-
-
-def _checked(config: ModelConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a config.
-
-    Raises:
-      CheckpointError: they describe another model.
-    """
-    file, shape = pathlib.Path("config.json"), (config.vocab_size, config.d_model)
-    tensors = {f"{NAMES.embedding}.weight": TensorInfo(file, shape, "float32")}
-    found = parse(ConfigFields(file, {"model_type": FORMAT, **values}, tensors=tensors))
-    same = found == replace(config, num_tokens=config.vocab_size)
-    require(FORMAT, {"layers or options": same})
-    return values
+    return read_back(FORMAT, NAMES, parse, config, values)
 
 
 def expresses(config: ModelConfig) -> bool:

@@ -63,7 +63,7 @@ def read_model(
       source: the fields of the config file.
       *names: the tensor names that the family may use, to find the embedding.
     """
-    attends = any({"attention", "mla"} & n.parts.keys() for n in names)
+    attends = any({"attention", "mla", "cca"} & n.parts.keys() for n in names)
     check_unread(source, attends)
     rows, _ = vocabulary(source, *names)
     return {"vocab_size": rows, "num_tokens": rows, **read_fields(table, source)}

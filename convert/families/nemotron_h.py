@@ -245,9 +245,10 @@ def export(config: ModelConfig) -> dict[str, Any]:
 
 def expresses(config: ModelConfig) -> bool:
     kinds = {str(block) for block in config.layers + config.mtp}
+    if not kinds <= set(LETTERS.values()) or kinds == {"mamba"}:
+        return False
     parts = (config.mixers.get(name) for name in ("mlp", "moe"))
-    gated = any(part.gated for part in parts if part is not None)
-    return kinds <= set(LETTERS.values()) and kinds != {"mamba"} and not gated
+    return not any(part.gated for part in parts if part is not None)
 
 
 FAMILY = Family(

@@ -219,6 +219,7 @@ def typed_rope(
     theta: float,
     default: Mapping[str, Any] = NO_FIELDS,
     older: Mapping[str, Any] = NO_FIELDS,
+    partial: float | None = None,
 ) -> Rope:
     """Reads the rotary embedding of one type of layers, in families where types differ.
 
@@ -229,6 +230,7 @@ def typed_rope(
       theta: base of the frequencies if its parameters have none.
       default: its parameters if the config has no `rope_parameters`.
       older: fields of `rope_scaling` for this type, which take precedence.
+      partial: see `hf.rope`.
     """
     name = "rope_parameters"
     parameters = fields.object(name)
@@ -241,7 +243,7 @@ def typed_rope(
         if key not in ("rope_scaling", "rope_theta", "partial_rotary_factor")
     }
     values = {**others, name: {"rope_theta": theta, **own, **older}}
-    return hf.rope(replace(fields, values=values), head_dim)
+    return hf.rope(replace(fields, values=values), head_dim, partial)
 
 
 def typed_rope_fields(format: str, rope: Rope) -> dict[str, Any]:

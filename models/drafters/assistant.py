@@ -47,15 +47,12 @@ from stree_jax.models.mixers.kv_reader import KVReaderConfig
 from stree_jax.models.stack.config import Block, ModelConfig
 from stree_jax.models.stack.config_json import from_json, to_json
 from stree_jax.models.stack.model import (
-    LanguageModel,
     Model,
-    ResidualLayer,
-    Tapped,
-    Taps,
     model_pytree,
     param_dtype,
 )
 from stree_jax.models.stack.model_json import register_model
+from stree_jax.models.stack.network import LanguageModel, ResidualLayer, Tapped, Taps
 from stree_jax.models.stack.param_table import param_table
 from stree_jax.models.stack.state import (
     Pending,

@@ -41,6 +41,7 @@ Role = Literal["state", "window", "cache", "record"]
 
 FLOAT = 4  # bytes of a float32, in which forward passes compute
 INPUTS = ":inputs"  # `Mixer.source` of mixers that read the layer's per-layer input
+ROUTER = ":router"  # `Mixer.source` of mixers that read the vector of an earlier router
 
 
 class Leaf(NamedTuple):
@@ -193,6 +194,9 @@ class Mixer(Generic[C]):
       long_chunks: True if prefill is faster with more than `PREFILL_CHUNK` tokens per
         pass.
       skips_padding: True if padding costs no time in this mixer's CPU kernels.
+      sends: for a channel mixer that returns an array [B, Tq, ...] in place of a
+        record, the `source` by which the mixers of later layers find it. It is not
+        kept after the pass. If empty, the mixer returns None.
     """
 
     kind: str
@@ -203,6 +207,7 @@ class Mixer(Generic[C]):
     records_in_place = False
     long_chunks = True
     skips_padding = True
+    sends = ""
 
     def check(self, c: C, name: str) -> None:
         """Raises ValueError if a number of a config read from a file is out of range.
@@ -232,8 +237,8 @@ class Mixer(Generic[C]):
         `Pass.source`.
 
         That is the name of another mixer, whose state and record it reads in the last
-        layer before it that has that mixer; `INPUTS`, the per-layer input; or "",
-        nothing.
+        layer before it that has that mixer; what such a mixer `sends`; `INPUTS`, the
+        per-layer input; or "", nothing.
         """
         return ""
 

@@ -67,7 +67,7 @@ class Pass(Generic[Record]):
     The mixer returns its output [B, Tq, d] float32, the record of all T nodes, and the
     state after the path `pending`. If the record in `pending` has more than T rows, the
     returned record may be that one with its first T rows overwritten. For a channel
-    mixer, record and state are None.
+    mixer, record and state are None; see also `Mixer.sends`.
 
     Attributes:
       nodes: topology of all T nodes.
@@ -80,7 +80,8 @@ class Pass(Generic[Record]):
         rest are unspecified. If None, all are valid.
       source: what the layer's mixers read of other layers, see `Mixer.source`: another
         layer's state, which includes `pending`, and its record of all T nodes, as a
-        pair; or the layer's per-layer input [B, Tq, P] float32. None for most layers.
+        pair, or None and the array that it sent; or the layer's per-layer input
+        [B, Tq, P] float32. None for most layers.
     """
 
     nodes: Nodes

@@ -9,8 +9,8 @@ from flax import linen as nn
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.base.shards import ALONE, Group, mean_of_neighbours
-from stree_jax.models.layers.params import declare, norm_params
-from stree_jax.models.weights.linear import as_row
+from stree_jax.models.layers.params import affine_params, declare, norm_params
+from stree_jax.models.weights.linear import as_row, uncontracted
 
 
 def rms_norm(
@@ -140,3 +140,15 @@ class Norm(nn.Module):
         centred = x - x.mean(axis=-1, keepdims=True)
         scaled = scaled_rms_norm(centred, p["scale"], norm)
         return scaled + as_row(p["bias"], x.ndim)
+
+
+class Affine(nn.Module):
+    """Computes (x + bias) * scale of x [..., d] float32; see `Block.affine`."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        p = declare(self, affine_params(x.shape[-1]), self.dtype)
+        scale, bias = (as_row(p[name], x.ndim) for name in ("scale", "bias"))
+        return uncontracted((x + bias) * scale)

@@ -30,6 +30,9 @@ ONES, ZEROS = nn.initializers.ones, nn.initializers.zeros
 NORM_AFTER = "norm_after"  # name of a layer's second norm, of its mixers' output
 # The factor of the residual stream after a layer with `Block.scaled`.
 SCALAR = "scalar"
+# The biases and scales of a residual layer with `Block.affine`, for the stream and for
+# what is added, and those of the model's embedding.
+STREAM, ADDED, EMBEDDED = "stream", "added", "embedded"
 
 
 class Param(NamedTuple):
@@ -107,6 +110,14 @@ def shared_params(d_model: int, n: int = 1) -> Table:
 def scalar_params() -> Table:
     """Returns the factor of the residual stream after a layer."""
     return {SCALAR: Param((1,), ONES, float32=True)}
+
+
+def affine_params(d_model: int) -> Table:
+    """Returns a bias and a scale of every channel; see `Block.affine`."""
+    return {
+        "scale": Param((d_model,), ONES, float32=True),
+        "bias": Param((d_model,), ZEROS, float32=True),
+    }
 
 
 def model_params(

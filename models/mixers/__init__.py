@@ -8,7 +8,9 @@ from typing import Any
 
 from stree_jax.models.layers.mixer import Mixer
 from stree_jax.models.mixers.attention import ATTENTION
+from stree_jax.models.mixers.cca import CCA_MIXER
 from stree_jax.models.mixers.delta import DELTA
+from stree_jax.models.mixers.eda_moe import EDA_MOE
 from stree_jax.models.mixers.kda import KDA_MIXER
 from stree_jax.models.mixers.kv_reader import KV_READER
 from stree_jax.models.mixers.lightning import LIGHTNING
@@ -25,7 +27,8 @@ MIXERS: dict[str, Mixer[Any]] = {
     mixer.kind: mixer
     for mixer in (
         *(MAMBA1, MAMBA2, DELTA, KDA_MIXER, LIGHTNING, SHORT_CONV),
-        *(ATTENTION, KV_READER, MLA_MIXER, MLP_MIXER, MOE, MLP_MOE, PER_LAYER_MIXER),
+        *(ATTENTION, CCA_MIXER, KV_READER, MLA_MIXER),
+        *(MLP_MIXER, MOE, MLP_MOE, EDA_MOE, PER_LAYER_MIXER),
     )
 }
 

@@ -13,8 +13,14 @@ import numpy as np
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.base.shards import ALONE, Group, Run
-from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerPending, padded_rows
+from stree_jax.models.base.shards import Run
+from stree_jax.models.layers.mixer import (
+    FLOAT,
+    Mixer,
+    MixerModule,
+    MixerPending,
+    padded_rows,
+)
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import ONES, Param, Table, declare
@@ -74,18 +80,10 @@ def kv_reader_params(c: KVReaderConfig, d_model: int) -> Table:
     }
 
 
-class KVReader(nn.Module):
-    """The mixer: projection, norm and rotary embedding of q, attention, projection.
-
-    Attributes:
-      config: the config of this device's share.
-      dtype: dtype of the other layer's caches.
-      parts: the devices that share the mixer.
-    """
+class KVReader(MixerModule):
+    """The mixer: projection, norm and rotary embedding of q, attention, projection."""
 
     config: KVReaderConfig
-    dtype: Any
-    parts: Group = ALONE
 
     @nn.compact
     def __call__(

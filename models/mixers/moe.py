@@ -24,7 +24,7 @@ from stree_jax.models.mixers.mlp import (
     mlp_params,
 )
 from stree_jax.models.weights.formats import stack_of
-from stree_jax.models.weights.linear import expert_product, linear
+from stree_jax.models.weights.linear import expert_product, linear, uncontracted
 
 PADDING = -1  # the expert of padding, which the kernels skip
 # Most rows (tokens times experts) computed at once if every expert runs on every token.
@@ -257,10 +257,9 @@ def _in_order(weight: jax.Array, each: jax.Array) -> jax.Array:
     """Computes the sums [n, f] of weight [n, k] * each [n, k, f] over k, with the same
     bits for any n.
 
-    XLA's sum over an axis depends on the other axes in its last bits, and without the
-    barrier it may fuse a product with the sum.
+    XLA's sum over an axis depends on the other axes in its last bits.
     """
-    parts = lax.optimization_barrier(weight[..., None] * each)
+    parts = uncontracted(weight[..., None] * each)
     added = parts[:, 0]
     for i in range(1, each.shape[1]):
         added = added + parts[:, i]

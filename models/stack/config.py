@@ -16,8 +16,9 @@ from stree_jax.models.mixers import mixer_of
 
 Value = TypeVar("Value")
 # A block in text form is "mamba+attention"; "mamba+shared" also reads a shared
-# transformer block, and the output of "mlp+scaled" is multiplied by a parameter.
-SHARED, SCALED = "shared", "scaled"
+# transformer block, the output of "mlp+scaled" is multiplied by a parameter, and both
+# terms of the sum "mlp+affine" have a bias and a scale.
+SHARED, SCALED, AFFINE = "shared", "scaled", "affine"
 PLUS, COLON = "+", ":"
 
 
@@ -50,12 +51,16 @@ class Block:
         (Zamba2).
       scaled: True if the residual stream after the layer is multiplied by a parameter,
         one number for all channels, written as "mlp+scaled" (Gemma 4).
+      affine: True if the residual stream and the mixers' output each have a bias and a
+        scale of every channel, (h + bias) * scale, before they are added, written as
+        "mlp+affine". The embedding of such a model has them, too (ZAYA).
     """
 
     mixers: tuple[str, ...]
     shared: bool = False
     norms: Norms = "before"
     scaled: bool = False
+    affine: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -65,13 +70,14 @@ class Block:
             if text.startswith(other + COLON):
                 norms, text = other, text.removeprefix(other + COLON)
         names, marks = text.split(PLUS), set()
-        while len(names) > 1 and names[-1] in (SHARED, SCALED):
+        while len(names) > 1 and names[-1] in (SHARED, SCALED, AFFINE):
             marks.add(names.pop())
-        return cls(tuple(names), SHARED in marks, norms, SCALED in marks)
+        found = (mark in marks for mark in (SCALED, AFFINE))
+        return cls(tuple(names), SHARED in marks, norms, *found)
 
     def __str__(self) -> str:
-        marks = *[SHARED] * self.shared, *[SCALED] * self.scaled
-        text = PLUS.join((*self.mixers, *marks))
+        marks = {SHARED: self.shared, SCALED: self.scaled, AFFINE: self.affine}
+        text = PLUS.join((*self.mixers, *(mark for mark in marks if marks[mark])))
         return text if self.norms == "before" else f"{self.norms}{COLON}{text}"
 
 
@@ -210,7 +216,8 @@ class ModelConfig:
                     f"layers: {str(block)!r} reads {source!r}, which no layer before "
                     "it has"
                 )
-            before.update(self.mixer_names(block))
+            names = self.mixer_names(block)
+            before.update(names, (mixer_of(self.mixers[n]).sends for n in names))
 
     def source(self, block: Block) -> str:
         """Returns what a layer's mixers read of other layers; see `Mixer.source`."""
@@ -235,6 +242,12 @@ class ModelConfig:
             return block.mixers
         shared = required(self.shared)
         return (*block.mixers, shared.attention, shared.mlp)
+
+    @property
+    def affine(self) -> bool:
+        """True if the embedding has a bias and a scale of every channel; see
+        `Block`."""
+        return any(block.affine for block in self.layers)
 
     @property
     def conv_taps(self) -> int:

@@ -28,10 +28,12 @@ from stree_jax.models.base.trimmed import scattered
 from stree_jax.models.layers.embedding import embedded
 from stree_jax.models.layers.mixer import INPUTS
 from stree_jax.models.layers.nodes import Nodes, Pass
-from stree_jax.models.layers.norm import Norm
+from stree_jax.models.layers.norm import Affine, Norm
 from stree_jax.models.layers.params import (
+    ADDED,
     NORM_AFTER,
     SCALAR,
+    STREAM,
     declare,
     model_params,
     mtp_params,
@@ -89,7 +91,8 @@ class ResidualLayer(nn.Module):
             [B, Tq, d]; None if the layer uses no such block.
 
         Returns:
-          The residual stream after the layer, and the mixers' new records and states.
+          The residual stream after the layer, and the mixers' new records and states by
+          name. A channel mixer has no state, and in place of a record what it sends.
         """
         c, mixers_in = self.config, h
         states: LayerState = {}
@@ -115,13 +118,18 @@ class ResidualLayer(nn.Module):
             out, new, then = module(u, *mixer_args(name, pass_, state, record))
             outs.append(out)
             if new is not None:
-                records[name], states[name] = new, then
+                records[name] = new
+            if then is not None:
+                states[name] = then
         added = sum(outs[1:], outs[0])
         if after:
             added = norm(added, pass_.valid_count)
         elif self.block.norms == "both":
             last = Norm(c.norm, c.norm_eps, self.dtype, name=NORM_AFTER)
             added = last(added, pass_.valid_count)
+        if self.block.affine:
+            stream = Affine(self.dtype, name=STREAM)(stream)
+            added = Affine(self.dtype, name=ADDED)(added)
         scales = c.residual_scales.get(self.block.mixers[0], ResidualScales())
         added = scaled(c.residual_multiplier * added, scales.added)
         h = scaled(stream, scales.stream) + added
@@ -213,10 +221,12 @@ def run_layers(
         read = next(each) if source == INPUTS else seen.get(source)
         pass_ = Pass(nodes, rows, last, length, valid_count, read)
         args = (h, pass_, state.layers[i], record)
-        h, record, layer_state = _run(layer, block, embedding, *args)
-        out_records.append(record)
+        h, found, layer_state = _run(layer, block, embedding, *args)
+        out_records.append({name: found[name] for name in layer_state})
         out_states.append(layer_state)
-        seen |= {name: (layer_state[name], record[name]) for name in record}
+        for name, value in found.items():
+            sent = mixer_of(layer.config.mixers[name]).sends
+            seen[sent or name] = layer_state.get(name), value
         if i in taps:
             streams[i] = h
     tapped = tuple(streams[i] for i in taps)
@@ -293,6 +303,7 @@ class LanguageModel(nn.Module):
         count = 0 if c.shared is None else c.shared.blocks
         self.shared = [SharedBlock(c, self.dtype, self.cut) for _ in range(count)]
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
+        self.embedded = Affine(self.dtype)
         if per_layer_sizes(c)[0]:
             self.per_layer = PerLayerInputs(c, self.dtype, self.cut)
         if c.mtp:
@@ -307,7 +318,8 @@ class LanguageModel(nn.Module):
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Looks up the embeddings [B, T, d] float32 of tokens [B, T] int32."""
         h = embedded(self.embedding, tokens, self.cut.group(VOCAB))
-        return h * self.config.embedding_multiplier
+        h = h * self.config.embedding_multiplier
+        return self.embedded(h) if self.config.affine else h
 
     def __call__(
         self,

@@ -8,10 +8,14 @@ from typing import NamedTuple
 
 from stree_jax.models.base.shards import VOCAB, WIDTH
 from stree_jax.models.layers.params import (
+    ADDED,
+    EMBEDDED,
     NORM_AFTER,
+    STREAM,
     Param,
     Path,
     Table,
+    affine_params,
     model_params,
     mtp_params,
     norm_params,
@@ -57,6 +61,8 @@ def _entries(c: ModelConfig) -> Iterator[tuple[Path, Entry]]:
     ends = model_params(c.vocab_size, c.d_model, c.tie_embeddings, c.head_rows)
     yield from _flat((), ends, VOCAB)
     yield from _flat(("norm",), norm_params(c.norm, c.d_model), EVERYWHERE)
+    if c.affine:
+        yield from _flat((EMBEDDED,), affine_params(c.d_model), EVERYWHERE)
     yield from _flat((PER_LAYER,), per_layer_params(c), VOCAB)
     layers = {block: list(_layer(c, block)) for block in {*c.layers, *c.mtp}}
     for i, block in enumerate(c.layers):
@@ -83,6 +89,8 @@ def _layer(c: ModelConfig, block: Block) -> Iterator[tuple[Path, Entry]]:
         yield from _flat((name,), mixer_of(config).params(config, c.d_model), name)
     if block.scaled:
         yield from _flat((), scalar_params(), EVERYWHERE)
+    for term in (STREAM, ADDED) if block.affine else ():
+        yield from _flat((term,), affine_params(c.d_model), EVERYWHERE)
     if block.shared:
         shared = required(c.shared)
         yield from _flat((), shared_params(c.d_model), WIDTH)

@@ -147,14 +147,16 @@ def test_bin_without_torch_is_one_line(source, monkeypatch):
 # Families whose configs have always had `layer_types`, or had it before.
 NEWER = ("gemma3_text", "lfm2", "lfm2_moe", "lfm3", "minimax", "olmo_hybrid")
 NEWER += ("smollm3", "olmo3", "granite_swa", "granitemoe_swa")
-NEWER += ("lara_mini",)
+NEWER += ("lara_mini", "zaya")
 NEWER += ("gemma4_text", "gemma4_unified_text")
 
 
 def old_spelling(values):
     """Rewrites the config with the field names of transformers 4 and the hub."""
     rope = values.pop("rope_parameters", None)
-    if rope is not None and "full_attention" in rope:  # one for each type of layer
+    if rope is not None and "hybrid" in rope:  # ZAYA; published files have both
+        values["rope_parameters"] = {**rope, "rope_type": "default"}
+    elif rope is not None and "full_attention" in rope:  # one for each type of layer
         old_spelling_by_layer(values, rope)
     elif rope is not None:
         for name in ("rope_theta", "partial_rotary_factor"):

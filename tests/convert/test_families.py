@@ -32,6 +32,7 @@ from transformers import (
     Qwen3NextConfig,
     SmolLM3Config,
     Zamba2Config,
+    ZayaConfig,
 )
 
 import stree_jax
@@ -64,6 +65,7 @@ from stree_jax.convert.families import (
     read,
     smollm3,
     zamba2,
+    zaya,
 )
 from stree_jax.convert.families.configs import read_config
 from stree_jax.convert.families.hf_config import hf_config
@@ -115,7 +117,8 @@ def changes(config):
     """Yields configs that differ in one option, with its name."""
     for mixer, value in getattr(config, "mixers", {}).items():
         for name, changed in changes(value):
-            yield f"{mixer}.{name}", config.with_mixers(**{mixer: changed})
+            mixers = {**config.mixers, mixer: changed}
+            yield f"{mixer}.{name}", partly(config, "mixers", mixers)
     for option in fields(config):
         value = getattr(config, option.name)
         if is_dataclass(value):
@@ -198,6 +201,9 @@ COMES_BACK = {
     "moe.top_groups moe.top_k",
     "minimax": "norm_eps tie_embeddings moe.num_experts moe.top_k moe.d_hidden "
     "attention.num_kv_heads attention.rope.theta attention.window",
+    "zaya": "cca.rope.theta cca.rope.dim cca_near.rope.theta cca_near.window",
+    "zaya-plain": "cca.num_heads cca.num_kv_heads cca.rope.theta cca.d_conv "
+    "cca.d_head_conv tie_embeddings stop_tokens",
     "zamba2": "shared.blocks shared.adapter_rank shared.attention_adapter mlp.d_hidden "
     "attention.rope.theta",
 }
@@ -299,6 +305,7 @@ CLASSES = {
     olmo3: Olmo3Config,
     ministral3: Ministral3Config,
     granite_swa: GraniteSWAConfig,
+    zaya: ZayaConfig,
 }
 
 

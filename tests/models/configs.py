@@ -17,7 +17,7 @@ from stree_jax.models import (
     ShortConvConfig,
 )
 from stree_jax.models.stack.config import named
-from tests.support.tiny import GEMMA4_LAYERS, GEMMA4_MIXERS
+from tests.support.tiny import GEMMA4_LAYERS, GEMMA4_MIXERS, ZAYA_LAYERS, ZAYA_MIXERS
 
 SIZES = {"vocab_size": 32, "num_tokens": 32, "d_model": 16}
 CONFIGS = {
@@ -146,6 +146,13 @@ CONFIGS = {
         layers=GEMMA4_LAYERS,
         logits_cap=5.0,
         mixers=GEMMA4_MIXERS,
+    ),
+    "convolutions in attention, routers in sequence": ModelConfig(
+        vocab_size=32,
+        num_tokens=32,
+        d_model=16,
+        layers=ZAYA_LAYERS,
+        mixers=ZAYA_MIXERS,
     ),
     "two mixers a layer": ModelConfig(
         **SIZES,

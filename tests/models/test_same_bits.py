@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("optimised")
 
 S = 96  # tokens of a text; more than one block of attention's places
 KINDS = list(FAMILIES)
+MIXED = ["granite", "qwen3.5", "lfm3", "gemma4", "zaya"]
 DTYPES = ("float32", "bfloat16", "int8")
 
 
@@ -92,7 +93,7 @@ def test_logits_do_not_depend_on_what_is_read_together(name, dtype):
     assert same(stree_jax.score(model, text), one)
 
 
-@pytest.mark.parametrize("name", ["granite", "qwen3.5", "lfm3", "gemma4", "lightning"])
+@pytest.mark.parametrize("name", [*MIXED, "lightning"])
 def test_a_node_of_a_tree_has_the_bits_of_its_path(name):
     model = model_of(name, "bfloat16")
     text = text_of(model)
@@ -113,7 +114,7 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(name):
         assert same(np.asarray(logits)[:, path], alone), leaf
 
 
-@pytest.mark.parametrize("name", ["granite", "qwen3.5", "lfm3", "gemma4", "jamba"])
+@pytest.mark.parametrize("name", [*MIXED, "jamba"])
 def test_a_row_has_the_same_bits_in_any_batch(name):
     model = model_of(name, "bfloat16")
     text = text_of(model, rows=3)

@@ -17,6 +17,7 @@ from tests.support.tiny import (
     tiny_hybrid,
     tiny_lara,
     tiny_mamba1,
+    tiny_zaya,
 )
 
 NEW, LENGTHS = 24, [1, 5, 70, 33]
@@ -39,6 +40,7 @@ MODELS = {
     "ministral3": partial(tiny_attention, 1, GROWN),
     "lara": partial(tiny_lara, 1),
     "gemma4": partial(tiny_gemma4, 1),
+    "zaya": partial(tiny_zaya, 1),
 }
 CASES = [
     ("model", "A"),

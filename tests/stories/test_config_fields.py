@@ -21,6 +21,10 @@ LLAMA = {key: LLAMA3[key] for key in ("factor", "low_freq_factor", "high_freq_fa
 # The outcome of an edit: both libraries compute the same new logits, both compute the
 # same logits as before, or the library refuses the config with these words.
 EQUAL, NO_EFFECT = "equal", "no effect"
+ZAYA_ROPES = {
+    "hybrid": {**YARN, "rope_theta": 70.0, "partial_rotary_factor": 0.5},
+    "hybrid_sliding": {"rope_type": "default", "rope_theta": 50.0},
+}
 ROPES = {  # by the rope_type of transformers
     "linear": [({"rope_type": "linear", "factor": 2.5}, EQUAL)],
     "old name": [({"type": "linear", "factor": 2.5}, EQUAL)],
@@ -263,6 +267,30 @@ CASES = {
         ({"attention_k_eq_v": True}, "unexpected tensor"),
         ({"enable_moe_block": True}, "use_double_wide_mlp"),
         ({"per_layer_config": {"0": {"head_dim": 12}}}, "per_layer_config"),
+    ],
+    "zaya": [
+        ({"sliding_window": 3}, EQUAL),
+        ({"sliding_window": 2**17}, EQUAL),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"layer_types": GONE}, EQUAL),
+        ({"layer_types": ["hybrid"] * 3}, "layer_types"),
+        ({"rope_parameters": GONE}, EQUAL),
+        ({"rope_parameters": ZAYA_ROPES}, EQUAL),
+        # As published: a field beside those of the types of layers
+        ({"rope_parameters": {**ZAYA_ROPES, "rope_type": "default"}}, EQUAL),
+        ({"rope_parameters": {"rope_theta": 9.0}}, "rope_theta"),
+        ({"rope_theta": 9.0}, NO_EFFECT),
+        ({"partial_rotary_factor": 1.0}, NO_EFFECT),
+        ({"cca_time0": GONE}, "shape"),
+        ({"cca_time1": 3}, "shape"),
+        ({"router_hidden_size": GONE}, "shape"),
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"lm_head_bias": True}, "lm_head_bias"),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"rms_norm_eps": GONE}, EQUAL),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
     ],
     "lfm3": [
         ({"sliding_window": 3}, EQUAL),

@@ -24,7 +24,13 @@ from stree_jax.models import (
 )
 from stree_jax.models.layers.rope import Temperature
 from stree_jax.models.stack.config import named
-from tests.support.tiny import GEMMA4_LAYERS, GEMMA4_MIXERS, perturbed
+from tests.support.tiny import (
+    GEMMA4_LAYERS,
+    GEMMA4_MIXERS,
+    ZAYA_LAYERS,
+    ZAYA_MIXERS,
+    perturbed,
+)
 
 SIZES = {"vocab_size": 64, "num_tokens": 61, "d_model": 32}
 ROPE = Rope(theta=50.0, dim=4)
@@ -183,6 +189,9 @@ FAMILIES = {
         logits_cap=5.0,
         tie_embeddings=True,
         mixers=GEMMA4_MIXERS,
+    ),
+    "zaya": ModelConfig(
+        **SIZES, layers=ZAYA_LAYERS, tie_embeddings=True, mixers=ZAYA_MIXERS
     ),
     "jamba": ModelConfig(
         **SIZES,

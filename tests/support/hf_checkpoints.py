@@ -62,6 +62,7 @@ from tests.support.hf_random import (
     slower,
 )
 from tests.support.hf_windows import WINDOW_CASES
+from tests.support.hf_zaya import ZAYA_CASES
 from tests.support.selective import SELECTIVE_CASES
 
 
@@ -635,6 +636,7 @@ HF_CASES = {
     **WINDOW_CASES,
     **ATTENTION_CASES,
     **GEMMA4_CASES,
+    **ZAYA_CASES,
     "nemotron-h": nemotron,
     "nemotron-h-moe": lambda: nemotron(**NEMOTRON_MOE),
     "nemotron-h-latent": lambda: nemotron(

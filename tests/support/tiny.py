@@ -7,7 +7,9 @@ import jax.numpy as jnp
 
 from stree_jax.models import (
     AttentionConfig,
+    CCAConfig,
     DeltaConfig,
+    EDAMoEConfig,
     KDAConfig,
     KVReaderConfig,
     LightningConfig,
@@ -64,6 +66,34 @@ def tiny_gemma4(seed):
         tie_embeddings=True,
         stop_tokens=(STOP,),
         mixers=GEMMA4_MIXERS,
+    )
+    params = init_params(config, jax.random.key(seed), jnp.float32)
+    return Model(params=perturbed(params, 0.2, seed), config=config)
+
+
+# The layers of ZAYA: with and without a window, and experts whose routers add the
+# vector of the router before.
+ZAYA_LAYERS = tuple(
+    f"{name}+affine" for name in ("far", "moe_first", "near", "moe", "far", "moe")
+)
+ZAYA_MIXERS = named(
+    far=CCAConfig(8, 2, 6, rope=Rope(50.0, 4)),
+    near=CCAConfig(8, 4, 6, rope=Rope(9.0, 6), d_conv=3, window=5),
+    moe_first=EDAMoEConfig(5, 16, 12, 1e-3, averages=False),
+    moe=EDAMoEConfig(5, 16, 12, 1e-3),
+)
+
+
+def tiny_zaya(seed):
+    """Returns a model with the layers of ZAYA."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_tokens=REAL,
+        d_model=32,
+        layers=ZAYA_LAYERS,
+        tie_embeddings=True,
+        stop_tokens=(STOP,),
+        mixers=ZAYA_MIXERS,
     )
     params = init_params(config, jax.random.key(seed), jnp.float32)
     return Model(params=perturbed(params, 0.2, seed), config=config)

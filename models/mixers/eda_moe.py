@@ -1,0 +1,160 @@
+"""A mixture of experts whose router is an MLP, as in ZAYA (Zyphra 2025).
+
+The router's hidden vector is added to that of the router of the layer before, channel
+by channel with a scale (exponential depth averaging, EDA). A token uses one expert, or
+none if the router chooses the last class.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import lax
+
+from stree_jax.models.base.shards import total
+from stree_jax.models.layers.mixer import FLOAT, ROUTER, Mixer, MixerModule, padded_rows
+from stree_jax.models.layers.nodes import Pass
+from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
+from stree_jax.models.layers.params import ONES, ZEROS, Param, Table, declare
+from stree_jax.models.mixers.mlp import activate
+from stree_jax.models.mixers.moe import (
+    MOE,
+    PADDING,
+    MoEConfig,
+    moe_params,
+    weighted_experts,
+    without_padding,
+)
+from stree_jax.models.weights.linear import as_row, linear, uncontracted
+
+
+@dataclass(frozen=True)
+class EDAMoEConfig:
+    """A mixture of gated experts of which a token uses at most one.
+
+    Attributes:
+      num_experts: E.
+      d_hidden: hidden width of an expert.
+      d_router: R, width of the router.
+      norm_eps: epsilon of the router's RMSNorm.
+      averages: True if the router adds the vector of the router before. False in the
+        first layer with experts.
+    """
+
+    num_experts: int
+    d_hidden: int
+    d_router: int
+    norm_eps: float
+    averages: bool = True
+
+    @property
+    def experts(self) -> MoEConfig:
+        """The experts without the router."""
+        return MoEConfig(self.num_experts, 1, self.d_hidden)
+
+
+def eda_moe_params(c: EDAMoEConfig, d_model: int) -> Table:
+    """Returns the parameters by name.
+
+    `router_in` has the rows of the router's vector, `router_out` those of the experts
+    and of the class without an expert. `router_bias` affects only the choice.
+    """
+    R, classes = c.d_router, c.num_experts + 1
+    table = {
+        **moe_params(c.experts, d_model),
+        "router_in": Param((R, d_model)),
+        "router_in_bias": Param((R,), ZEROS),
+        "router_norm": Param((R,), ONES),
+        **{f"router_{i}": Param((R, R)) for i in (1, 2)},
+        **{f"router_{i}_bias": Param((R,), ZEROS) for i in (1, 2)},
+        "router_out": Param((classes, R)),
+        "router_bias": Param((classes,), ZEROS, float32=True),
+    }
+    del table["router"]
+    if c.averages:
+        table["router_average"] = Param((R,), ONES, float32=True)
+    return table
+
+
+class EDAMoE(MixerModule):
+    """The mixer, or one device's share of it."""
+
+    config: EDAMoEConfig
+
+    @nn.compact
+    def __call__(
+        self, u: jax.Array, pass_: Pass[Any], state: None = None, record: None = None
+    ) -> tuple[jax.Array, jax.Array, None]:
+        """Runs the mixer on u [B, T, d]; see `Pass` for the contract. In place of a
+        record, returns the router's vector [B, T, R] float32."""
+        c, count, d_model = self.config, pass_.valid_count, u.shape[-1]
+        p = declare(self, eda_moe_params(c, d_model), self.dtype)
+        with jax.named_scope("router"):
+            bias = p["router_in_bias"]
+            vector = linear(u, p["router_in"], bias, valid_count=count)
+            if c.averages:
+                _, earlier = pass_.source
+                average = earlier * as_row(p["router_average"], 3)
+                vector = vector + uncontracted(average)
+            chosen, weight = chosen_expert(self.logits(p, vector, count), p)
+            skips = chosen == c.num_experts
+        with jax.named_scope("moe"):
+            chosen = jnp.where(skips, PADDING, chosen)
+            chosen = without_padding(chosen, u.shape[1], count)
+            args = u.reshape(-1, d_model), chosen, weight, p["into"], p["down"]
+            y = weighted_experts(*args, gated=True, activation="silu")
+            y = jnp.where(skips, 0.0, total(y, self.parts))
+        return y.reshape(u.shape), vector, None
+
+    def logits(
+        self, p: dict[str, Any], vector: jax.Array, count: jax.Array | None
+    ) -> jax.Array:
+        """Computes the logits [B * T, E + 1] float32 of the classes from the router's
+        vector [B, T, R]."""
+        norm = ScaledNorm(self.config.norm_eps)
+        x = scaled_rms_norm(vector, p["router_norm"], norm, count)
+        for name in ("router_1", "router_2"):
+            x = linear(x, p[name], p[f"{name}_bias"], valid_count=count)
+            x = activate(x, "gelu")
+        x = linear(x, p["router_out"], valid_count=count)
+        return x.reshape(-1, x.shape[-1])
+
+
+def chosen_expert(logits: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Returns the class [n, 1] int32 that each token chooses by its logits [n, E + 1],
+    and the probability [n, 1] float32 of this class."""
+    share = jax.nn.softmax(logits, axis=-1)
+    chosen = lax.top_k(share + p["router_bias"][None], 1)[1]
+    return chosen, jnp.take_along_axis(share, chosen, axis=1)
+
+
+class EDAMoEMixer(Mixer[EDAMoEConfig]):
+    """The implementation of `mixer.Mixer` for experts with an averaging router."""
+
+    kind = "eda_moe"
+    Config = EDAMoEConfig
+    Module = EDAMoE
+    sends = ROUTER
+
+    def check(self, c: EDAMoEConfig, name: str) -> None:
+        if not 0 < c.norm_eps < np.inf:
+            raise ValueError(f"{name}.norm_eps: {c.norm_eps} does not fit")
+
+    def params(self, c: EDAMoEConfig, d_model: int) -> Table:
+        return eda_moe_params(c, d_model)
+
+    def source(self, c: EDAMoEConfig) -> str:
+        return ROUTER if c.averages else ""
+
+    def part(self, c: EDAMoEConfig, n: int) -> EDAMoEConfig:
+        return replace(c, d_hidden=c.d_hidden // n)
+
+    def work_bytes(self, c: EDAMoEConfig, batch: int, nodes: int, dtype: Any) -> int:
+        router = FLOAT * padded_rows(batch * nodes) * 3 * c.d_router
+        return router + MOE.work_bytes(c.experts, batch, nodes, dtype)
+
+
+EDA_MOE = EDAMoEMixer()
