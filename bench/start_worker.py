@@ -24,16 +24,18 @@ def main() -> None:
     import jax  # noqa: F401  # timed by itself
 
     note()
-    import stree_jax
+    from stree_jax.common.heap import no_collection
     from stree_jax.common.programs import begin
-    from stree_jax.generation.generate import generate
 
-    load = stree_jax.load
+    with no_collection():  # as the command imports and loads
+        from stree_jax.checkpoints.pair import load_pair
+        from stree_jax.generation.generate import generate
     note()
     begin(sys.argv[1:])
-    model = load(sys.argv[1], mtp=None)
+    model, drafter = load_pair(sys.argv[1], None, None)
     note()
-    generate(model, "The capital of France is", max_new_tokens=int(sys.argv[2]))
+    count = int(sys.argv[2])
+    generate(model, "The capital of France is", drafter=drafter, max_new_tokens=count)
     note()
     names = "import_jax", "import_own", "load", "first"
     spans = [b - a for a, b in zip(times, times[1:], strict=False)]
