@@ -40,7 +40,7 @@ def test_drafters_have_the_format_of_the_target(
 ):
     params = cast_params(target.config, target.params, dtype)
     quantized = target.replace(params=params)
-    monkeypatch.setattr(pair, "load", lambda *_, **options: quantized)
+    monkeypatch.setattr(pair, "load_model", lambda *_, **options: quantized)
     _, drafter = load_pair(str(folders / "target"), str(folders / layout), None)
     assert drafter.weight_format.name == NAMED.get(dtype, STORED[layout])
     options = dict(max_new_tokens=8, stop_tokens=())
