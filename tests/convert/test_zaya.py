@@ -18,7 +18,7 @@ from stree_jax.models import (
     tree_nodes,
 )
 from stree_jax.models.layers.nodes import Nodes
-from stree_jax.models.mixers import attention
+from stree_jax.models.mixers import kv_cache
 from tests.support.hf_zaya import FAR, NEAR, WINDOW, ZAYA_CASES, zaya
 from tests.support.long_texts import WAYS, text
 from tests.support.mistakes import (
@@ -109,7 +109,7 @@ def logits_of_a_tree(model):
 
 @pytest.mark.parametrize(
     ("owner", "name", "mistake", "part"),
-    [(Nodes, "taps", packed, 0), (attention, "commit_window", last_nodes, 1)],
+    [(Nodes, "taps", packed, 0), (kv_cache, "commit_window", last_nodes, 1)],
     ids=["rows before a node", "last rows of the tree"],
 )
 def test_a_mistake_in_trees_is_seen(source, monkeypatch, owner, name, mistake, part):
