@@ -71,6 +71,7 @@ PARSED = {
     "peers": "needs a model that llama.cpp reads: tests/bench/test_peers.py",
     "tune": "measures for seconds: tests/test_tuning.py",
     "bench all": "takes an hour: tests/bench",
+    "bench breakeven": "measures for minutes: tests/bench/test_breakeven.py",
     "bench cost": "measures for minutes: tests/bench/test_cost.py",
     "bench devices": "needs several devices: tests/bench",
     "bench staged": "measures for minutes: tests/bench/test_staged.py",
