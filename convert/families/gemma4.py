@@ -194,7 +194,7 @@ MOE = (
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
-    if fields.get("model_type") not in USUAL:
+    if str(fields.get("model_type")) not in USUAL:
         fields = gemma3.text_fields(fields, tuple(USUAL), NAMES.left_out)
     fields = _with_defaults(fields)
     _check_supported(fields)

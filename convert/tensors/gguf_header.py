@@ -137,12 +137,13 @@ class _Cursor:
         """Reads texts with their lengths in front."""
         self.check(8 * count, what)
         found: list[bytes] = []
-        by_one = int(count == 1)  # texts until `_short_texts` is tried again
+        by_one, wait = int(count == 1), FEW  # texts until `_short_texts` is tried again
         while len(found) < count:
             if by_one == 0:
                 short = self._short_texts(count - len(found))
                 found += short
-                by_one = 1 if len(short) > FEW else FEW
+                # A try splits all of `data`, so bad ones must be rare.
+                by_one, wait = (1, FEW) if len(short) > FEW else (wait, 2 * wait)
             else:
                 length = self.number(what)
                 found.append(self.take(length, what))

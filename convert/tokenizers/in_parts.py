@@ -7,16 +7,15 @@ encodes it as the whole tokenizer does.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from stree_jax.convert.tensors.gguf_header import Header
 from stree_jax.convert.tokenizers.gguf_end_tokens import CONTROL
 from stree_jax.convert.tokenizers.gguf_vocabulary import (
-    BYTE,
     SPACE,
     SPECIAL,
     UNKNOWN,
@@ -33,16 +32,22 @@ from stree_jax.convert.tokenizers.pretokenizers import COMPOSED, pretokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# The whole tokenizer is built when encoding in parts has cost as much time, counted in
-# characters.
-MOST, EACH_TEXT = 2**17, 2**13
+# The whole tokenizer is built when encoding in parts has taken about as much time. That
+# is counted in letters of the haystack, for which all short parts are stored.
+MOST, EACH_TEXT, EACH_LETTER = 2**17, 2**13, 8
 SHORT = 24  # characters; few tokens are longer
+# Bytes without a token of their own are encoded as these, whatever their types are.
+BYTE_TEXTS = {f"<0x{byte:02X}>" for byte in range(256)}
 
 
-class Encoded(NamedTuple):
+@dataclass(frozen=True)
+class Encoded:
     """What `TokenizerInParts.encode` returns: the ids of a text."""
 
     ids: list[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 class TokenizerInParts:
@@ -68,14 +73,17 @@ class TokenizerInParts:
             raise AttributeError(name)
         return getattr(self._whole, name)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
+    def encode(
+        self, text: str, *pair: Any, add_special_tokens: bool = True, **options: Any
+    ) -> Any:
         """Encodes a text as `tokenizers.Tokenizer.encode` does."""
-        self._left -= EACH_TEXT + len(text)
         found = None
-        if self._left >= 0 and "_whole" not in vars(self):
-            found = haystack(self._vocabulary, text)
-        if found is None:
-            return self._whole.encode(text, add_special_tokens=add_special_tokens)
+        if "_whole" not in vars(self) and not pair and not options:
+            found = haystack(self._vocabulary, text) if len(text) <= MOST else None
+            self._left -= EACH_TEXT + EACH_LETTER * len(found or "")
+        if found is None or self._left < 0:
+            options["add_special_tokens"] = add_special_tokens
+            return self._whole.encode(text, *pair, **options)
         part, ids = self._part(found)
         encoded = part.encode(text, add_special_tokens=add_special_tokens)
         return Encoded(ids[encoded.ids].tolist())
@@ -149,9 +157,10 @@ def part_within(vocabulary: Vocabulary, text: str) -> tuple[Vocabulary, np.ndarr
 
     def occurs(token: str) -> bool:
         rest = token.removeprefix(SPACE)
-        return rest in short if len(rest) <= SHORT else rest in text
+        found = rest in short if len(rest) <= SHORT else rest in text
+        return found or token in BYTE_TEXTS
 
-    always = np.isin(vocabulary.kinds, (UNKNOWN, BYTE))
+    always = vocabulary.kinds == UNKNOWN
     named = {name: special_id(fields, name) for name in SPECIAL.values()}
     always[[number for number in named.values() if number is not None]] = True
     pairs = enumerate(zip(tokens, always.tolist(), strict=True))

@@ -346,14 +346,7 @@ class PrefixFolder:
             parent = self.name_of(text[: node.start]) if node.start else ""
             entry = Entry(parent, node.start, node.tokens, node.rows, node.kept)
         with self._wake:
-            name = self.name_of(text)
-            waiting = self._pending.get(name)
-            # It keeps its place, as those after it are written later, unless it was
-            # split: its new parent, which was noted just before, must be written first.
-            if waiting is not None and entry is not None:
-                if waiting.parent != entry.parent:
-                    del self._pending[name]
-            self._pending[name] = entry
+            self._pending[self.name_of(text)] = entry
             self._wake.notify_all()
 
     def _run(self) -> None:
@@ -364,6 +357,9 @@ class PrefixFolder:
                     return
                 name = next(iter(self._pending))
                 entry = self._pending[name]
+                # A file counts only if those before it are there, so they come first.
+                while entry is not None and self._pending.get(entry.parent) is not None:
+                    name, entry = entry.parent, self._pending[entry.parent]
             try:
                 if entry is None:
                     (self.path / name).unlink(missing_ok=True)

@@ -86,9 +86,41 @@ def test_the_whole_is_built_when_it_is_needed(write, built):
         _ = ours.no_such
     ours = in_parts.read_in_parts(header)
     many = in_parts.MOST // in_parts.EACH_TEXT
+    assert len(ours.encode("a fox", "the fox")) == len(ours.encode("a fox the fox"))
+    ours = in_parts.read_in_parts(header)
     found = [ours.encode(f"fox {i}").ids for i in range(many + 1)]
     assert built[-1] == count
     assert found == [ours.encode(f"fox {i}").ids for i in range(many + 1)]
+
+
+def test_a_long_text_is_not_encoded_in_parts(write, built):
+    header = read_header(write(_extra("pieces")))
+    ours, text = in_parts.read_in_parts(header), "\u3042 fox" * 4000
+    assert ours.encode(text).ids == read_vocabulary(header).encode(text).ids
+    count = len(header.values["tokenizer.ggml.tokens"])
+    assert built == [count, count]
+
+
+@pytest.mark.parametrize("kind", [None, 1, 3, 4])
+def test_bytes_of_other_types_are_found(write, kind):
+    """Bytes are found by their texts, as some files have no or wrong types."""
+    tokens, scores = pieces()
+
+    def extra(writer):
+        write_pieces(tokens, scores)(writer)
+        key = "tokenizer.ggml.token_type"
+        types = [2, 3, 3, *[kind] * 256, *[1] * (len(tokens) - 259)]
+        if kind is None:
+            types = None
+        writer.kv_data[0].pop(key)
+        if types is not None:
+            writer.add_token_types(types)
+
+    header = read_header(write(extra))
+    ours, whole = in_parts.read_in_parts(header), read_vocabulary(header)
+    for text in ("\U0001f98a", "a\nb\tc", "\u0e01"):
+        assert ours.encode(text).ids == whole.encode(text).ids
+        assert "_whole" not in vars(ours)
 
 
 def test_a_repeated_token_needs_the_whole(write):
