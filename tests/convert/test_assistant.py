@@ -90,6 +90,16 @@ def test_tensors_are_refused_by_name(change, copied):
     assert "\n" not in str(caught.value)
 
 
+def test_a_family_that_is_no_name_is_refused(copied):
+    edit_json(
+        copied / "config.json",
+        lambda values: values["text_config"].update(model_type=[]),
+    )
+    with pytest.raises(CheckpointError, match="text_config: ") as caught:
+        stree_jax.load_drafter(copied)
+    assert "\n" not in str(caught.value)
+
+
 def test_unread_keys_are_ignored(directory, copied):
     """Published files may have keys and values of their own for shared layers."""
 

@@ -289,6 +289,48 @@ def test_files_of_evicted_states_are_removed(tmp_path):
     assert again.bytes == small.bytes
 
 
+def test_a_parent_is_written_before_those_that_wait_longer(tmp_path, monkeypatch):
+    """Texts that are split again while they wait to be written."""
+    write, begun, goes_on, order = (
+        prefix_folder.write_whole,
+        threading.Event(),
+        threading.Event(),
+        [],
+    )
+
+    def held(dst, data, *args):
+        if dst.name != ABOUT:
+            begun.set()
+            assert goes_on.wait(60)
+            order.append(dst.name)
+        write(dst, data, *args)
+
+    monkeypatch.setattr(prefix_folder, "write_whole", held)
+    prefixes = cache_of(10**6, True)
+    folder = opened(tmp_path, prefixes)
+    for first in (
+        [1] * 40,
+        [1] * 20 + [2] * 20,
+        [1] * 30 + [3] * 10,
+        [1] * 18 + [4] * 9,
+    ):
+        prefixes.find(first)
+        prefixes.add([*first, 5], past_of(first, True))
+        assert begun.wait(60)
+    goes_on.set()
+    parents = {
+        folder.name_of(n.text()): folder.name_of(n.parent.text())
+        for n in prefixes.nodes()
+        if n.parent.parent is not None
+    }
+    folder.close()
+    last = {name: i for i, name in enumerate(order)}
+    assert len(last) == 7 and len(parents) == 6
+    assert all(
+        order.index(parents[name]) < i for name, i in last.items() if name in parents
+    )
+
+
 KILLED = """
 import sys
 from pathlib import Path
