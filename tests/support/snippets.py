@@ -68,6 +68,7 @@ PARSED = {
     "--llama-python": "needs llama.cpp: tests/bench/test_peers.py",
     "custom_drafter:phrase_drafter": "needs PYTHONPATH: tests/examples",
     "--draft-vocab": "needs a large vocabulary: tests/convert/test_drafter_pairs.py",
+    "google/gemma-4-E2B-it-assistant": "needs its target: tests/cli/test_assistants.py",
     "peers": "needs a model that llama.cpp reads: tests/bench/test_peers.py",
     "tune": "measures for seconds: tests/test_tuning.py",
     "bench all": "takes an hour: tests/bench",
