@@ -25,7 +25,7 @@ MOST_CALLS = 2  # then the tool is gone, so that any model comes to an answer
 
 
 class Report(BaseModel):
-    """What the answer must be. Limits keep texts of small models short."""
+    """The form of the answer. Limits keep texts of small models short."""
 
     city: Literal["Oslo", "Rome"]
     umbrella: bool

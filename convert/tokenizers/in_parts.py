@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 # is counted in letters of the haystack, for which all short parts are stored.
 MOST, EACH_TEXT, EACH_LETTER = 2**17, 2**13, 8
 SHORT = 24  # characters; few tokens are longer
-# Bytes without a token of their own are encoded as these, whatever their types are.
+# Bytes without a token of their own are encoded as these, which may have any type.
 BYTE_TEXTS = {f"<0x{byte:02X}>" for byte in range(256)}
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What `TokenizerInParts.encode` returns: the ids of a text."""
+    """The result of `TokenizerInParts.encode`: the ids of a text."""
 
     ids: list[int]
 

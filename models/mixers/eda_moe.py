@@ -33,7 +33,7 @@ from stree_jax.models.weights.linear import as_row, linear, uncontracted
 
 @dataclass(frozen=True)
 class EDAMoEConfig:
-    """A mixture of gated experts of which a token uses at most one.
+    """A mixture of gated experts in which a token uses at most one.
 
     Attributes:
       num_experts: E.
