@@ -255,3 +255,5 @@ def test_eight_devices_give_the_text_of_one(file, own):
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["texts"] == [found["plain"]] * len(found["texts"])
     assert "do not divide by 8 devices in kept; load in bfloat16" in found["refused"]
+    said, left = found["not saved"]
+    assert "is stored in several ways" in said and "\n" not in said and not left
