@@ -38,9 +38,8 @@ def objective(params, model, texts, advantage, sampling):
         ratio * advantage[:, None],
         jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage[:, None],
     )
-    count = texts.output.sum()
     distance = jnp.abs(jnp.where(texts.output, logprobs - texts.logprobs, 0.0)).max()
-    return -(gain * texts.output).sum() / count, distance
+    return -jnp.mean(gain, where=texts.output), distance
 
 
 @partial(jax.jit, static_argnames="tree")
