@@ -64,7 +64,7 @@ PAIRS = (  # small models, with the drafters that are published for them
     "nemotron-3-nano-4b",
     "gemma-3-270m",
 )
-NEVER = "never"  # in the table, for a rate of which not even 1 is enough
+NEVER = "never"  # in the table, if a rate of 1 is still too low
 NOTE = (
     "pass and drafting in passes over one node. Speculation pays from the acceptance "
     "length tau*, or the rate a* of each draft token (tree: of first guesses). The "

@@ -101,7 +101,7 @@ def compile_drafting(
     """Compiles `passes` rounds of drafting a chain, greedily, after `CONTEXT` tokens.
 
     Args:
-      target: the target, of which MTP layers and block drafters use parts.
+      target: the target; MTP layers and block drafters use parts of it.
       drafter: the drafter.
       drafts: number of tokens of the chain.
       passes: rounds in a call.

@@ -44,7 +44,7 @@ class AttentionConfig:
 
     Attributes:
       num_heads, num_kv_heads, head_dim: Hq, Hk, hd.
-      rope: rotary embedding. If None, there is none.
+      rope: rotary embedding. If None, positions are not encoded.
       scale: softmax scale. If None, it is head_dim ** -0.5.
       qkv_bias, out_bias: True if the projection has a bias.
       in_multiplier, key_multiplier, out_multiplier: scales of the input, of the keys

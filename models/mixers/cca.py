@@ -50,7 +50,7 @@ class CCAConfig:
 
     Attributes:
       num_heads, num_kv_heads, head_dim: Hq, Hk, hd.
-      rope: rotary embedding. If None, there is none.
+      rope: rotary embedding. If None, positions are not encoded.
       d_conv: taps of the convolution of each channel.
       d_head_conv: taps of the convolution of each head, which reads its output.
       window: tokens that a token sees, itself included. If 0, it sees all before it.

@@ -210,8 +210,8 @@ def values_of_this_token(projection):
 
 
 def values_by_head(projection):
-    """Plants values of which half of each head, not of all heads, is of the token
-    before."""
+    """Plants values that take half of each head from the token before, instead of the
+    second half of all heads."""
     plain = projection.forward
 
     def forward(hidden, *args):

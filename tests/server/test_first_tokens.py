@@ -18,6 +18,6 @@ def test_a_text_begins_with_a_segment_of_one_step():
     )
     batch.admit(0, TextRequest([5, 6], 60))
     assert [batch.advance()[0].calls for _ in range(2)] == [1, 8]
-    batch.admit(1, TextRequest([7], 60))  # another text begins beside it
+    batch.admit(1, TextRequest([7], 60))  # a second text begins
     assert [u.calls for u in batch.advance().values()] == [1, 1]
     assert [u.calls for u in batch.advance().values()] == [8, 8]
