@@ -13,7 +13,9 @@ from pathlib import Path
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families.configs import Warn
 
-REMOVALS = 40  # attempts to remove a directory, 0.05 s apart
+CHECK = 0.05  # seconds between two looks at a directory that is being removed
+REMOVALS = 40  # looks at most
+ABSENCES = 10  # looks in a row that find nothing, until it counts as removed
 
 
 @contextmanager
@@ -71,27 +73,32 @@ def _beside(dst: Path, warn: Warn) -> Iterator[Path]:
         temporary, lock = _temporary(dst, warn)
     except OSError as error:
         raise CheckpointError(f"{dst}: cannot be written ({error})") from error
+    absences = 1
     try:
         yield temporary
     except CheckpointError:
         raise
     except Exception as error:  # each writer raises its own exception for a full disk
+        absences = ABSENCES  # its other threads may still be writing
         if (problem := os_problem(error)) is None:
             raise
         raise CheckpointError(f"{dst}: cannot be written ({problem})") from error
     finally:
-        _remove(temporary)
+        _remove(temporary, absences)
         if lock is not None:
             os.close(lock)
 
 
-def _remove(directory: Path) -> None:
-    """Removes a directory in which threads of a failed write may still create files."""
+def _remove(directory: Path, absences: int) -> None:
+    """Removes a directory in which threads of a failed write may still create files.
+    They also create the directory again, so it must be absent at several looks."""
+    absent = 0
     for _ in range(REMOVALS):
         shutil.rmtree(directory, ignore_errors=True)
-        if not directory.exists():
+        absent = 0 if directory.exists() else absent + 1
+        if absent == absences:
             return
-        time.sleep(0.05)
+        time.sleep(CHECK)
 
 
 def os_problem(error: Exception) -> str | None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,26 @@ def test_a_failed_write_with_late_threads_leaves_nothing(tmp_path, monkeypatch):
         atomic_directory(tmp_path / "dst"),
     ):
         raise CheckpointError("the disk is full")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_late_thread_creates_the_removed_directory_again(tmp_path):
+    """tensorstore's threads create missing parents of the file that they write."""
+
+    def write_again():
+        while folder.exists():
+            time.sleep(0.001)
+        time.sleep(0.1)
+        (folder / "params").mkdir(parents=True)
+
+    thread = threading.Thread(target=write_again)
+    with (
+        pytest.raises(CheckpointError, match="full"),
+        atomic_directory(tmp_path / "dst") as folder,
+    ):
+        thread.start()
+        raise OSError("the disk is full")
+    thread.join()
     assert list(tmp_path.iterdir()) == []
 
 
