@@ -210,7 +210,10 @@ def test_descriptors_are_closed(caller, model):
             process.stdout.close()
             process.wait(60)
         caller.run(*generate("a", model, *KEEP))
-    assert descriptors() == before
+    end = time.monotonic() + 30  # a connection may be closed after its command ends
+    while descriptors() > before and time.monotonic() < end:
+        time.sleep(0.1)
+    assert descriptors() <= before  # three commands that leak would show three
 
 
 def test_closed_input_is_closed_there(caller, model):
