@@ -20,7 +20,7 @@ from stree_jax.models import Model, ModelConfig, State, format_named
 from stree_jax.models.base.keys import default_numbers, key_of
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig, init_dflash
 from stree_jax.models.stack.boundaries import boundary_count
-from stree_jax.models.weights.int8 import INT8
+from stree_jax.models.weights.int8_format import INT8
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import Rule

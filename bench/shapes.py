@@ -35,9 +35,10 @@ from stree_jax.models.base.keys import default_numbers, key_of
 from stree_jax.models.stack.config import blocks
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.stack.shapes import abstract_params
-from stree_jax.models.weights.formats import format_named, is_weight
+from stree_jax.models.weights.format import Layout, Part
+from stree_jax.models.weights.formats import format_named
 from stree_jax.models.weights.panels import KINDS
-from stree_jax.models.weights.weight import Layout, Part
+from stree_jax.models.weights.parameters import is_weight
 
 FOLDER = Path(__file__).with_suffix("")
 NAMES = tuple(sorted(folder.name for folder in FOLDER.iterdir()))

@@ -23,11 +23,11 @@ from stree_jax.models import (
     nest,
     parameter_count,
 )
+from stree_jax.models.configs.params import Params, Path
 from stree_jax.models.drafters.dflash import DFlash, trimmed_dflash
 from stree_jax.models.drafters.heads import Heads, cast_heads, head_table
-from stree_jax.models.layers.params import Params, Path
 from stree_jax.models.stack.param_table import param_at
-from stree_jax.models.weights.formats import is_weight
+from stree_jax.models.weights.parameters import is_weight
 
 KINDS = {"mamba", "attention", "mlp"}
 

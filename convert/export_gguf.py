@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.checkpoint import Opened, checked
+from stree_jax.convert.checkpoint import checked
 from stree_jax.convert.export import kept_fields
 from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.families.tensor_map import split
@@ -25,6 +25,7 @@ from stree_jax.convert.gguf.writing import (
     describe,
     placed,
 )
+from stree_jax.convert.opened import Opened
 from stree_jax.convert.saved.atomic import atomic_file
 from stree_jax.convert.saved.store import SPACE_MARGIN, check_free, read_params
 from stree_jax.convert.tensors.gguf_blocks import file_bytes, read_plain
@@ -34,7 +35,7 @@ from stree_jax.convert.tensors.stored_tensors import TensorInfo
 from stree_jax.convert.tokenizers.gguf_tokens import header_values, vocabulary_values
 from stree_jax.convert.tokenizers.tokenizer import read_tokenizer, token_names
 from stree_jax.models import ModelConfig, by_path, format_of, param_shapes
-from stree_jax.models.layers.params import Path as ParamPath
+from stree_jax.models.configs.params import Path as ParamPath
 from stree_jax.models.stack.adapters import has_adapter
 
 Read = Callable[[ParamPath], np.ndarray]

@@ -3,17 +3,19 @@
 import ctypes
 import logging
 import os
+import pkgutil
 import sys
 from functools import cache
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import jax
 
 VARIABLE = "STREE_JAX_CPU_KERNELS"
 # Levels of instructions, numbered as in src/levels.cc.
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 FILES = "_native*.so"
+# Other variables by which jax chooses a platform or finds one.
+PLATFORM_VARIABLES = {"JAX_PLATFORM_NAME", "PJRT_NAMES_AND_LIBRARY_PATHS"}
 
 log = logging.getLogger("stree_jax")
 
@@ -34,17 +36,29 @@ class Library(NamedTuple):
 @cache
 def library() -> Library:
     """Loads the kernels and registers them with XLA, once per process."""
+    return _library(registered=True)
+
+
+@cache
+def _library(registered: bool) -> Library:
     try:
         loaded = _loaded()
         if loaded is None:
             return Library(None, _why_not_built())
-        for target in _text_of(loaded.stree_kernels).split():
-            capsule = jax.ffi.pycapsule(getattr(loaded, target))
-            jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+        if registered:
+            _register(loaded)
     except (OSError, AttributeError, RuntimeError) as error:
         # Built for another machine, or for a jaxlib with another interface.
         return Library(None, " ".join(str(error).split()))
     return Library(tuple(_text_of(loaded.stree_instructions).split()), None)
+
+
+def _register(loaded: Any) -> None:
+    from jax import ffi
+
+    for target in _text_of(loaded.stree_kernels).split():
+        capsule = ffi.pycapsule(getattr(loaded, target))
+        ffi.register_ffi_target(target, capsule, platform="cpu")
 
 
 def _loaded() -> Any | None:
@@ -124,7 +138,8 @@ def level() -> int | None:
     if name and name not in LEVELS:
         known = ", ".join(["off", *LEVELS])
         raise ValueError(f"{VARIABLE}={name}: unknown; known are {known}")
-    names = library().instructions
+    # Without jax there are no programs: `stree-jax info` only wants to know the level.
+    names = _library(registered="jax" in sys.modules).instructions
     if names is None:
         return None
     if name and LEVELS[name] > LEVELS[names[0]]:
@@ -138,10 +153,36 @@ def available() -> bool:
     Exported programs and programs for another device may not. A wrong answer only costs
     time. Warns once per process if a source folder lacks its kernels.
     """
-    allowed, on_cpu = level() is not None, jax.default_backend() == "cpu"
+    allowed, on_cpu = level() is not None, _runs_on_cpu()
     if on_cpu and not allowed and os.environ.get(VARIABLE) != "off":
         _warn_of_source_folder()
     return allowed and on_cpu
+
+
+def _runs_on_cpu() -> bool:
+    """True if the default platform of jax is the CPU. Imports jax only if the answer
+    depends on it."""
+    if "jax" not in sys.modules and _only_cpu():
+        return True
+    import jax
+
+    return jax.default_backend() == "cpu"
+
+
+@cache
+def _only_cpu() -> bool:
+    """True if no other platform is installed that jax could choose."""
+    if (chosen := os.environ.get("JAX_PLATFORMS", "")) or PLATFORM_VARIABLES & {
+        *os.environ
+    }:
+        return chosen == "cpu"
+    spec = util.find_spec("jax_plugins")
+    places = spec.submodule_search_locations if spec is not None else None
+    return (
+        not any(pkgutil.iter_modules(places or ()))
+        and not metadata.entry_points(group="jax_plugins")
+        and util.find_spec("libtpu") is None
+    )
 
 
 @cache

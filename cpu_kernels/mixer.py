@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.cpu_kernels.kernel import floats
+from stree_jax.cpu_kernels.limits import MAX_NODES
 
-MAX_NODES = 64
 MAX_TAPS = 16
 Memory = TypeVar("Memory", bound=tuple[Any, ...])
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-MAX_NODES = 64  # nodes of a tree, and tokens of a path that is replayed without a tree
+from stree_jax.cpu_kernels.limits import MAX_NODES
 
 
 def scan_unsupported(

@@ -7,7 +7,7 @@ M longest path.
 """
 
 from stree_jax.cpu_kernels import without_kernels as without_kernels
-from stree_jax.pallas_kernels.attention import ATTENTION_BLOCK as ATTENTION_BLOCK
+from stree_jax.cpu_kernels.limits import ATTENTION_BLOCK as ATTENTION_BLOCK
 from stree_jax.pallas_kernels.attention import as_bits as as_bits
 from stree_jax.pallas_kernels.conv import commit_window as commit_window
 from stree_jax.pallas_kernels.conv import tree_conv as tree_conv

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.cpu_kernels import by_platform
+from stree_jax.cpu_kernels.limits import ATTENTION_BLOCK
 from stree_jax.pallas_kernels.rounding import rounded_to
 
 _HIGHEST = lax.Precision.HIGHEST
-ATTENTION_BLOCK = 128  # cache rows per block: the scores fit in a core's own cache
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -5,9 +5,9 @@ wait for jax. The imports below are what type checkers and editors read; the tab
 them says the same to Python, and a test that both agree.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from stree_jax.common.lazy import importer, modules_of
 from stree_jax.common.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -55,25 +55,12 @@ _NAMES = {
     "generation.tokens": "generate_tokens",
     "generation.token_logprobs": "token_logprobs",
 }
-_MODULE_OF = {name: m for m, names in _NAMES.items() for name in names.split()}
+_MODULE_OF = modules_of(_NAMES)
 __all__ = ["__version__", *_MODULE_OF]
 
 
 if not TYPE_CHECKING:  # type checkers would take every name for one that exists
-
-    def __getattr__(name: str) -> Any:
-        """Imports and returns a public name or a module of the package."""
-        if name in _MODULE_OF:
-            value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-            globals()[name] = value  # found without this function from now on
-            return value
-        try:
-            if not name.startswith("_"):
-                return import_module(f"{__name__}.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":
-                raise
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = importer(__name__, globals())
 
     def __dir__() -> list[str]:
         return sorted(__all__)

@@ -28,7 +28,7 @@ import stree_jax
 from bench.prompts import read_prompts
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.models import cast_params
-from stree_jax.models.weights.int8 import Int8Format
+from stree_jax.models.weights.int8_format import Int8Format
 
 GROUPS = {"by channel": None, "groups of 128": 128, "of 64": 64, "of 32": 32}
 

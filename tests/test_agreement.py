@@ -11,7 +11,7 @@ import stree_jax
 from stree_jax.cli.commands.check_drafter import check
 from stree_jax.cli.main import main
 from stree_jax.models.drafters.dflash import cast_dflash, with_other_pairing
-from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.weights.parameters import as_weight
 from stree_jax.speculation.drafters.dflash import readings
 from stree_jax.speculation.tree import Budget
 from stree_jax.verify.agreement import Agreement, agreement

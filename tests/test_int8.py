@@ -18,7 +18,8 @@ from stree_jax.models import (
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.experts import Experts
-from stree_jax.models.weights.int8 import INT8, Quantized, group_of
+from stree_jax.models.weights.int8 import Quantized
+from stree_jax.models.weights.int8_format import INT8, group_of
 from stree_jax.sizing.memory import (
     BufferSizes,
     abstract_model,

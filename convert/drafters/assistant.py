@@ -21,12 +21,12 @@ from stree_jax.convert.families.tensors import (
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.stored_tensors import Tensors
 from stree_jax.models import Format, KVReaderConfig, nest, stored
+from stree_jax.models.configs.params import Path
 from stree_jax.models.drafters.assistant import (
     Assistant,
     AssistantConfig,
     assistant_table,
 )
-from stree_jax.models.layers.params import Path
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 WIDTH, CLUSTERED = "backbone_hidden_size", "use_ordered_embeddings"

@@ -31,8 +31,8 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig
+from stree_jax.models.configs.rope import Rope
 from stree_jax.models.drafters.dflash import DFlashConfig, DFlashLayer, Pairs
-from stree_jax.models.layers.rope import Rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")

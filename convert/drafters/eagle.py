@@ -44,13 +44,13 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, nest, stored
+from stree_jax.models.configs.params import Path as ParamPath
 from stree_jax.models.drafters.eagle import (
     Eagle,
     EagleConfig,
     eagle_mixers,
     eagle_table,
 )
-from stree_jax.models.layers.params import Path as ParamPath
 from stree_jax.models.stack.boundaries import boundary_count
 from stree_jax.models.stack.config import Block
 from stree_jax.models.weights.formats import format_named

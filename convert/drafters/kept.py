@@ -12,10 +12,9 @@ import jax
 import numpy as np
 
 from stree_jax.convert.tensors.stored_tensors import Tensors
-from stree_jax.models.layers.params import Param
-from stree_jax.models.layers.params import Path as ParamPath
-from stree_jax.models.weights.kept import KEPT
-from stree_jax.models.weights.weight import (
+from stree_jax.models.configs.params import Param
+from stree_jax.models.configs.params import Path as ParamPath
+from stree_jax.models.weights.format import (
     BFLOAT16,
     FLOAT32,
     QUANTIZED,
@@ -23,6 +22,7 @@ from stree_jax.models.weights.weight import (
     Layout,
     Part,
 )
+from stree_jax.models.weights.kept_format import KEPT
 
 
 def can_be_kept(

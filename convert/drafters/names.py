@@ -14,14 +14,14 @@ from stree_jax.convert.drafters.kept import can_be_kept, kept
 from stree_jax.convert.families.tensors import check_dtype
 from stree_jax.convert.tensors.stored_tensors import Tensors
 from stree_jax.models import nest, stored
+from stree_jax.models.configs.params import Path as ParamPath
 from stree_jax.models.drafters.dflash import (
     DFlash,
     DFlashConfig,
     dflash_table,
     half_split_order,
 )
-from stree_jax.models.layers.params import Path as ParamPath
-from stree_jax.models.weights.weight import QUANTIZED, Format
+from stree_jax.models.weights.format import QUANTIZED, Format
 
 EMBEDDING, HEAD, IDS, USED = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 MASK, MASK_FILE = "mask_embedding", "mask_embedding.pt"

@@ -11,7 +11,7 @@ from stree_jax.convert.families.table import read_fields, require, write_fields
 from stree_jax.convert.families.tensor_map import Part, mamba_rows, mlp_rows
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.layers.rope import Rope
+from stree_jax.models.configs.rope import Rope
 from stree_jax.models.stack.config import blocks, named, required
 
 NAMES = replace(

@@ -48,7 +48,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.stack.config import Block, blocks
 from stree_jax.models.stack.config_json import MAX_SIZE
-from stree_jax.models.stack.per_layer import PER_LAYER, per_layer_sizes
+from stree_jax.models.stack.param_table import PER_LAYER, per_layer_sizes
 
 FORMAT, UNIFIED = "gemma4_text", "gemma4_unified_text"
 MODELS = "Gemma 4 (E2B, E4B, 26B-A4B, 31B): attention with and without a window"

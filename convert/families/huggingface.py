@@ -14,7 +14,7 @@ from stree_jax.convert.families.tensor_map import Names, nested
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.tensor_files import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
-from stree_jax.models.layers.rope import Rope, Yarn
+from stree_jax.models.configs.rope import Rope, Yarn
 from stree_jax.models.stack.config_json import MAX_LAYERS, MAX_SIZE
 
 Layers = tuple[str, ...]

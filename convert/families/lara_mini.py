@@ -26,7 +26,7 @@ from stree_jax.convert.families.tensor_map import (
 from stree_jax.convert.families.windows import NEAR, SLIDES, WINDOW, effective
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
-from stree_jax.models.mixers.delta import DeltaConfig
+from stree_jax.models.configs.delta import DeltaConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "lara_mini"

@@ -25,7 +25,7 @@ from stree_jax.convert.families.windows import (
 )
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, ShortConvConfig
-from stree_jax.models.layers.rope import Rope
+from stree_jax.models.configs.rope import Rope
 from stree_jax.models.stack.config import Block, named
 
 FORMAT = "lfm3"

@@ -38,7 +38,7 @@ from stree_jax.models import (
     MoEConfig,
     ResidualScales,
 )
-from stree_jax.models.mixers.lightning import alibi_slopes
+from stree_jax.models.configs.lightning import alibi_slopes
 from stree_jax.models.stack.config import Norms, named
 
 FORMAT = "minimax"

@@ -20,7 +20,7 @@ from stree_jax.convert.families.tensor_map import Names
 from stree_jax.convert.families.windows import WINDOW, effective, window_of
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.layers.rope import Temperature
+from stree_jax.models.configs.rope import Temperature
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "ministral3"

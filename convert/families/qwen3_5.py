@@ -16,7 +16,7 @@ from stree_jax.convert.families.table import Field
 from stree_jax.convert.families.tensor_map import Part, Path, Row
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import ModelConfig
-from stree_jax.models.mixers.delta import DeltaConfig
+from stree_jax.models.configs.delta import DeltaConfig
 
 FORMAT = "qwen3_5_text"
 MODELS = "Qwen3.5, 3.6 and 3.8: Gated DeltaNet and attention, dense"

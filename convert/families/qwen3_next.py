@@ -34,7 +34,7 @@ from stree_jax.convert.families.tensor_map import (
 )
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, Rope
-from stree_jax.models.mixers.delta import DeltaConfig
+from stree_jax.models.configs.delta import DeltaConfig
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "qwen3_next"

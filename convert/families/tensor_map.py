@@ -19,8 +19,8 @@ from stree_jax.models import (
     MLPConfig,
     ModelConfig,
 )
-from stree_jax.models.layers.params import NORM_AFTER, SCALAR, Path
-from stree_jax.models.stack.state import token_mixers
+from stree_jax.models.configs.params import NORM_AFTER, SCALAR, Path
+from stree_jax.models.stack.config import token_mixers
 
 How = Literal[
     "copy",

@@ -28,7 +28,7 @@ from stree_jax.convert.families.tensor_map import (
 from stree_jax.convert.tensors.stored_tensors import PIECE, TensorInfo, Tensors, at_once
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.stack.config import required
-from stree_jax.models.weights.weight import QUANTIZED, Format, Packed, flat_experts
+from stree_jax.models.weights.format import QUANTIZED, Format, Packed, flat_experts
 
 Shapes = Mapping[Path, tuple[int, ...]]  # shapes of parameters by path
 HEAD = "lm_head.weight"  # usual name of the head

@@ -10,7 +10,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import require
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, ModelConfig
-from stree_jax.models.layers.rope import Rope
+from stree_jax.models.configs.rope import Rope
 from stree_jax.models.stack.config import blocks
 
 WINDOW, CHUNK = "sliding_window", "attention_chunk_size"

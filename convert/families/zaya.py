@@ -22,7 +22,7 @@ from stree_jax.convert.families.windows import (
 )
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import CCAConfig, EDAMoEConfig, ModelConfig
-from stree_jax.models.layers.params import ADDED, EMBEDDED, STREAM
+from stree_jax.models.configs.params import ADDED, EMBEDDED, STREAM
 from stree_jax.models.stack.config import blocks
 
 FORMAT = "zaya"

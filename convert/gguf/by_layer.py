@@ -40,7 +40,7 @@ from stree_jax.convert.gguf.rotary import ORIGINAL, rope, rope_values
 from stree_jax.convert.gguf.rotary import TURNS as SCALED_TURNS
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, ModelConfig, MoEConfig, Rope
-from stree_jax.models.layers.rope import Temperature
+from stree_jax.models.configs.rope import Temperature
 from stree_jax.models.stack.config import blocks, named
 
 NOPE_STEP = 4  # in files of "smollm3", every 4th layer has no rotary embedding

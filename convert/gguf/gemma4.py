@@ -48,7 +48,7 @@ from stree_jax.models import (
     ModelConfig,
     PerLayerConfig,
 )
-from stree_jax.models.stack.per_layer import PER_LAYER
+from stree_jax.models.stack.param_table import PER_LAYER
 
 PATTERN, SHARED = "attention.sliding_window_pattern", "attention.shared_kv_layers"
 INPUT, CAP = "embedding_length_per_layer_input", "final_logit_softcapping"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
-from stree_jax.models.layers.params import Path
+from stree_jax.models.configs.params import Path
 
 
 def without_multipliers(config: ModelConfig) -> ModelConfig:

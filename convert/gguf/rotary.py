@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stree_jax.convert.tensors.fields import ConfigFields
-from stree_jax.models.layers.rope import Rope, Yarn, rope_frequencies
+from stree_jax.models.configs.rope import Rope, Yarn, rope_frequencies
 
 ROPE_FACTORS = "rope_freqs.weight"  # tensor with the divisor of each frequency
 ROTATED, THETA = "rope.dimension_count", "rope.freq_base"

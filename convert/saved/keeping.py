@@ -14,9 +14,9 @@ from stree_jax.convert.families.tensors import (
 from stree_jax.convert.tensors.stored_tensors import Tensors
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.stack.param_table import param_at
-from stree_jax.models.weights.kept import KEPT
+from stree_jax.models.weights.format import Layout, Part
+from stree_jax.models.weights.kept_format import KEPT
 from stree_jax.models.weights.panels import KINDS
-from stree_jax.models.weights.weight import Layout, Part
 
 
 def layout_of(source: Tensors, names: Names, config: ModelConfig) -> Layout:

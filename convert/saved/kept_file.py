@@ -22,27 +22,18 @@ from stree_jax.models import (
     abstract_params,
     by_path,
     nest,
-    param_shapes,
     stored,
 )
 from stree_jax.models.base.shards import Cut
-from stree_jax.models.layers.params import Path as ParamPath
+from stree_jax.models.configs.params import Path as ParamPath
 from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import on_mesh
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.experts import Experts, expert_at
-from stree_jax.models.weights.formats import is_weight
-from stree_jax.models.weights.panels import KINDS
+from stree_jax.models.weights.format import QUANTIZED
 from stree_jax.models.weights.panels.kind import ALIGNMENT, aligned
-from stree_jax.models.weights.weight import (
-    BFLOAT16,
-    FLOAT32,
-    QUANTIZED,
-    Layout,
-    Part,
-    Stored,
-    Weight,
-)
+from stree_jax.models.weights.parameters import is_weight
+from stree_jax.models.weights.weight import Stored, Weight
 
 PIECE = 2**20  # numbers of a matrix that are dequantized at a time
 FILE = "weights.safetensors"  # in params/
@@ -206,42 +197,3 @@ def _check(
 def _kind(array: Any) -> str | None:
     """Returns the dtype and shape of an array, for messages."""
     return None if array is None else f"{array.dtype.name}{list(array.shape)}"
-
-
-def layout_to_json(layout: Layout) -> dict[str, Any]:
-    """Returns the storage of a kept model's matrices for config.json."""
-    return {"/".join(path): [list(part) for part in parts] for path, parts in layout}
-
-
-def layout_from_json(values: Any, config: ModelConfig) -> Layout:
-    """Returns the storage of a kept model's matrices.
-
-    Raises:
-      ValueError: the storage does not fit the architecture.
-    """
-    shapes = {"/".join(path): (path, z) for path, z in param_shapes(config).items()}
-    if not isinstance(values, dict):
-        raise ValueError("layout: want an object")
-    layout = []
-    for name, parts in values.items():
-        path, shape = shapes.get(name, ((), ()))
-        if not path or not param_at(config, path).quantizable:
-            raise ValueError(f"layout: {name[:80]}: not a matrix of the model")
-        try:
-            found = tuple(_part(shape[-1], *part) for part in parts)
-        except TypeError as error:
-            raise ValueError(f"layout: {name}: want a list of parts") from error
-        if sum(part.rows for part in found) != shape[-2]:
-            raise ValueError(f"layout: {name}: want {shape[-2]} rows")
-        layout.append((path, found))
-    return tuple(layout)
-
-
-def _part(k: int, kind: Any, rows: Any, columns: Any, factor: Any) -> Part:
-    """Returns a checked part of a matrix with k columns."""
-    plain = kind in (FLOAT32.name, BFLOAT16.name)
-    if not plain and (kind not in KINDS or not KINDS[kind].keeps((rows, k))):
-        raise ValueError(f"layout: {kind!r:.40}: no panels of {k} columns")
-    if type(rows) is not int or rows < 1 or {type(columns), type(factor)} != {bool}:
-        raise ValueError("layout: want parts [kind, rows, columns, factor]")
-    return Part(kind, rows, columns, factor)

@@ -26,8 +26,8 @@ from stree_jax.models import (
     stored,
 )
 from stree_jax.models.base.shards import MODEL, WHOLE, Cut
-from stree_jax.models.layers.params import NORMAL, Param, array_dtype
-from stree_jax.models.layers.params import Path as ParamPath
+from stree_jax.models.configs.params import NORMAL, Param, array_dtype
+from stree_jax.models.configs.params import Path as ParamPath
 from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import changes_order, part_order, spec_of
 from stree_jax.models.stack.memory import size_of

@@ -9,32 +9,29 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from stree_jax.common.checks import shown
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.saved.atomic import os_problem
-from stree_jax.convert.saved.kept_file import (
-    check_kept,
-    layout_from_json,
-    layout_to_json,
-    read_kept,
-    write_kept,
+from stree_jax.convert.saved.config import (
+    FIELDS,
+    check_config,
+    checksum,
+    config_from_json,
+    config_to_json,
 )
+from stree_jax.convert.saved.kept_file import check_kept, read_kept, write_kept
 from stree_jax.convert.saved.restore import restored
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.convert.tokenizers.tokenizer import end_of_text, end_token, has_tokenizer
 from stree_jax.models import (
-    FORMATS,
     Format,
     ModelConfig,
     by_path,
@@ -42,15 +39,10 @@ from stree_jax.models import (
     param_shapes,
 )
 from stree_jax.models.base.shards import WHOLE, Cut
-from stree_jax.models.layers.params import Path as ParamPath
-from stree_jax.models.stack import config_json
-from stree_jax.models.stack.memory import weight_bytes
+from stree_jax.models.configs.params import Path as ParamPath
+from stree_jax.models.stack.sizes import weight_bytes
 
-FORMAT, VERSION = "stree-jax", 2
-KEPT_VERSION = 3  # of weights that are not plain: they are in one safetensors file
-READABLE = (1, VERSION, KEPT_VERSION)  # version 1 has one config per kind of mixer
 PARAMS = "params"  # folder of the weights
-FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
 FIELDS |= {"layout"}  # of kept models
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that tensorstore does not interpret
 WRITE_BYTES = 2**27  # bytes that orbax writes at the same time, at least
@@ -61,54 +53,6 @@ OVERHEAD, SPACE_MARGIN = 1.01, 2**26
 SOURCE_CONFIG = "source_config.json"  # config of the converted checkpoint, for exports
 HASHED = "tokenizer.json"  # file with a checksum besides params/; others may be edited
 THREADS = 8  # threads that hash; a core with SHA instructions hashes about 2 GB/s
-
-
-def dtype_named(dtype: Any) -> np.dtype:
-    """Returns the dtype of plain weights on a disk, from a name, a dtype or a format.
-
-    Raises:
-      CheckpointError: the format is unknown, or not plain.
-    """
-    return weights_named(dtype, lambda format: format.plain).dtype
-
-
-def saved_format(dtype: Any) -> Format:
-    """Returns the format for weights of a converted directory.
-
-    Raises:
-      CheckpointError: the format is unknown, or models cannot be saved in it.
-    """
-    return weights_named(dtype, lambda format: format.can_be_saved)
-
-
-def weights_named(
-    dtype: Any, on_disk: Callable[[Format], bool] | None = None
-) -> Format:
-    """Returns the format of weights, from a name, a dtype or a format.
-
-    Args:
-      dtype: the name, dtype or format.
-      on_disk: True for formats that can be written to a disk. If None, the weights
-        will not be written.
-
-    Raises:
-      CheckpointError: the format is unknown, or cannot be written to a disk.
-    """
-    allowed = on_disk or (lambda _: True)
-    names = [name for name, format in FORMATS.items() if allowed(format)]
-    wanted = " or ".join(", ".join(names).rsplit(", ", 1))
-    name = dtype if isinstance(dtype, str) else ""
-    if isinstance(dtype, type | np.dtype):  # an array has a NumPy dtype, too
-        with suppress(TypeError):
-            name = np.dtype(dtype).name
-    found = dtype if isinstance(dtype, Format) else FORMATS.get(name)
-    if found is None or found.name not in FORMATS:
-        raise CheckpointError(f"dtype: want {wanted}, got {shown(dtype)}")
-    if not allowed(found):
-        raise CheckpointError(
-            f"dtype: models cannot be saved in {found}, only loaded; want {wanted}"
-        )
-    return found
 
 
 def _is_no_late_write(record: logging.LogRecord) -> bool:
@@ -192,91 +136,6 @@ def check_free(dst: Path, need: int) -> None:
         )
 
 
-def config_to_json(config: ModelConfig, format: Format) -> dict[str, Any]:
-    values = {
-        "format": FORMAT,
-        "version": VERSION,
-        "dtype": format.name,
-        "model": config_json.to_json(config),
-    }
-    if not format.plain:
-        values |= {"version": KEPT_VERSION, "layout": layout_to_json(format.layout)}
-    return values
-
-
-def is_ours(files: CheckpointFiles) -> bool:
-    """True if a checkpoint is a directory in our own format."""
-    return files.config_file.is_file() and files.json().get("format") == FORMAT
-
-
-def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, Format]:
-    """Reads the architecture and weight format of a directory in our own format.
-
-    Raises:
-      CheckpointError: a field is unknown, missing or invalid.
-    """
-    values, file = files.json(), files.config_file
-    if unknown := values.keys() - FIELDS:
-        raise CheckpointError(f"{file}: {min(unknown)}: unknown field")
-    if values.get("version") not in READABLE:
-        raise CheckpointError(
-            f"{file}: version: want {KEPT_VERSION} or before, "
-            f"got {values.get('version')!r}"
-        )
-    try:
-        config = config_json.from_json(values.get("model"))
-        param_shapes(config)  # raises for sizes that do not fit each other
-        format = saved_format(values.get("dtype"))
-        if not format.plain:
-            layout = layout_from_json(values.get("layout"), config)
-            format = replace(format, layout=layout)
-    except (ArithmeticError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{file}: not a model config ({reason})") from error
-    if not config.stop_tokens and "tokenizer" not in values:
-        config = replace(config, stop_tokens=_ends_by_later_tokenizer(config, files))
-    return config, format
-
-
-def _ends_by_later_tokenizer(
-    config: ModelConfig, files: CheckpointFiles
-) -> tuple[int, ...]:
-    """Returns the end tokens of a tokenizer that was added after the conversion."""
-    if not has_tokenizer(files):
-        return ()
-    end = end_token(files)
-    ends = end_of_text(files) if end is None else (end,)
-    return tuple(i for i in ends if i < config.num_tokens)
-
-
-def check_config(files: CheckpointFiles) -> None:
-    """Checks the checksum of config.json, if it has one.
-
-    With a damaged digit in a size or scale the file could still be valid, for another
-    model. To edit the file by hand, remove the checksum.
-
-    Raises:
-      CheckpointError: the checksum does not match.
-    """
-    values, file = files.json(), files.config_file
-    try:
-        whole = values.get("checksum", _checksum(values)) == _checksum(values)
-    except RecursionError:  # deeply nested lists, which no field has
-        whole = False
-    if not whole:
-        raise CheckpointError(
-            f"{file}: damaged: its checksum does not match its fields; copy or convert "
-            'it again, or remove "checksum" if you edited the file'
-        )
-
-
-def _checksum(values: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of all fields but the checksum, independent of their order
-    and formatting."""
-    rest = {name: value for name, value in values.items() if name != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
 def write_directory(
     directory: Path, config: ModelConfig, format: Format, params: Any
 ) -> None:
@@ -299,7 +158,7 @@ def write_directory(
     values["files"] = dict(zip(found, _entries(found.values()), strict=True))
     if beside.is_file():
         [values["tokenizer"]] = _entries([beside])
-    values["checksum"] = _checksum(values)
+    values["checksum"] = checksum(values)
     (directory / "config.json").write_text(json.dumps(values, indent=1) + "\n")
     written = CheckpointFiles(directory)
     read_params(written, config_from_json(written)[0], None)

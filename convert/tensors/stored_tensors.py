@@ -21,8 +21,8 @@ from stree_jax.convert.tensors.gguf_blocks import (
     read_plain,
 )
 from stree_jax.convert.tensors.torch_files import PICKLED, from_torch, load_bin
+from stree_jax.models.weights.format import Packed
 from stree_jax.models.weights.panels.kind import aligned
-from stree_jax.models.weights.weight import Packed
 
 F8 = "F8_E4M3"
 # Bytes per number of each dtype; all others have 2.

@@ -13,7 +13,7 @@ from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.base.files import check_fetched, read_text
 from stree_jax.convert.tensors.stored_tensors import F8, TensorInfo, Tensors
 from stree_jax.convert.tensors.torch_files import PICKLED, load_bin
-from stree_jax.models.weights.weight import BFLOAT16, FLOAT32
+from stree_jax.models.weights.format import BFLOAT16, FLOAT32
 
 DTYPES = {
     "F32": "float32",

@@ -5,18 +5,12 @@ their groups, some channels of each MLP, and some rows of the vocabulary (Megatr
 Shoeybi et al. 2019; for Mamba2 Dao and Gu 2024, section 8.1). The last projection of a
 layer gives a partial sum on each device, so each layer needs one all-reduce.
 
-The functions below with an argument `group` run inside `jax.shard_map` on all devices
-of the group. For a group of one they work without `jax.shard_map` and return their
-input.
+`base.collectives` has the sums and gathers of a group's arrays.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jax import lax
 
 DATA, MODEL = "data", "model"  # default mesh axes: of rows, of parts of a model
 Names = str | tuple[str, ...]  # one mesh axis, or several that are used as one
@@ -119,58 +113,3 @@ class Cut:
 
 
 WHOLE = Cut()
-
-
-def total(x: jax.Array, group: Group) -> jax.Array:
-    """Returns the sum of x over the devices of a group, on every device."""
-    return x if group.size == 1 else lax.psum(x, group.axis)
-
-
-def gathered(x: jax.Array, group: Group) -> jax.Array:
-    """Concatenates x of all devices of a group along the last axis; every device gets
-    the result."""
-    if group.size == 1:
-        return x
-    return lax.all_gather(x, group.axis, axis=x.ndim - 1, tiled=True)
-
-
-def own(x: jax.Array, group: Group) -> jax.Array:
-    """Returns this device's share of the last axis of x, which is whole on every
-    device."""
-    if group.size == 1:
-        return x
-    width = x.shape[-1] // group.size
-    begin = lax.axis_index(group.axis) * width
-    return lax.dynamic_slice_in_dim(x, begin, width, x.ndim - 1)
-
-
-def mean_of_neighbours(x: jax.Array, group: Group) -> jax.Array:
-    """Returns the mean of x over the neighbouring devices of a group, which may be
-    fewer than the axis has."""
-    n = group.size
-    if n == 1:
-        return x
-    every = lax.all_gather(x, group.axis)
-    first = lax.axis_index(group.axis) // n * n
-    return lax.dynamic_slice_in_dim(every, first, n).mean(axis=0)
-
-
-def own_rows(ids: jax.Array, rows: int, group: Group) -> tuple[jax.Array, jax.Array]:
-    """Finds ids in this device's part of a table whose rows a group shares.
-
-    Args:
-      ids: int32, rows of the whole table. Ids past its end count as the last one, as in
-        `table[ids]`.
-      rows: number of rows in this device's part.
-      group: the devices.
-
-    Returns:
-      The ids' rows in the device's part (0 for rows of other devices), and a mask that
-      is True for ids of this device.
-    """
-    if group.size == 1:
-        return ids, jnp.ones_like(ids, bool)
-    last = group.size * rows - 1
-    place = jnp.minimum(ids, last) - lax.axis_index(group.axis) * rows
-    here = (place >= 0) & (place < rows)
-    return jnp.where(here, place, 0), here

@@ -29,21 +29,14 @@ from flax import struct
 
 from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.base.shards import ALONE, WHOLE, Cut
+from stree_jax.models.configs.attention import AttentionConfig
+from stree_jax.models.configs.kv_reader import KVReaderConfig
+from stree_jax.models.configs.params import Param, Params, Path, Table, first_ids
 from stree_jax.models.layers.embedding import embedded
 from stree_jax.models.layers.nodes import Nodes, Pass, chain_nodes
 from stree_jax.models.layers.norm import Norm
-from stree_jax.models.layers.params import (
-    Param,
-    Params,
-    Path,
-    Table,
-    declare,
-    first_ids,
-    init_table,
-    parameter_count,
-)
-from stree_jax.models.mixers.attention import AttentionConfig, AttentionRecord
-from stree_jax.models.mixers.kv_reader import KVReaderConfig
+from stree_jax.models.layers.params import declare, init_table, parameter_count
+from stree_jax.models.mixers.attention import AttentionRecord
 from stree_jax.models.stack.config import Block, ModelConfig
 from stree_jax.models.stack.config_json import from_json, to_json
 from stree_jax.models.stack.model import (
@@ -61,9 +54,9 @@ from stree_jax.models.stack.state import (
     commit,
     init_records,
 )
-from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.weights.format import Format
 from stree_jax.models.weights.linear import linear
-from stree_jax.models.weights.weight import Format
+from stree_jax.models.weights.parameters import as_weight
 
 
 @dataclass(frozen=True)

@@ -35,35 +35,23 @@ import numpy as np
 from flax import struct
 
 from stree_jax.models.base.trimmed import scattered
+from stree_jax.models.configs.attention import AttentionConfig, attention_params
+from stree_jax.models.configs.mlp import MLPConfig, mlp_params
+from stree_jax.models.configs.params import ONES, ZEROS, Param, Params, Path, Table
 from stree_jax.models.drafters.trimming import trimmed_head
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
-from stree_jax.models.layers.params import (
-    ONES,
-    ZEROS,
-    Param,
-    Params,
-    Path,
-    Table,
-    cast_table,
-    init_table,
-    parameter_count,
-)
+from stree_jax.models.layers.params import cast_table, init_table, parameter_count
 from stree_jax.models.layers.rope import angles, rotated
-from stree_jax.models.mixers.attention import (
-    AttentionConfig,
-    attention_params,
-    cut_heads,
-    normed_heads,
-)
+from stree_jax.models.mixers.attention import cut_heads, normed_heads
 from stree_jax.models.mixers.kv_cache import append_both
-from stree_jax.models.mixers.mlp import MLPConfig, activate_gated, mlp_params
+from stree_jax.models.mixers.mlp import activate_gated
 from stree_jax.models.stack.config import ModelConfig, blocks
 from stree_jax.models.stack.model import Model, logits_of
 from stree_jax.models.stack.network import Tapped
 from stree_jax.models.stack.state import State, init_state
-from stree_jax.models.weights.formats import as_weight, gathered
+from stree_jax.models.weights.format import Format
 from stree_jax.models.weights.linear import as_row, linear
-from stree_jax.models.weights.weight import Format
+from stree_jax.models.weights.parameters import as_weight, gathered
 from stree_jax.pallas_kernels import rounded_to, tree_attention
 
 MAX_SLOTS, MAX_TAPS = 64, 64

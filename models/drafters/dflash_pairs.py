@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.models.drafters.dflash import DFlash
-from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.parameters import as_weight
 
 
 def no_memory(drafter: DFlash, shape: tuple[int, ...]) -> jax.Array:

@@ -31,25 +31,28 @@ from flax import struct
 
 from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.base.shards import WHOLE, Cut
-from stree_jax.models.drafters.trimming import head_name, trimmed_rows
-from stree_jax.models.layers.nodes import Nodes, Pass
-from stree_jax.models.layers.norm import Norm
-from stree_jax.models.layers.params import (
+from stree_jax.models.configs import mixer_of
+from stree_jax.models.configs.attention import AttentionConfig
+from stree_jax.models.configs.mlp import MLPConfig
+from stree_jax.models.configs.params import (
     ZEROS,
     Param,
     Params,
     Path,
     Table,
+    model_params,
+    norm_params,
+)
+from stree_jax.models.drafters.trimming import head_name, trimmed_rows
+from stree_jax.models.layers.nodes import Nodes, Pass
+from stree_jax.models.layers.norm import Norm
+from stree_jax.models.layers.params import (
     cast_table,
     declare,
     init_table,
-    model_params,
-    norm_params,
     parameter_count,
 )
-from stree_jax.models.mixers import mixer_of
-from stree_jax.models.mixers.attention import AttentionConfig
-from stree_jax.models.mixers.mlp import MLPConfig
+from stree_jax.models.mixers import computation_of
 from stree_jax.models.stack.config import Block, ModelConfig, blocks
 from stree_jax.models.stack.config_json import from_json, to_json
 from stree_jax.models.stack.model import Model, model_pytree, param_dtype
@@ -69,9 +72,9 @@ from stree_jax.models.stack.state import (
     Records,
     State,
 )
-from stree_jax.models.weights.formats import as_weight, gathered
+from stree_jax.models.weights.format import Format
 from stree_jax.models.weights.linear import linear
-from stree_jax.models.weights.weight import Format
+from stree_jax.models.weights.parameters import as_weight, gathered
 
 FIRST = "first"  # name of the first layer's attention, whose input may be 2 d wide
 
@@ -341,7 +344,7 @@ class FirstLayer(ResidualLayer):
             g = norm(name="hidden_norm")(before, pass_.valid_count)
             u = jnp.concatenate([e, g], axis=-1)
             before = g if c.norm_residual else before
-        mixer = mixer_of(c.mixers[FIRST])
+        mixer = computation_of(c.mixers[FIRST])
         attention = mixer.Module(c.mixers[FIRST], self.dtype, name=FIRST)
         a, new, then = attention(u, *mixer_args(FIRST, pass_, state, record))
         return before + a, {FIRST: new}, {FIRST: then}

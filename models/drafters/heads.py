@@ -19,19 +19,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.models.base.serialization import register_for_export
-from stree_jax.models.layers.params import (
-    ZEROS,
-    Param,
-    Params,
-    Path,
-    cast_table,
-    init_table,
-    parameter_count,
-)
+from stree_jax.models.configs.params import ZEROS, Param, Params, Path
+from stree_jax.models.layers.params import cast_table, init_table, parameter_count
 from stree_jax.models.stack.model import Model, logits_of
-from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.weights.format import Format
 from stree_jax.models.weights.linear import linear
-from stree_jax.models.weights.weight import Format
+from stree_jax.models.weights.parameters import as_weight
 
 MAX_HEADS, MAX_BLOCKS = 64, 16
 

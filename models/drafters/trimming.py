@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model import Model
-from stree_jax.models.weights.formats import gathered
+from stree_jax.models.weights.parameters import gathered
 
 
 def head_name(config: ModelConfig) -> str:

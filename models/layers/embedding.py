@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stree_jax.models.base.shards import Group, own_rows, total
-from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.base.collectives import own_rows, total
+from stree_jax.models.base.shards import Group
+from stree_jax.models.weights.parameters import as_weight
 
 
 def embedded(table: Any, tokens: jax.Array, group: Group) -> jax.Array:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.cpu_kernels import MixerTree
-from stree_jax.models.layers.mixer import MixerPending, written_over
+from stree_jax.models.configs.mixer import Mixer
+from stree_jax.models.layers.mixer import MixerPending, written_over, zeros
 from stree_jax.models.layers.nodes import Nodes, Pass, Scan
 
 
@@ -78,7 +79,8 @@ def by_kernel(
     record: Any,
     *,
     memory: Callable[..., Any],
-    empty: Callable[..., Any],
+    record_type: type,
+    mixer: Mixer[Any],
 ) -> tuple[jax.Array, Any, Any] | None:
     """Runs a mixer between its projections with a CPU kernel. Returns None if the
     kernel does not support the arguments.
@@ -89,7 +91,7 @@ def by_kernel(
       c: the mixer's config.
       pass_, state, record: see `Pass`.
       memory: makes the kernel's memory of the arrays of a state and a record.
-      empty: function (c, batch, nodes, dtype) that returns an empty record.
+      record_type, mixer: the type of the record, and the mixer that knows its arrays.
     """
     pending = pass_.pending
     if pass_.nodes.scan not in ("tree", "chain"):
@@ -98,7 +100,8 @@ def by_kernel(
     if last is None:
         # The kernel always takes the last tree's records; without a last tree it gets
         # an empty record and a path of length 0.
-        last = empty(c, state.ssm.shape[0], 1, state.conv.dtype)
+        sizes = state.ssm.shape[0], 1, state.conv.dtype
+        last = zeros(record_type, mixer.record_arrays(c, *sizes))
     tree = kernel_tree(pass_, arrays[0].shape[0], c.d_conv)
     args = *arrays, memory(state.ssm, state.conv, *_arrays_of(last)), tree
     options = dict(config=c, **kernel_options(pass_, record))

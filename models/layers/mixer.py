@@ -28,20 +28,15 @@ from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
 from stree_jax.models.base.shards import ALONE, Group
-from stree_jax.models.layers.params import Table
-from stree_jax.models.weights.plain import SKINNY
+from stree_jax.models.configs.mixer import Arrays
 
 Record = TypeVar("Record")
-C = TypeVar("C")
 Role = Literal["state", "window", "cache", "record"]
-
-FLOAT = 4  # bytes of a float32, in which forward passes compute
-INPUTS = ":inputs"  # `Mixer.source` of mixers that read the layer's per-layer input
-ROUTER = ":router"  # `Mixer.source` of mixers that read the vector of an earlier router
 
 
 class Leaf(NamedTuple):
@@ -132,6 +127,17 @@ class MixerPending(Generic[Record]):
     length: jax.Array
 
 
+def zeros(kind: type | None, arrays: Arrays) -> Any:
+    """Returns a state or record of a mixer, all zeros.
+
+    Args:
+      kind: its type.
+      arrays: from `Mixer.state_arrays` or `Mixer.record_arrays`.
+    """
+    assert kind is not None, "a channel mixer has no state"
+    return kind(**{name: jnp.zeros(*each) for name, each in arrays.items()})
+
+
 def written_over(old: jax.Array, new: jax.Array) -> jax.Array:
     """Returns `old` [B, T', ...] with its first T rows replaced by `new` [B, T, ...].
 
@@ -171,111 +177,3 @@ class MixerModule(nn.Module):
     config: Any
     dtype: Any
     parts: Group = ALONE
-
-
-class Mixer(Generic[C]):
-    """One kind of mixer: its config, parameters, module, state, and memory use.
-
-    The methods of this base class are those of a channel mixer. Each file of
-    `models.mixers` defines a subclass and adds one instance to `MIXERS`.
-
-    Attributes:
-      kind: name of the kind in saved configs.
-      Config: frozen dataclass of the mixer's options.
-      Module: Flax module as `MixerModule`, called as
-        `module(u, pass_, state, record) -> (out, record, state)`; see `nodes.Pass`.
-      State: type of the mixer's state. None for a channel mixer.
-      Record: type of the mixer's record, which holds what a forward pass stores of each
-        node so that the state after an accepted path can be computed from it. None for
-        a channel mixer.
-      records_in_place: True if a CPU kernel writes the new record over the last one. A
-        record then has as many rows as the largest tree, and a pass over fewer nodes
-        overwrites only the first ones.
-      long_chunks: True if prefill is faster with more than `PREFILL_CHUNK` tokens per
-        pass.
-      skips_padding: True if padding costs no time in this mixer's CPU kernels.
-      sends: for a channel mixer that returns an array [B, Tq, ...] in place of a
-        record, the `source` by which the mixers of later layers find it. It is not
-        kept after the pass. If empty, the mixer returns None.
-    """
-
-    kind: str
-    Config: type
-    Module: type[nn.Module]
-    State: type | None = None
-    Record: type | None = None
-    records_in_place = False
-    long_chunks = True
-    skips_padding = True
-    sends = ""
-
-    def check(self, c: C, name: str) -> None:
-        """Raises ValueError if a number of a config read from a file is out of range.
-
-        Args:
-          c: the config.
-          name: the config's path in the file; the message begins with it.
-        """
-
-    def params(self, c: C, d_model: int) -> Table:
-        """Returns the mixer's parameters by name.
-
-        An entry that is itself a table holds the parameters of a submodule.
-        """
-        raise NotImplementedError
-
-    def divides(self, c: C, d_model: int, n: int) -> bool:
-        """True if n devices can share the mixer."""
-        return all(_divides(entry, n) for entry in self.params(c, d_model).values())
-
-    def part(self, c: C, n: int) -> C:
-        """Returns the config of one device's share when n devices share the mixer."""
-        raise NotImplementedError
-
-    def source(self, c: C) -> str:
-        """Returns what the mixer reads of other layers, which it finds in
-        `Pass.source`.
-
-        That is the name of another mixer, whose state and record it reads in the last
-        layer before it that has that mixer; what such a mixer `sends`; `INPUTS`, the
-        per-layer input; or "", nothing.
-        """
-        return ""
-
-    def conv_taps(self, c: C) -> int:
-        """Returns K, the taps of the mixer's convolution; 1 without a convolution."""
-        return 1
-
-    def init_state(self, c: C, batch: int, capacity: int, dtype: Any) -> Any:
-        """Returns the state before any token, with space for `capacity` tokens. None
-        for a channel mixer."""
-        return None
-
-    def empty_record(self, c: C, batch: int, nodes: int, dtype: Any) -> Any:
-        """Returns a record of `nodes` nodes, all zeros. None for a channel mixer."""
-        return None
-
-    def record_bytes(self, c: C, batch: int, nodes: int) -> int:
-        """Returns the bytes of one layer's record. It is kept until the next pass has
-        replayed the accepted path."""
-        return 0
-
-    def work_bytes(self, c: C, batch: int, nodes: int, dtype: Any) -> int:
-        """Estimates the peak bytes of temporaries while the mixer runs.
-
-        The formulas match what XLA:CPU was observed to allocate.
-        """
-        raise NotImplementedError
-
-
-def _divides(entry: Any, n: int) -> bool:
-    if isinstance(entry, dict):
-        return all(_divides(inner, n) for inner in entry.values())
-    return all(run.divides(n) for run in entry.runs)
-
-
-def padded_rows(rows: int) -> int:
-    """Returns `rows` rounded up as `linear` pads them on a CPU."""
-    if rows <= 4 or rows > SKINNY:
-        return rows
-    return 8 if rows <= 8 else -(-rows // 16) * 16

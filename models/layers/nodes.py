@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.cpu_kernels import cpu_kernel, ints
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.layers.mixer import MixerPending, Record
 
 # How SSM layers scan the nodes.
@@ -50,6 +51,9 @@ class Nodes:
         K."""
         fewer = self.window.shape[2] - conv_taps
         return self.window[:, :, fewer:] - fewer
+
+
+register_for_export(Nodes)  # its only static field, `scan`, is a text
 
 
 @struct.dataclass

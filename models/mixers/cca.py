@@ -6,96 +6,32 @@ second one within each head. The mean of the unmixed q and k of a group is added
 both. The last half of the channels of v is that of the token before.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from stree_jax.models.base.shards import Run, own, run_width
-from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerModule, padded_rows
+from stree_jax.models.base.collectives import own
+from stree_jax.models.configs.cca import CCAConfig, cca_params
+from stree_jax.models.layers.mixer import MixerModule
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
-from stree_jax.models.layers.params import (
-    NORMAL,
-    ONES,
-    ZEROS,
-    Param,
-    Table,
-    conv_init,
-    declare,
-)
-from stree_jax.models.layers.rope import Rope, angles, check_rope
+from stree_jax.models.layers.params import declare
+from stree_jax.models.layers.rope import angles
 from stree_jax.models.mixers.attention import (
-    ATTENTION,
-    AttentionConfig,
     AttentionRecord,
     AttentionState,
     attended,
     commit_attention,
     cut_heads,
-    head_runs,
 )
 from stree_jax.models.mixers.mla import by_head
 from stree_jax.models.weights.linear import linear, linear_summed
 from stree_jax.pallas_kernels import rounded_to, tree_conv
 
 EPS = 2.0**-23  # smallest norm of a head that is divided by, as in transformers
-
-
-@dataclass(frozen=True)
-class CCAConfig:
-    """Compressed convolutional attention.
-
-    Attributes:
-      num_heads, num_kv_heads, head_dim: Hq, Hk, hd.
-      rope: rotary embedding. If None, positions are not encoded.
-      d_conv: taps of the convolution of each channel.
-      d_head_conv: taps of the convolution of each head, which reads its output.
-      window: tokens that a token sees, itself included. If 0, it sees all before it.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope | None = None
-    d_conv: int = 2
-    d_head_conv: int = 2
-    window: int = 0
-
-    @property
-    def taps(self) -> int:
-        """K, taps of both convolutions together. v needs two."""
-        return max(self.d_conv + self.d_head_conv - 1, 2)
-
-    @property
-    def heads(self) -> AttentionConfig:
-        """Attention with the same caches and records."""
-        sizes = self.num_heads, self.num_kv_heads, self.head_dim
-        return AttentionConfig(
-            *sizes, rope=self.rope, d_conv=self.taps, window=self.window
-        )
-
-
-def cca_params(c: CCAConfig, d_model: int) -> Table:
-    """Returns the parameters by name.
-
-    `head_conv_weight` has a matrix [hd, hd] for each head and tap. Axis 0 has the rows
-    of all heads, and axis 1 the taps.
-    """
-    runs = head_runs(c.heads)
-    qk, kv = runs[:2], (Run(c.num_kv_heads, c.num_kv_heads, True),)
-    width, channels = c.num_heads * c.head_dim, run_width(runs[:2])
-    return {
-        "qkv": Param((run_width(runs), d_model), runs=runs, quantizable=True),
-        "out": Param((d_model, width), runs=runs[:1], axis=1, quantizable=True),
-        "conv_weight": Param((channels, c.d_conv), conv_init(c.d_conv), qk),
-        "conv_bias": Param((channels,), ZEROS, qk),
-        "head_conv_weight": Param((channels, c.d_head_conv, c.head_dim), NORMAL, qk),
-        "head_conv_bias": Param((channels,), ZEROS, qk),
-        "k_scale": Param((c.num_kv_heads,), ONES, kv),
-    }
 
 
 class CCA(MixerModule):
@@ -228,54 +164,3 @@ def by_groups(x: jax.Array, c: CCAConfig) -> jax.Array:
     """Returns heads [B, T, H * hd] as [B, T, Hk, H / Hk, hd], those that read one KV
     head together."""
     return x.reshape(*x.shape[:2], c.num_kv_heads, -1, c.head_dim)
-
-
-class CCAMixer(Mixer[CCAConfig]):
-    """The implementation of `mixer.Mixer` for compressed convolutional attention."""
-
-    kind = "cca"
-    Config = CCAConfig
-    Module = CCA
-    State = AttentionState
-    Record = AttentionRecord
-
-    def check(self, c: CCAConfig, name: str) -> None:
-        if min(c.d_conv, c.d_head_conv) < 1 or c.num_kv_heads * c.head_dim % 2:
-            raise ValueError(f"{name}: {c} does not fit")
-        if c.rope is not None:
-            check_rope(c.rope, f"{name}.rope")
-
-    def params(self, c: CCAConfig, d_model: int) -> Table:
-        return cca_params(c, d_model)
-
-    def divides(self, c: CCAConfig, d_model: int, n: int) -> bool:
-        # A device needs all query heads of its KV heads, whose mean is added to k.
-        return super().divides(c, d_model, n) and c.num_kv_heads % n == 0
-
-    def part(self, c: CCAConfig, n: int) -> CCAConfig:
-        heads, kv = c.num_heads // n, c.num_kv_heads // n
-        return replace(c, num_heads=heads, num_kv_heads=kv)
-
-    def conv_taps(self, c: CCAConfig) -> int:
-        return c.taps
-
-    def init_state(
-        self, c: CCAConfig, batch: int, capacity: int, dtype: Any
-    ) -> AttentionState:
-        return ATTENTION.init_state(c.heads, batch, capacity, dtype)
-
-    def empty_record(
-        self, c: CCAConfig, batch: int, nodes: int, dtype: Any
-    ) -> AttentionRecord:
-        return ATTENTION.empty_record(c.heads, batch, nodes, dtype)
-
-    def record_bytes(self, c: CCAConfig, batch: int, nodes: int) -> int:
-        inputs = FLOAT * batch * nodes * c.heads.d_qkv
-        return ATTENTION.record_bytes(c.heads, batch, nodes) + inputs
-
-    def work_bytes(self, c: CCAConfig, batch: int, nodes: int, dtype: Any) -> int:
-        each = padded_rows(batch * nodes) * c.heads.d_qkv * (c.d_head_conv + 3)
-        return FLOAT * each + ATTENTION.work_bytes(c.heads, batch, nodes, dtype)
-
-
-CCA_MIXER = CCAMixer()

@@ -5,78 +5,22 @@ by channel with a scale (exponential depth averaging, EDA). A token uses one exp
 none if the router chooses the last class.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from stree_jax.models.base.shards import total
-from stree_jax.models.layers.mixer import FLOAT, ROUTER, Mixer, MixerModule, padded_rows
+from stree_jax.models.base.collectives import total
+from stree_jax.models.configs.eda_moe import EDAMoEConfig, eda_moe_params
+from stree_jax.models.layers.mixer import MixerModule
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
-from stree_jax.models.layers.params import ONES, ZEROS, Param, Table, declare
+from stree_jax.models.layers.params import declare
 from stree_jax.models.mixers.mlp import activate
-from stree_jax.models.mixers.moe import (
-    MOE,
-    PADDING,
-    MoEConfig,
-    moe_params,
-    weighted_experts,
-    without_padding,
-)
+from stree_jax.models.mixers.moe import PADDING, weighted_experts, without_padding
 from stree_jax.models.weights.linear import as_row, linear, uncontracted
-
-
-@dataclass(frozen=True)
-class EDAMoEConfig:
-    """A mixture of gated experts in which a token uses at most one.
-
-    Attributes:
-      num_experts: E.
-      d_hidden: hidden width of an expert.
-      d_router: R, width of the router.
-      norm_eps: epsilon of the router's RMSNorm.
-      averages: True if the router adds the vector of the router before. False in the
-        first layer with experts.
-    """
-
-    num_experts: int
-    d_hidden: int
-    d_router: int
-    norm_eps: float
-    averages: bool = True
-
-    @property
-    def experts(self) -> MoEConfig:
-        """The experts without the router."""
-        return MoEConfig(self.num_experts, 1, self.d_hidden)
-
-
-def eda_moe_params(c: EDAMoEConfig, d_model: int) -> Table:
-    """Returns the parameters by name.
-
-    `router_in` has the rows of the router's vector, `router_out` those of the experts
-    and of the class without an expert. `router_bias` affects only the choice.
-    """
-    R, classes = c.d_router, c.num_experts + 1
-    table = {
-        **moe_params(c.experts, d_model),
-        "router_in": Param((R, d_model)),
-        "router_in_bias": Param((R,), ZEROS),
-        "router_norm": Param((R,), ONES),
-        **{f"router_{i}": Param((R, R)) for i in (1, 2)},
-        **{f"router_{i}_bias": Param((R,), ZEROS) for i in (1, 2)},
-        "router_out": Param((classes, R)),
-        "router_bias": Param((classes,), ZEROS, float32=True),
-    }
-    del table["router"]
-    if c.averages:
-        table["router_average"] = Param((R,), ONES, float32=True)
-    return table
 
 
 class EDAMoE(MixerModule):
@@ -129,32 +73,3 @@ def chosen_expert(logits: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, jax.
     share = jax.nn.softmax(logits, axis=-1)
     chosen = lax.top_k(share + p["router_bias"][None], 1)[1]
     return chosen, jnp.take_along_axis(share, chosen, axis=1)
-
-
-class EDAMoEMixer(Mixer[EDAMoEConfig]):
-    """The implementation of `mixer.Mixer` for experts with an averaging router."""
-
-    kind = "eda_moe"
-    Config = EDAMoEConfig
-    Module = EDAMoE
-    sends = ROUTER
-
-    def check(self, c: EDAMoEConfig, name: str) -> None:
-        if not 0 < c.norm_eps < np.inf:
-            raise ValueError(f"{name}.norm_eps: {c.norm_eps} does not fit")
-
-    def params(self, c: EDAMoEConfig, d_model: int) -> Table:
-        return eda_moe_params(c, d_model)
-
-    def source(self, c: EDAMoEConfig) -> str:
-        return ROUTER if c.averages else ""
-
-    def part(self, c: EDAMoEConfig, n: int) -> EDAMoEConfig:
-        return replace(c, d_hidden=c.d_hidden // n)
-
-    def work_bytes(self, c: EDAMoEConfig, batch: int, nodes: int, dtype: Any) -> int:
-        router = FLOAT * padded_rows(batch * nodes) * 3 * c.d_router
-        return router + MOE.work_bytes(c.experts, batch, nodes, dtype)
-
-
-EDA_MOE = EDAMoEMixer()

@@ -11,7 +11,6 @@ the sum of latent vectors that it reads is multiplied by V_h:
 This is attention with one KV head whose values are the first channels of its keys.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,68 +18,21 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints
-from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.layers.mixer import (
-    FLOAT,
-    Mixer,
-    MixerModule,
-    MixerPending,
-    leaf,
-    padded_rows,
-)
+from stree_jax.models.configs.mla import MLAConfig, mla_params
+from stree_jax.models.layers.mixer import MixerModule, MixerPending, leaf
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
-from stree_jax.models.layers.params import ONES, Param, Table, declare
-from stree_jax.models.layers.rope import Rope, angles, check_rope, rotated_pairs
+from stree_jax.models.layers.params import declare
+from stree_jax.models.layers.rope import angles, rotated_pairs
 from stree_jax.models.mixers.kv_cache import append_rows
-from stree_jax.models.weights.formats import stack_of
 from stree_jax.models.weights.linear import expert_product, linear, linear_summed
+from stree_jax.models.weights.parameters import stack_of
 from stree_jax.pallas_kernels import (
-    ATTENTION_BLOCK,
-    as_bits,
     rounded_to,
     tree_attention,
 )
-
-
-@dataclass(frozen=True)
-class MLAConfig:
-    """Multi-head latent attention.
-
-    Attributes:
-      num_heads: H.
-      nope_dim, rope_dim: channels of a head of q and k that are never rotated, and of
-        the part of the key that all heads share.
-      value_dim: channels of a head of v.
-      rank: R, channels of the latent vector.
-      rope: rotary embedding of the shared part. It rotates pairs of neighbouring
-        channels. If None, nothing is rotated.
-      norm_eps: epsilon of the RMSNorm of the latent vector.
-      gated: True if each head's output is multiplied by the sigmoid of a further
-        projection.
-    """
-
-    num_heads: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    rank: int
-    rope: Rope | None = None
-    norm_eps: float = 1e-6
-    gated: bool = False
-
-    @property
-    def qk_dim(self) -> int:
-        """Channels of a head of q and k."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def d_cache(self) -> int:
-        """D, channels of a cached token: the latent vector and the shared key."""
-        return self.rank + self.rope_dim
 
 
 @struct.dataclass
@@ -120,28 +72,6 @@ def commit_latents(
     """Returns the state after an accepted path whose first token is cache row `start`
     [B] int32."""
     return MLAState(append_rows(state.kv, pending.record.kv, pending.path, start))
-
-
-def mla_params(c: MLAConfig, d_model: int) -> Table:
-    """Returns the parameters by name.
-
-    The rows of `kv` are those of the latent vector and of the shared key. `up` has the
-    rows of the keys of all heads, then those of their values.
-    """
-    H = c.num_heads
-    q, out = Run(H * c.qk_dim, H), Run(H * c.value_dim, H)
-    table: Table = {
-        "q": Param((q.width, d_model), runs=(q,), quantizable=True),
-        "kv": Param((c.d_cache, d_model), quantizable=True),
-        "kv_norm": Param((c.rank,), ONES),
-        "up": Param(
-            (H * (c.nope_dim + c.value_dim), c.rank), runs=(Run(H * c.nope_dim, H), out)
-        ),
-        "out": Param((d_model, out.width), runs=(out,), axis=1, quantizable=True),
-    }
-    if c.gated:
-        table["gate"] = Param((H, d_model), runs=(Run(H, H),))
-    return table
 
 
 def _by_expert(x: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
@@ -256,51 +186,3 @@ def _latents(kv: jax.Array, scale: jax.Array, turns: Turns, c: MLAConfig) -> jax
 
 def _turned(x: jax.Array, turns: Turns, c: MLAConfig) -> jax.Array:
     return x if c.rope is None else rotated_pairs(x, *turns)
-
-
-class MLAMixer(Mixer[MLAConfig]):
-    """The implementation of `mixer.Mixer` for latent attention."""
-
-    kind = "mla"
-    Config = MLAConfig
-    Module = MLA
-    State = MLAState
-    Record = MLARecord
-
-    def check(self, c: MLAConfig, name: str) -> None:
-        if c.rope is not None:
-            check_rope(c.rope, f"{name}.rope")
-            if c.rope.dim != c.rope_dim:
-                raise ValueError(f"{name}.rope.dim: {c.rope.dim} does not fit")
-
-    def params(self, c: MLAConfig, d_model: int) -> Table:
-        return mla_params(c, d_model)
-
-    def part(self, c: MLAConfig, n: int) -> MLAConfig:
-        return replace(c, num_heads=c.num_heads // n)
-
-    def init_state(
-        self, c: MLAConfig, batch: int, capacity: int, dtype: Any
-    ) -> MLAState:
-        return MLAState(as_bits(jnp.zeros((batch, 1, capacity, c.d_cache), dtype)))
-
-    def empty_record(
-        self, c: MLAConfig, batch: int, nodes: int, dtype: Any
-    ) -> MLARecord:
-        return MLARecord(jnp.zeros((batch, nodes, 1, c.d_cache), dtype))
-
-    def record_bytes(self, c: MLAConfig, batch: int, nodes: int) -> int:
-        return FLOAT * batch * nodes * c.d_cache
-
-    def work_bytes(self, c: MLAConfig, batch: int, nodes: int, dtype: Any) -> int:
-        rows, queries = padded_rows(batch * nodes), batch * nodes * c.num_heads
-        products = rows * c.num_heads * (c.qk_dim + c.d_cache)
-        if cpu_kernels.level() is not None:
-            return FLOAT * max(products, 2 * queries * c.d_cache)
-        scores = queries * max(ATTENTION_BLOCK, nodes)
-        sums = queries * (c.d_cache + 2)
-        sliced = batch * ATTENTION_BLOCK * c.d_cache
-        return FLOAT * max(products, 2 * scores + 2 * sums + sliced + sums)
-
-
-MLA_MIXER = MLAMixer()

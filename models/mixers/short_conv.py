@@ -1,42 +1,17 @@
 """A gated short convolution over the nodes of a tree, as in LFM2 (Liquid AI 2025)."""
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.base.shards import Run
 from stree_jax.models.base.tracing import traced_once
-from stree_jax.models.layers.mixer import (
-    FLOAT,
-    Mixer,
-    MixerModule,
-    MixerPending,
-    leaf,
-    padded_rows,
-)
+from stree_jax.models.configs.short_conv import ShortConvConfig, short_conv_params
+from stree_jax.models.layers.mixer import MixerModule, MixerPending, leaf
 from stree_jax.models.layers.nodes import Pass
-from stree_jax.models.layers.params import ZEROS, Param, Table, conv_init, declare
+from stree_jax.models.layers.params import declare
 from stree_jax.models.weights.linear import linear, linear_summed
 from stree_jax.pallas_kernels import commit_window, rounded_to, tree_conv
-
-
-@dataclass(frozen=True)
-class ShortConvConfig:
-    """A gated short convolution.
-
-    Attributes:
-      channels: C, channels of the convolution.
-      d_conv: K, its taps.
-      bias: True if the projections and the convolution have biases.
-    """
-
-    channels: int
-    d_conv: int = 3
-    bias: bool = False
 
 
 @struct.dataclass
@@ -74,27 +49,6 @@ def commit_conv(
     """Moves the inputs of the accepted path into the window."""
     inputs, path = pending.record.inputs, pending.path
     return ShortConvState(commit_window(state.conv, inputs, path, pending.length))
-
-
-def short_conv_params(c: ShortConvConfig, d_model: int) -> Table:
-    """Returns the parameters by name.
-
-    `in_proj` has the rows of the input's gate, of the output's gate and of the input,
-    which the LFM2 report calls B, C and x.
-    """
-    each = Run(c.channels, c.channels)
-    table: Table = {
-        "in_proj": Param((3 * c.channels, d_model), runs=(each,) * 3, quantizable=True),
-        "conv_weight": Param((c.channels, c.d_conv), conv_init(c.d_conv), (each,)),
-        "out_proj": Param(
-            (d_model, c.channels), runs=(each,), axis=1, quantizable=True
-        ),
-    }
-    if c.bias:
-        table["in_proj_bias"] = Param((3 * c.channels,), ZEROS, (each,) * 3)
-        table["conv_bias"] = Param((c.channels,), ZEROS, (each,))
-        table["out_proj_bias"] = Param((d_model,), ZEROS)
-    return table
 
 
 class ShortConvModule(MixerModule):
@@ -136,41 +90,3 @@ class ShortConvModule(MixerModule):
                 valid_count,
             )
         return out, ShortConvRecord(inputs), ShortConvState(conv0)
-
-
-class ShortConv(Mixer[ShortConvConfig]):
-    """The implementation of `mixer.Mixer` for gated short convolutions."""
-
-    kind = "short_conv"
-    Config = ShortConvConfig
-    Module = ShortConvModule
-    State = ShortConvState
-    Record = ShortConvRecord
-
-    def params(self, c: ShortConvConfig, d_model: int) -> Table:
-        return short_conv_params(c, d_model)
-
-    def part(self, c: ShortConvConfig, n: int) -> ShortConvConfig:
-        return replace(c, channels=c.channels // n)
-
-    def conv_taps(self, c: ShortConvConfig) -> int:
-        return c.d_conv
-
-    def init_state(
-        self, c: ShortConvConfig, batch: int, capacity: int, dtype: Any
-    ) -> ShortConvState:
-        return ShortConvState(jnp.zeros((batch, c.d_conv - 1, c.channels), dtype))
-
-    def empty_record(
-        self, c: ShortConvConfig, batch: int, nodes: int, dtype: Any
-    ) -> ShortConvRecord:
-        return ShortConvRecord(jnp.zeros((batch, nodes, c.channels), dtype))
-
-    def record_bytes(self, c: ShortConvConfig, batch: int, nodes: int) -> int:
-        return FLOAT * batch * nodes * c.channels
-
-    def work_bytes(self, c: ShortConvConfig, batch: int, nodes: int, dtype: Any) -> int:
-        return FLOAT * padded_rows(batch * nodes) * 4 * c.channels
-
-
-SHORT_CONV = ShortConv()

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from stree_jax.models.base.shards import VOCAB, WIDTH, Cut
-from stree_jax.models.layers.params import Param, Path
-from stree_jax.models.mixers import mixer_of
+from stree_jax.models.configs import mixer_of
+from stree_jax.models.configs.params import Param, Path
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.param_table import param_table
 

@@ -25,13 +25,15 @@ from stree_jax.models.base.shards import (
     part_width,
     run_width,
 )
-from stree_jax.models.layers.params import Param, Params, Path, by_path, nest
+from stree_jax.models.configs.params import Param, Params, Path, nest
+from stree_jax.models.layers.params import by_path
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model import Model
-from stree_jax.models.stack.shapes import param_shapes
+from stree_jax.models.stack.param_table import param_shapes
+from stree_jax.models.weights.format import Format
 from stree_jax.models.weights.formats import format_named
-from stree_jax.models.weights.weight import Format, Stored, joined, take, unit
+from stree_jax.models.weights.weight import Stored, joined, take, unit
 
 Slices = tuple[slice, ...]
 Make = Callable[[int], Any]  # returns part i of a parameter, a pytree of host arrays

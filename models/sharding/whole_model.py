@@ -18,7 +18,8 @@ from stree_jax.models.base.shards import (
     part_width,
     run_width,
 )
-from stree_jax.models.layers.params import Param, by_path, nest
+from stree_jax.models.configs.params import Param, nest
+from stree_jax.models.layers.params import by_path
 from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import (
     automatic,

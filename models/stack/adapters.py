@@ -5,7 +5,8 @@ from typing import Any
 import jax
 
 from stree_jax.common.checks import with_hints
-from stree_jax.models.layers.params import Params, by_path, nest
+from stree_jax.models.configs.params import Params, nest
+from stree_jax.models.layers.params import by_path
 from stree_jax.models.stack.model import Model, check_model
 from stree_jax.models.weights.adapted import Adapted, LowRank
 

@@ -5,8 +5,7 @@ is the stream after b of the maker's layers. For most families one such layer is
 ours, a token mixer and an MLP. For Gemma 4 with per-layer inputs it is three.
 """
 
-from stree_jax.models.stack.config import ModelConfig
-from stree_jax.models.stack.state import token_mixers
+from stree_jax.models.stack.config import ModelConfig, token_mixers
 
 
 def layers_per_boundary(config: ModelConfig) -> int:

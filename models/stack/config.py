@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from flax.core import FrozenDict
-
-from stree_jax.models.layers.mixer import INPUTS
-from stree_jax.models.mixers import mixer_of
+from stree_jax.models.base.frozen import FrozenDict
+from stree_jax.models.configs import mixer_of
+from stree_jax.models.configs.mixer import INPUTS, Mixer
 
 Value = TypeVar("Value")
 # A block in text form is "mamba+attention"; "mamba+shared" also reads a shared
@@ -259,3 +258,13 @@ class ModelConfig:
         """Returns the config with some mixers replaced; a mixer set to None is
         removed."""
         return replace(self, mixers=named(**{**self.mixers, **mixers}))
+
+
+def token_mixers(
+    config: ModelConfig, block: Block
+) -> dict[str, tuple[Mixer[Any], Any]]:
+    """Returns the token mixers of a layer (`Mixer.has_state`) and their configs, by
+    name."""
+    mixers = {name: config.mixers[name] for name in config.mixer_names(block)}
+    found = {name: (mixer_of(c), c) for name, c in mixers.items()}
+    return {name: one for name, one in found.items() if one[0].has_state}

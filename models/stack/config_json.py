@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from stree_jax.models.mixers import MIXERS, mixer_of
+from stree_jax.models.configs import MIXERS, mixer_of
 from stree_jax.models.stack.config import Block, ModelConfig
 
 # Limits on numbers from a file. Real models are far below them.

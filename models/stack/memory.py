@@ -4,17 +4,8 @@ from typing import Any
 
 import jax
 
-from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model import Model
-from stree_jax.models.stack.per_layer import PER_LAYER
-from stree_jax.models.stack.shapes import abstract_params
-from stree_jax.models.stack.state import init_state
-from stree_jax.models.weights.formats import format_named
-
-
-def weight_bytes(config: ModelConfig, dtype: Any) -> int:
-    """Counts the bytes of all parameters of a model in a dtype or weight format."""
-    return size_of(abstract_params(config, dtype))
+from stree_jax.models.stack.param_table import PER_LAYER
 
 
 def weights_read(model: Model) -> int:
@@ -34,17 +25,3 @@ def weights_read(model: Model) -> int:
 def size_of(tree: Any) -> int:
     """Counts the bytes of a pytree of arrays or `jax.ShapeDtypeStruct`s."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def state_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
-    """Counts the bytes of the state that decoding keeps.
-
-    Args:
-      config: the architecture.
-      batch: B, rows of the batch.
-      capacity: S, tokens for which each KV cache has space.
-      dtype: dtype or format of the weights. SSM states are always float32.
-    """
-    kept = format_named(dtype).dtype
-    state = jax.eval_shape(lambda: init_state(config, batch, capacity, kept))
-    return size_of(state)

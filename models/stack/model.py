@@ -19,26 +19,22 @@ from stree_jax.models.base.shards import (
     WHOLE,
     Cut,
 )
+from stree_jax.models.configs.params import Params
 from stree_jax.models.layers.nodes import Nodes
-from stree_jax.models.layers.params import (
-    Params,
-    parameter_count,
-)
+from stree_jax.models.layers.params import parameter_count
 from stree_jax.models.stack.config import ModelConfig
+from stree_jax.models.stack.model_json import Static, register_model
 from stree_jax.models.stack.network import LanguageModel, Tapped, Taps
 from stree_jax.models.stack.state import (
     Pending,
     Records,
     State,
 )
-from stree_jax.models.weights.formats import format_of, storage_named
-from stree_jax.models.weights.weight import Format
+from stree_jax.models.weights.format import Format
+from stree_jax.models.weights.parameters import format_of, storage_named
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-Static = tuple[ModelConfig, Content, jax.sharding.Mesh | None, Cut]
 
 
 def model_pytree(kind: type) -> type:
@@ -139,6 +135,9 @@ class Model:
             f"{type(self).__name__}({stored}, "
             f"layers: {kinds}; d_model {config.d_model}, {config.num_tokens} tokens)"
         )
+
+
+register_model(Model)
 
 
 def check_model(name: str, model: Any) -> None:

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import jax
+
 from stree_jax.models.base.content import Content
 from stree_jax.models.base.serialization import register_for_export
-from stree_jax.models.base.shards import WHOLE
+from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.config_json import from_json, to_json
-from stree_jax.models.stack.model import Static
+
+Static = tuple[ModelConfig, Content, jax.sharding.Mesh | None, Cut]  # of a model
 
 
 def static_to_json(static: Static) -> list[Any]:

@@ -14,35 +14,30 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.base.shards import (
-    VOCAB,
-    WHOLE,
-    WIDTH,
-    Cut,
-    gathered,
-    own,
-    total,
-)
+from stree_jax.models.base.collectives import gathered, own, total
+from stree_jax.models.base.shards import VOCAB, WHOLE, WIDTH, Cut
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.base.trimmed import scattered
-from stree_jax.models.layers.embedding import embedded
-from stree_jax.models.layers.mixer import INPUTS
-from stree_jax.models.layers.nodes import Nodes, Pass
-from stree_jax.models.layers.norm import Affine, Norm
-from stree_jax.models.layers.params import (
+from stree_jax.models.configs import mixer_of
+from stree_jax.models.configs.mixer import INPUTS
+from stree_jax.models.configs.params import (
     ADDED,
     NORM_AFTER,
     SCALAR,
     STREAM,
-    declare,
     model_params,
     mtp_params,
     scalar_params,
     shared_params,
 )
-from stree_jax.models.mixers import mixer_of
+from stree_jax.models.layers.embedding import embedded
+from stree_jax.models.layers.nodes import Nodes, Pass
+from stree_jax.models.layers.norm import Affine, Norm
+from stree_jax.models.layers.params import declare
+from stree_jax.models.mixers import computation_of
 from stree_jax.models.stack.config import Block, ModelConfig, ResidualScales, required
-from stree_jax.models.stack.per_layer import PerLayerInputs, per_layer_sizes
+from stree_jax.models.stack.param_table import per_layer_sizes
+from stree_jax.models.stack.per_layer import PerLayerInputs
 from stree_jax.models.stack.shared import Adapters, SharedBlock
 from stree_jax.models.stack.state import (
     LayerRecord,
@@ -114,7 +109,7 @@ class ResidualLayer(nn.Module):
         outs = []
         for name in self.block.mixers:
             config, group = c.mixers[name], self.cut.group(name)
-            module = mixer_of(config).Module(config, self.dtype, group, name=name)
+            module = computation_of(config).Module(config, self.dtype, group, name=name)
             out, new, then = module(u, *mixer_args(name, pass_, state, record))
             outs.append(out)
             if new is not None:

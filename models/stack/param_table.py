@@ -6,8 +6,10 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from stree_jax.models.base.shards import VOCAB, WIDTH
-from stree_jax.models.layers.params import (
+from stree_jax.models.base.shards import VOCAB, WIDTH, Run
+from stree_jax.models.configs import mixer_of
+from stree_jax.models.configs.mixer import INPUTS
+from stree_jax.models.configs.params import (
     ADDED,
     EMBEDDED,
     NORM_AFTER,
@@ -16,16 +18,14 @@ from stree_jax.models.layers.params import (
     Path,
     Table,
     affine_params,
+    low_rank_params,
     model_params,
     mtp_params,
     norm_params,
     scalar_params,
     shared_params,
 )
-from stree_jax.models.mixers import mixer_of
 from stree_jax.models.stack.config import Block, ModelConfig, required
-from stree_jax.models.stack.per_layer import PER_LAYER, per_layer_params
-from stree_jax.models.stack.shared import adapter_params, shared_block_params
 
 MAX_WIDTH = 1 << 27  # longest axis of a parameter; real models are far below
 EVERYWHERE = ":everywhere"  # owner of the parameters that every device has whole
@@ -114,6 +114,19 @@ def _flat(path: Path, table: Table, owner: str) -> Iterator[tuple[Path, Entry]]:
             yield from _flat((*path, name), entry, owner)
 
 
+@cache
+def param_shapes(c: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
+    """Returns the shapes of all parameters of a model, by path.
+
+    `shapes.check_sizes` checks that they fit each other.
+
+    Raises:
+      ValueError: an axis of a parameter is longer than `MAX_WIDTH`.
+    """
+    shapes = {path: param.shape for path, (param, _) in param_table(c).items()}
+    return MappingProxyType(shapes)
+
+
 def param_at(c: ModelConfig, path: Path) -> Param:
     """Returns the parameter at a path.
 
@@ -121,3 +134,65 @@ def param_at(c: ModelConfig, path: Path) -> Param:
       KeyError: the model has no parameter at this path.
     """
     return param_table(c)[path].param
+
+
+def adapter_runs(c: ModelConfig) -> dict[str, tuple[Run, ...]]:
+    """Returns the output rows of each adapter of a layer, by the adapter's name."""
+    shared = required(c.shared)
+    mlp, attention = c.mixers[shared.mlp], c.mixers[shared.attention]
+    runs = {"gate_up": mixer_of(mlp).params(mlp, c.d_model)["gate_up"].runs}
+    if shared.attention_adapter:
+        qkv = mixer_of(attention).params(attention, c.d_model)["qkv"].runs
+        runs |= {name: (run,) for name, run in zip("qkv", qkv[:3], strict=True)}
+    return runs
+
+
+def adapter_params(c: ModelConfig) -> Table:
+    """Returns the parameters of a layer's adapters."""
+    rank = required(c.shared).adapter_rank
+    widths = {"gate_up": c.d_model, **dict.fromkeys("qkv", 2 * c.d_model)}
+    return {
+        name: low_rank_params(rank, widths[name], runs)
+        for name, runs in adapter_runs(c).items()
+    }
+
+
+def shared_block_params(c: ModelConfig) -> Table:
+    """Returns the parameters of one shared transformer block."""
+    shared, d = required(c.shared), c.d_model
+    attention, mlp = c.mixers[shared.attention], c.mixers[shared.mlp]
+    return {
+        "norm": norm_params(c.norm, 2 * d),
+        "attention": mixer_of(attention).params(attention, 2 * d),
+        "mlp_norm": norm_params(c.norm, d),
+        "mlp": mixer_of(mlp).params(mlp, d),
+    }
+
+
+PER_LAYER = "per_layer"  # the module's name among a model's parameters
+
+
+def per_layer_sizes(c: ModelConfig) -> tuple[int, int]:
+    """Returns the number of layers with a per-layer input, and its width P.
+
+    Raises:
+      ValueError: the layers' inputs differ in width.
+    """
+    layers = [block for block in c.layers if c.source(block) == INPUTS]
+    widths = {c.mixers[name].d_input for block in layers for name in block.mixers}
+    if len(widths) > 1:
+        raise ValueError(f"layers: per-layer inputs of several widths {sorted(widths)}")
+    return len(layers), max(widths, default=0)
+
+
+def per_layer_params(c: ModelConfig) -> Table:
+    """Returns the parameters of the per-layer inputs. Empty if no layer has one."""
+    count, width = per_layer_sizes(c)
+    if not count:
+        return {}
+    rows = (Run(c.vocab_size, c.vocab_size),)
+    return {
+        "embedding": Param((c.vocab_size, count * width), runs=rows, quantizable=True),
+        "projection": Param((count * width, c.d_model), quantizable=True),
+        "norm": norm_params(c.norm, width),
+    }

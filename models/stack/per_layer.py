@@ -9,41 +9,13 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from stree_jax.models.base.shards import VOCAB, WHOLE, Cut, Run
+from stree_jax.models.base.shards import VOCAB, WHOLE, Cut
 from stree_jax.models.layers.embedding import embedded
-from stree_jax.models.layers.mixer import INPUTS
 from stree_jax.models.layers.norm import Norm
-from stree_jax.models.layers.params import Param, Table, declare, norm_params
+from stree_jax.models.layers.params import declare
 from stree_jax.models.stack.config import ModelConfig
+from stree_jax.models.stack.param_table import per_layer_params, per_layer_sizes
 from stree_jax.models.weights.linear import linear
-
-PER_LAYER = "per_layer"  # the module's name among a model's parameters
-
-
-def per_layer_sizes(c: ModelConfig) -> tuple[int, int]:
-    """Returns the number of layers with a per-layer input, and its width P.
-
-    Raises:
-      ValueError: the layers' inputs differ in width.
-    """
-    layers = [block for block in c.layers if c.source(block) == INPUTS]
-    widths = {c.mixers[name].d_input for block in layers for name in block.mixers}
-    if len(widths) > 1:
-        raise ValueError(f"layers: per-layer inputs of several widths {sorted(widths)}")
-    return len(layers), max(widths, default=0)
-
-
-def per_layer_params(c: ModelConfig) -> Table:
-    """Returns the parameters of the per-layer inputs. Empty if no layer has one."""
-    count, width = per_layer_sizes(c)
-    if not count:
-        return {}
-    rows = (Run(c.vocab_size, c.vocab_size),)
-    return {
-        "embedding": Param((c.vocab_size, count * width), runs=rows, quantizable=True),
-        "projection": Param((count * width, c.d_model), quantizable=True),
-        "norm": norm_params(c.norm, width),
-    }
 
 
 class PerLayerInputs(nn.Module):

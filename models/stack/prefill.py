@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax import cpu_kernels
+from stree_jax.models.configs import mixer_of
 from stree_jax.models.layers.nodes import chain_nodes
-from stree_jax.models.mixers import mixer_of
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model import (
     Model,

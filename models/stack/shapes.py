@@ -1,27 +1,25 @@
 """Creates a model's initial parameters, casts them, and computes their shapes."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from stree_jax.models.layers.nodes import chain_nodes
-from stree_jax.models.layers.params import (
+from stree_jax.models.configs.params import (
     Param,
     Params,
     Path,
     array_dtype,
-    by_path,
     nest,
     stored,
 )
+from stree_jax.models.layers.nodes import chain_nodes
+from stree_jax.models.layers.params import by_path
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.network import LanguageModel
-from stree_jax.models.stack.param_table import param_at, param_table
+from stree_jax.models.stack.param_table import param_at, param_shapes, param_table
 from stree_jax.models.stack.state import init_state
 from stree_jax.models.weights.formats import format_named
 
@@ -50,17 +48,15 @@ def _model_and_inputs(config: ModelConfig, dtype: Any) -> tuple[LanguageModel, A
 
 
 @cache
-def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
-    """Returns the shapes of all parameters that `init_params` would create, by path.
+def check_sizes(config: ModelConfig) -> None:
+    """Checks that the sizes in a config fit each other, by tracing one layer of each
+    kind.
 
     Raises:
-      ValueError, TypeError, ArithmeticError: the sizes in the config do not fit each
-        other (found by tracing one layer of each kind), or a parameter is too wide.
+      ValueError, TypeError, ArithmeticError: they do not.
     """
-    table = param_table(config)
     layers, mtp = (tuple(dict.fromkeys(z)) for z in (config.layers, config.mtp))
     _check_by_tracing(replace(config, layers=layers, mtp=mtp))
-    return MappingProxyType({path: param.shape for path, (param, _) in table.items()})
 
 
 def _check_by_tracing(config: ModelConfig) -> None:
@@ -106,5 +102,6 @@ def abstract_params(config: ModelConfig, dtype: Any) -> Params:
             return format.abstract(shape, path)
         return jax.ShapeDtypeStruct(shape, array_dtype(param, format.dtype))
 
+    check_sizes(config)
     shapes = param_shapes(config)
     return nest({path: abstract(path, shape) for path, shape in shapes.items()})

@@ -7,45 +7,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.models.base.shards import WHOLE, Cut, Run
+from stree_jax.models.configs.params import low_rank_params
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import Norm
-from stree_jax.models.layers.params import Table, declare, low_rank_params, norm_params
-from stree_jax.models.mixers import mixer_of
+from stree_jax.models.layers.params import declare
+from stree_jax.models.mixers import computation_of
 from stree_jax.models.stack.config import ModelConfig, required
+from stree_jax.models.stack.param_table import adapter_runs
 from stree_jax.models.weights.linear import linear
-
-
-def adapter_runs(c: ModelConfig) -> dict[str, tuple[Run, ...]]:
-    """Returns the output rows of each adapter of a layer, by the adapter's name."""
-    shared = required(c.shared)
-    mlp, attention = c.mixers[shared.mlp], c.mixers[shared.attention]
-    runs = {"gate_up": mixer_of(mlp).params(mlp, c.d_model)["gate_up"].runs}
-    if shared.attention_adapter:
-        qkv = mixer_of(attention).params(attention, c.d_model)["qkv"].runs
-        runs |= {name: (run,) for name, run in zip("qkv", qkv[:3], strict=True)}
-    return runs
-
-
-def adapter_params(c: ModelConfig) -> Table:
-    """Returns the parameters of a layer's adapters."""
-    rank = required(c.shared).adapter_rank
-    widths = {"gate_up": c.d_model, **dict.fromkeys("qkv", 2 * c.d_model)}
-    return {
-        name: low_rank_params(rank, widths[name], runs)
-        for name, runs in adapter_runs(c).items()
-    }
-
-
-def shared_block_params(c: ModelConfig) -> Table:
-    """Returns the parameters of one shared transformer block."""
-    shared, d = required(c.shared), c.d_model
-    attention, mlp = c.mixers[shared.attention], c.mixers[shared.mlp]
-    return {
-        "norm": norm_params(c.norm, 2 * d),
-        "attention": mixer_of(attention).params(attention, 2 * d),
-        "mlp_norm": norm_params(c.norm, d),
-        "mlp": mixer_of(mlp).params(mlp, d),
-    }
 
 
 class LowRank(nn.Module):
@@ -111,7 +80,7 @@ class SharedBlock(nn.Module):
 
     def _mixer(self, name: str) -> Any:
         config = self.config.mixers[name]
-        return mixer_of(config).Module(config, self.dtype, self.cut.group(name))
+        return computation_of(config).Module(config, self.dtype, self.cut.group(name))
 
     def __call__(
         self,

@@ -13,16 +13,20 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax import cpu_kernels
-from stree_jax.models.layers.mixer import Leaf, Mixer, MixerPending, map_leaves
-from stree_jax.models.mixers import MIXERS, mixer_of
-from stree_jax.models.stack.config import Block, ModelConfig
-from stree_jax.pallas_kernels import ATTENTION_BLOCK
+from stree_jax.cpu_kernels.limits import ATTENTION_BLOCK
+from stree_jax.models.base.serialization import register_for_export
+from stree_jax.models.configs import MIXERS
+from stree_jax.models.configs.mixer import Mixer
+from stree_jax.models.layers.mixer import Leaf, MixerPending, map_leaves, zeros
+from stree_jax.models.mixers import COMPUTATIONS, computation_of
+from stree_jax.models.stack.config import ModelConfig, token_mixers
 
 LayerState = dict[str, Any]  # the `MixerState` of each token mixer, by name
 LayerRecord = dict[str, Any]  # the record of each token mixer, by name
 Records = tuple[LayerRecord, ...]
 
 
+@register_for_export
 @struct.dataclass
 class State:
     """A model's state after the committed tokens: KV caches and SSM states.
@@ -40,6 +44,7 @@ class State:
         return f"State({len(self.layers)} layers, length {rows})"
 
 
+@register_for_export
 @struct.dataclass
 class Pending:
     """The pending path: the accepted path of the last tree, which the next forward pass
@@ -60,16 +65,6 @@ class Pending:
         return MixerPending(self.records[i], self.path, self.length)
 
 
-def token_mixers(
-    config: ModelConfig, block: Block
-) -> dict[str, tuple[Mixer[Any], Any]]:
-    """Returns the token mixers of a layer (those with a state) and their configs, by
-    name."""
-    mixers = {name: config.mixers[name] for name in config.mixer_names(block)}
-    found = {name: (mixer_of(c), c) for name, c in mixers.items()}
-    return {name: one for name, one in found.items() if one[0].State is not None}
-
-
 def _by_layer(config: ModelConfig, make: Callable[[Mixer[Any], Any], Any]) -> Any:
     return tuple(
         {name: make(*one) for name, one in token_mixers(config, block).items()}
@@ -86,13 +81,22 @@ def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> St
       capacity: S, tokens for which the KV caches have space.
       dtype: dtype of the caches. SSM states are always float32.
     """
-    layers = _by_layer(config, lambda m, c: m.init_state(c, batch, capacity, dtype))
-    return State(layers, jnp.zeros((batch,), jnp.int32))
+
+    def empty(mixer: Mixer[Any], c: Any) -> Any:
+        arrays = mixer.state_arrays(c, batch, capacity, dtype)
+        return zeros(computation_of(c).State, arrays)
+
+    return State(_by_layer(config, empty), jnp.zeros((batch,), jnp.int32))
 
 
 def init_records(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> Records:
     """Returns a model's records of `nodes` nodes, all zeros."""
-    return _by_layer(config, lambda m, c: m.empty_record(c, batch, nodes, dtype))
+
+    def empty(mixer: Mixer[Any], c: Any) -> Any:
+        arrays = mixer.record_arrays(c, batch, nodes, dtype)
+        return zeros(computation_of(c).Record, arrays)
+
+    return _by_layer(config, empty)
 
 
 def shortened(record: LayerRecord) -> LayerRecord:
@@ -102,7 +106,8 @@ def shortened(record: LayerRecord) -> LayerRecord:
     then refers only to the first one.
     """
 
-    in_place = tuple(m.Record for m in MIXERS.values() if m.records_in_place)
+    kinds = (kind for kind, m in MIXERS.items() if m.records_in_place)
+    in_place = {COMPUTATIONS[kind].Record for kind in kinds}
 
     def short(one: Any) -> Any:
         if cpu_kernels.available() and type(one) in in_place:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.models.base.serialization import register_for_export
-from stree_jax.models.weights.formats import as_weight, gathered
+from stree_jax.models.weights.format import Format
 from stree_jax.models.weights.linear import linear
-from stree_jax.models.weights.weight import Format, Weight
+from stree_jax.models.weights.parameters import as_weight, gathered
+from stree_jax.models.weights.weight import Weight
 
 
 @struct.dataclass

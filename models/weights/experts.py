@@ -15,7 +15,8 @@ from jax import lax
 
 from stree_jax.cpu_kernels import floats
 from stree_jax.models.base.serialization import register_for_export
-from stree_jax.models.weights.weight import Format, Stored, joined, slices, take
+from stree_jax.models.weights.format import Format
+from stree_jax.models.weights.weight import Stored, joined, slices, take
 
 Product = Callable[[jax.Array, Any], jax.Array]  # rows [t, k], a matrix -> [t, m]
 

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
-from stree_jax.models.weights.experts import Experts
-from stree_jax.models.weights.int8 import INT8
-from stree_jax.models.weights.kept import KEPT, KEPT_INT8
-from stree_jax.models.weights.plain import PlainWeight, plain_format
-from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Format, Stored, Weight
+from stree_jax.models.weights.format import BFLOAT16, FLOAT32, Format
+from stree_jax.models.weights.int8_format import INT8
+from stree_jax.models.weights.kept_format import KEPT, KEPT_INT8
+from stree_jax.models.weights.plain_format import plain_format
 
 FORMATS: dict[str, Format] = {
     format.name: format
@@ -30,36 +28,3 @@ def format_named(dtype: Any) -> Format:
         return dtype
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     return FORMATS.get(name) or plain_format(dtype)
-
-
-def is_weight(leaf: Any) -> bool:
-    """True if a parameter is a `Weight` or `Experts`, and not a plain array."""
-    return isinstance(leaf, Stored)
-
-
-def as_weight(leaf: Any) -> Weight:
-    """Returns a parameter as a `Weight`; wraps a plain array in `PlainWeight`."""
-    return leaf if isinstance(leaf, Weight) else PlainWeight(leaf)
-
-
-def gathered(matrix: Any, ids: jax.Array) -> Any:
-    """Returns the rows with ids [D] int32 of a parameter, in its storage."""
-    found = as_weight(matrix).gathered(ids)
-    return found.array if type(found) is PlainWeight else found
-
-
-def stack_of(experts: Any) -> Weight:
-    """Returns the matrices [E, m, k] of experts as a weight whose arrays have a leading
-    axis of E experts."""
-    return experts.stack if isinstance(experts, Experts) else as_weight(experts)
-
-
-def format_of(params: Any) -> Format:
-    """Returns the format of a model's weights, as seen from its embedding."""
-    return as_weight(params["embedding"]).format
-
-
-def storage_named(params: Any) -> str:
-    """Returns the name of the format of a model's weights, with what a kept model's
-    matrices consist of."""
-    return format_of(params).storage(params)

@@ -6,13 +6,11 @@ row and group, and sums exact integers within a group. CPU kernels compute it if
 are available.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 
@@ -24,50 +22,18 @@ from stree_jax.cpu_kernels import (
 )
 from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.weights.experts import Experts, chosen_rows, chosen_shape
+from stree_jax.models.weights.int8_format import INT8, Int8Format
 from stree_jax.models.weights.plain import (
     MIN_GPU_ROWS,
     in_float32,
     in_pool_thread,
     product_shape,
 )
-from stree_jax.models.weights.weight import BFLOAT16, Format, Weight
+from stree_jax.models.weights.weight import Weight
 
 MAX_Q = 127  # q is from -MAX_Q to MAX_Q
 # A group whose largest magnitude is below this becomes 0; same as in src/int8_body.h.
 MIN_GROUP_MAX = 1e-30
-GROUP = 128  # columns that share a scale; measured in bench/records/int8-weights.json
-
-
-@dataclass(frozen=True)
-class Int8Format(Format):
-    """The format with matrices in int8 and other parameters in bfloat16.
-
-    Attributes:
-      group: columns that share a scale, or the nearest fitting number (`group_of`). If
-        None, each row has one scale.
-    """
-
-    name: str = "int8"
-    dtype: np.dtype = BFLOAT16
-    group: int | None = GROUP
-
-    def store(self, matrix: Any, columns: int | None = None) -> Any:
-        whole = matrix.shape[-1] if columns is None else columns
-        size = None if self.group is None else group_of(whole, self.group)
-        stored = _quantized(matrix, size)
-        return stored if matrix.ndim == 2 else Experts(stored)
-
-
-INT8 = Int8Format()
-
-
-def group_of(columns: int, group: int = GROUP) -> int | None:
-    """Returns the largest divisor of `columns` between group / 2 and `group`.
-
-    Returns None if there is no such divisor; then the whole row has one scale.
-    """
-    sizes = range(min(group, columns), group // 2 - 1, -1)
-    return next((n for n in sizes if n and columns % n == 0), None)
 
 
 @struct.dataclass
@@ -120,6 +86,12 @@ class Quantized(Weight):
 
 
 register_for_export(Quantized)
+
+
+def stored_int8(matrix: Any, group: int | None) -> Quantized | Experts:
+    """Stores a matrix [m, k], or those of experts [E, m, k]; see `_quantized`."""
+    stored = _quantized(matrix, group)
+    return stored if matrix.ndim == 2 else Experts(stored)
 
 
 @partial(jax.jit, static_argnums=1)  # without jit every operation would make an array

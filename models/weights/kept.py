@@ -9,10 +9,10 @@ stored in it and large.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ import numpy as np
 from flax import struct
 
 from stree_jax.cpu_kernels import (
-    available,
     by_platform,
     cpu_kernel,
     experts_unsupported,
@@ -29,162 +28,97 @@ from stree_jax.cpu_kernels import (
 )
 from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.weights.experts import Experts, abstract_experts, chosen_rows
+from stree_jax.models.weights.format import (
+    BFLOAT16,
+    FLOAT32,
+    Layout,
+    Packed,
+    Part,
+)
+from stree_jax.models.weights.kept_format import KEPT, KEPT_INT8, KeptFormat, arrays_of
 from stree_jax.models.weights.panels import KINDS, PanelKind
 from stree_jax.models.weights.panels.gpu import gpu_product
 from stree_jax.models.weights.panels.kind import LANES
 from stree_jax.models.weights.panels.product import panel_product
 from stree_jax.models.weights.plain import PlainWeight, in_float32
 from stree_jax.models.weights.stack import Stack
-from stree_jax.models.weights.weight import (
-    BFLOAT16,
-    FLOAT32,
-    QUANTIZED,
-    Format,
-    Layout,
-    Packed,
-    Part,
-    Stored,
-    Weight,
-    slices,
-)
+from stree_jax.models.weights.weight import Stored, Weight, slices
 
-# A bfloat16 matrix up to this size in float32 becomes float32, so that products do not
-# round their input rows to bfloat16. Larger ones stay bfloat16, to save memory.
-MAX_WIDENED_BYTES = 2**26
-
-
-@dataclass(frozen=True)
-class KeptFormat(Format):
-    """The weight format that keeps a file's quantized matrices as they are.
-
-    Attributes:
-      layout: storage of the matrices of one file, by path. `abstract` assumes that
-        matrices of other paths are float32.
-      planes: number of int8 planes to which a product rounds its input rows: with 2
-        they have 16 bits, with 1 they have 8 bits.
-    """
-
-    name: str = "kept"
-    dtype: np.dtype = FLOAT32
-    planes: int = 2
-    keeps_columns: ClassVar[bool] = True
-    can_be_saved: ClassVar[bool] = True
-
-    @cached_property
-    def _parts(self) -> dict[tuple[str, ...], tuple[Part, ...]]:
-        return dict(self.layout)
-
-    def store(self, matrix: Any, columns: int | None = None) -> Any:
-        dtype = BFLOAT16 if matrix.dtype == BFLOAT16 else FLOAT32
-        whole = Whole(matrix.astype(dtype, copy=False), self.planes)
-        return whole if matrix.ndim == 2 else Experts(whole)
-
-    def source_dtype(self, stored: str, shape: Sequence[int]) -> np.dtype:
-        large = math.prod(shape) * FLOAT32.itemsize > MAX_WIDENED_BYTES
-        narrow = stored == QUANTIZED or (stored == BFLOAT16.name and large)
-        return BFLOAT16 if narrow else FLOAT32
-
-    def keeps(self, scheme: str, shape: Sequence[int]) -> bool:
-        return scheme in KINDS and KINDS[scheme].keeps(shape)
-
-    def keep(self, blocks: Sequence[Packed], experts: int | None = None) -> Stored:
-        joined = _joined(blocks, experts)
-        parts = tuple(self._panels(packed, experts) for packed in joined)
-        weight = parts[0] if len(parts) == 1 else Stack(parts)
-        return weight if experts is None else Experts(weight)
-
-    def abstract(self, shape: tuple[int, ...], path: tuple[str, ...] = ()) -> Stored:
-        *experts, m, k = shape
-        parts = self._parts.get(path, (Part(FLOAT32.name, m),))
-        weights = [self._abstract(part, k) for part in parts]
-        weight = weights[0] if len(weights) == 1 else Stack(tuple(weights))
-        return abstract_experts(weight, *experts) if experts else weight
-
-    def _abstract(self, part: Part, k: int) -> Weight:
-        m = part.rows
-        if part.kind not in KINDS:
-            whole = jax.ShapeDtypeStruct((m, k), np.dtype(part.kind))
-            return Whole(whole, self.planes)
-        panels = KINDS[part.kind].panel_shape(m, k)
-        return Panels(
-            jax.ShapeDtypeStruct(panels, jnp.uint8),
-            jax.ShapeDtypeStruct((k,), jnp.int32) if part.columns else None,
-            jax.ShapeDtypeStruct((m,), jnp.float32) if part.factor else None,
-            part.kind,
-            -m % LANES,
-            self.planes,
-        )
-
-    def adopt(self, weight: Any) -> Any:
-        if not isinstance(weight.format, KeptFormat):
-            return None
-        if isinstance(weight, Experts):
-            return Experts(self.adopt(weight.stack))
-        if isinstance(weight, Stack):
-            return Stack(tuple(map(self.adopt, weight.parts)))
-        assert isinstance(weight, Panels | Whole)
-        return replace(weight, planes=self.planes)
-
-    def fitted(self, layout: Callable[[], Layout]) -> "KeptFormat | None":
-        found = layout()
-        return replace(self, layout=found) if kept_kinds(found) else None
-
-    def with_params(self, params: Mapping[tuple[str, ...], Any]) -> "KeptFormat":
-        weights = ((path, x) for path, x in params.items() if isinstance(x, Stored))
-        return replace(self, layout=tuple((path, parts_of(x)) for path, x in weights))
-
-    def for_drafters(self) -> str:
-        return KEPT_INT8.name
-
-    def storage(self, params: Any) -> str:
-        """Returns, for example, "kept (q4_k+q6_k, 4.9 bits a weight)"."""
-        leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Stored))
-        weights = [leaf for leaf in leaves if isinstance(leaf, Stored)]
-        kinds = {part.kind for weight in weights for part in parts_of(weight)}
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
-        count = sum(math.prod(weight.shape) for weight in weights)
-        named = "+".join(sorted(kinds & KINDS.keys())) or "nothing quantized"
-        return f"{self} ({named}, {8 * size / max(count, 1):.1f} bits a weight)"
-
-    def _panels(self, packed: Packed, experts: int | None) -> "Panels":
-        kind, rows = KINDS[packed.scheme], packed.shape[0]
-        columns, factor = (packed.arrays.get(name) for name in ("columns", "factor"))
-        m = rows if experts is None else rows // experts
-        padding = -m % LANES
-        if experts is None:
-            panels = kind.pack(packed.by_row, packed.reusable)
-        else:
-            panels = _packed_experts(kind, packed.by_row, experts, m)
-            factor = None if factor is None else factor.reshape(experts, m)
-        return Panels(panels, columns, factor, kind.name, padding, self.planes)
-
-
-KEPT = KeptFormat()
-KEPT_INT8 = KeptFormat("kept-int8", planes=1)
 _FORMATS = {format.planes: format for format in (KEPT, KEPT_INT8)}
 
 
-def runs_compiled() -> bool:
-    """True if compiled kernels compute products of kept weights here."""
-    return available()
+def stored_whole(matrix: Any, planes: int) -> Stored:
+    """Stores a matrix [m, k], or those of experts [E, m, k], as a plain array."""
+    dtype = BFLOAT16 if matrix.dtype == BFLOAT16 else FLOAT32
+    whole = Whole(matrix.astype(dtype, copy=False), planes)
+    return whole if matrix.ndim == 2 else Experts(whole)
 
 
-def kept_kinds(layout: Layout) -> set[str]:
-    """Returns the kinds of panels in a layout."""
-    return {part.kind for _, parts in layout for part in parts} & KINDS.keys()
+def stored_panels(blocks: Sequence[Packed], experts: int | None, planes: int) -> Stored:
+    """Stacks quantized matrices to a weight; see `Format.keep`."""
+    joined = _joined(blocks, experts)
+    parts = tuple(_panels(packed, experts, planes) for packed in joined)
+    weight = parts[0] if len(parts) == 1 else Stack(parts)
+    return weight if experts is None else Experts(weight)
 
 
-def parts_of(weight: Stored) -> tuple[Part, ...]:
-    """Returns the storage of a weight of a `KeptFormat`, or of each expert's."""
+def abstract_weight(
+    parts: Sequence[Part], shape: tuple[int, ...], planes: int
+) -> Stored:
+    """Returns a parameter of this storage with `jax.ShapeDtypeStruct`s instead of
+    arrays."""
+    *experts, _, k = shape
+    weights = [_abstract(part, k, planes) for part in parts]
+    weight = weights[0] if len(weights) == 1 else Stack(tuple(weights))
+    return abstract_experts(weight, *experts) if experts else weight
+
+
+def _abstract(part: Part, k: int, planes: int) -> Weight:
+    arrays = {n: jax.ShapeDtypeStruct(*each) for n, each in arrays_of(part, k).items()}
+    if part.kind not in KINDS:
+        return Whole(**arrays, planes=planes)
+    padding = -part.rows % LANES
+    return Panels(**arrays, kind=part.kind, padding=padding, planes=planes)
+
+
+def with_planes(weight: Any, planes: int) -> Any:
+    """Returns a weight of a `KeptFormat` with other `planes`."""
     if isinstance(weight, Experts):
-        return parts_of(weight.one)
+        return Experts(with_planes(weight.stack, planes))
     if isinstance(weight, Stack):
-        return tuple(part for each in weight.parts for part in parts_of(each))
-    if isinstance(weight, Panels):
-        columns, factor = (x is not None for x in (weight.columns, weight.factor))
-        return (Part(weight.kind, weight.shape[0], columns, factor),)
-    assert isinstance(weight, Whole)
-    return (Part(np.dtype(weight.array.dtype).name, weight.shape[0]),)
+        return Stack(tuple(with_planes(part, planes) for part in weight.parts))
+    assert isinstance(weight, Panels | Whole)
+    return replace(weight, planes=planes)
+
+
+def layout_of(params: Mapping[tuple[str, ...], Any]) -> Layout:
+    """Returns the storage of a model's weights, by path."""
+    weights = ((path, x) for path, x in params.items() if isinstance(x, Stored))
+    return tuple((path, parts_of(x)) for path, x in weights)
+
+
+def described(params: Any) -> str:
+    """Returns what a model's weights consist of, such as "q4_k, 4.9 bits a weight"."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Stored))
+    weights = [leaf for leaf in leaves if isinstance(leaf, Stored)]
+    kinds = {part.kind for weight in weights for part in parts_of(weight)}
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+    count = sum(math.prod(weight.shape) for weight in weights)
+    named = "+".join(sorted(kinds & KINDS.keys())) or "nothing quantized"
+    return f"{named}, {8 * size / max(count, 1):.1f} bits a weight"
+
+
+def _panels(packed: Packed, experts: int | None, planes: int) -> "Panels":
+    kind, rows = KINDS[packed.scheme], packed.shape[0]
+    columns, factor = (packed.arrays.get(name) for name in ("columns", "factor"))
+    m = rows if experts is None else rows // experts
+    padding = -m % LANES
+    if experts is None:
+        panels = kind.pack(packed.by_row, packed.reusable)
+    else:
+        panels = _packed_experts(kind, packed.by_row, experts, m)
+        factor = None if factor is None else factor.reshape(experts, m)
+    return Panels(panels, columns, factor, kind.name, padding, planes)
 
 
 def _packed_experts(
@@ -214,6 +148,19 @@ def _joined(blocks: Sequence[Packed], experts: int | None = None) -> list[Packed
         else:
             joined[-1] = before.stacked(packed, experts or 1)
     return joined
+
+
+def parts_of(weight: Stored) -> tuple[Part, ...]:
+    """Returns the storage of a weight of a `KeptFormat`, or of each expert's."""
+    if isinstance(weight, Experts):
+        return parts_of(weight.one)
+    if isinstance(weight, Stack):
+        return tuple(part for each in weight.parts for part in parts_of(each))
+    if isinstance(weight, Panels):
+        columns, factor = (x is not None for x in (weight.columns, weight.factor))
+        return (Part(weight.kind, weight.shape[0], columns, factor),)
+    assert isinstance(weight, Whole)
+    return (Part(np.dtype(weight.array.dtype).name, weight.shape[0]),)
 
 
 @struct.dataclass

@@ -5,8 +5,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from stree_jax.models.base.shards import Group, total
-from stree_jax.models.weights.formats import as_weight, stack_of
+from stree_jax.models.base.collectives import total
+from stree_jax.models.base.shards import Group
+from stree_jax.models.weights.parameters import as_weight, stack_of
 
 
 def linear(

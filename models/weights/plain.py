@@ -1,12 +1,10 @@
 """float32 and bfloat16 weights, with products in the form that each platform reads
 fastest."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from stree_jax.cpu_kernels import (
@@ -18,29 +16,12 @@ from stree_jax.cpu_kernels import (
     product_unsupported,
 )
 from stree_jax.models.weights.experts import chosen_rows, chosen_shape
-from stree_jax.models.weights.weight import Format, Weight
+from stree_jax.models.weights.format import Format
+from stree_jax.models.weights.padding import SKINNY
+from stree_jax.models.weights.plain_format import plain_format
+from stree_jax.models.weights.weight import Weight
 
-SKINNY = 64  # rows up to which a product takes the time to read its weight
 MIN_GPU_ROWS = 16  # on a GPU, small 8- and 16-bit products are padded to so many rows
-
-
-class PlainFormat(Format):
-    """The format whose weights are plain arrays of one float dtype."""
-
-    plain = True
-    can_be_saved = True
-
-    def store(self, matrix: Any, columns: int | None = None) -> Any:
-        return matrix.astype(self.dtype, copy=False)
-
-    def source_dtype(self, stored: str, shape: Sequence[int]) -> np.dtype:
-        return self.dtype
-
-
-def plain_format(dtype: Any) -> PlainFormat:
-    """Returns the format for plain arrays of this dtype."""
-    found = np.dtype(dtype)
-    return PlainFormat(found.name, found)
 
 
 @struct.dataclass

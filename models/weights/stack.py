@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.models.base.serialization import register_for_export
-from stree_jax.models.weights.weight import Format, Weight, take
+from stree_jax.models.weights.format import Format
+from stree_jax.models.weights.weight import Weight, take
 
 
 @struct.dataclass

@@ -13,7 +13,7 @@ from stree_jax.checkpoints.kinds.table import kind_of, kind_of_value
 from stree_jax.checkpoints.resolve import valid_path
 from stree_jax.common.checks import as_integer, shown, with_hints
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.saved.store import weights_named
+from stree_jax.convert.saved.config import weights_named
 from stree_jax.models import Model
 from stree_jax.speculation.drafters.table import AUTO, default_drafter
 

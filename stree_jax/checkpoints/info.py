@@ -15,11 +15,11 @@ from stree_jax.checkpoints.resolve import (
 )
 from stree_jax.convert import CheckpointFiles, Opened, open_local
 from stree_jax.convert.hub import HubName
-from stree_jax.convert.saved.store import check_config
+from stree_jax.convert.saved.config import check_config
 from stree_jax.convert.tokenizers.tokenizer import has_tokenizer
 from stree_jax.cpu_kernels import level
 from stree_jax.models import param_shapes
-from stree_jax.models.stack.memory import state_bytes, weight_bytes
+from stree_jax.models.stack.sizes import state_bytes, weight_bytes
 
 
 def described(path: Path, adapter: str | Path | None = None) -> Opened:

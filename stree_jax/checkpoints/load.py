@@ -13,7 +13,8 @@ from stree_jax.common.checks import check_not_forked, flag, shown, with_hints
 from stree_jax.common.heap import no_collection, return_free_memory
 from stree_jax.common.programs import read_ahead
 from stree_jax.convert import CheckpointFiles, checked, open_local
-from stree_jax.convert.saved.store import read_params, weights_named
+from stree_jax.convert.saved.config import weights_named
+from stree_jax.convert.saved.store import read_params
 from stree_jax.convert.tokenizers.tokenizer import read_tokenizer
 from stree_jax.cpu_kernels import level
 from stree_jax.cpu_kernels.pages import to_large_pages

@@ -8,11 +8,8 @@ from stree_jax.common.checks import with_hints
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.export import tokenizer_json
 from stree_jax.convert.saved.atomic import atomic_directory
-from stree_jax.convert.saved.store import (
-    check_space,
-    saved_format,
-    write_directory,
-)
+from stree_jax.convert.saved.config import saved_format
+from stree_jax.convert.saved.store import check_space, write_directory
 from stree_jax.convert.tokenizers.special_tokens import SETTINGS
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.models import Model, by_path

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from stree_jax import models
-from stree_jax.models.stack.memory import state_bytes, weights_read
+from stree_jax.models.stack.memory import weights_read
+from stree_jax.models.stack.sizes import state_bytes
 from stree_jax.sizing import step_times
 from stree_jax.sizing.memory import BufferSizes, abstract_program
 from stree_jax.sizing.pass_time import PassTime

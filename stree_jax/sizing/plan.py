@@ -12,7 +12,7 @@ from typing import Any
 
 from stree_jax import models
 from stree_jax.common.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, with_hints
-from stree_jax.convert.saved.store import weights_named
+from stree_jax.convert.saved.config import weights_named
 from stree_jax.models import Format, ModelConfig, check_model
 from stree_jax.models.stack.config import blocks
 from stree_jax.sizing.candidates import Candidate, by_speed, described

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax import cpu_kernels
-from stree_jax.cpu_kernels.scan import MAX_NODES
+from stree_jax.cpu_kernels.limits import MAX_NODES
 from stree_jax.models import (
     ModelConfig,
     init_records,
@@ -26,9 +26,11 @@ from stree_jax.models import (
     param_dtype,
     reading_chunk,
 )
-from stree_jax.models.layers.mixer import FLOAT, leaves_of, padded_rows
-from stree_jax.models.mixers import mixer_of
+from stree_jax.models.configs import mixer_of
+from stree_jax.models.configs.mixer import FLOAT
+from stree_jax.models.layers.mixer import leaves_of
 from stree_jax.models.stack.memory import size_of
+from stree_jax.models.weights.padding import padded_rows
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
 

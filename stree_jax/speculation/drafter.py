@@ -26,7 +26,7 @@ from stree_jax.models import (
     Tapped,
     Taps,
 )
-from stree_jax.models.weights.formats import storage_named
+from stree_jax.models.weights.parameters import storage_named
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import Draft, only_root

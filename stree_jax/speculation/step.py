@@ -40,8 +40,8 @@ from stree_jax.models import (
     tree_nodes,
     written_over,
 )
+from stree_jax.models.configs import mixer_of
 from stree_jax.models.layers.nodes import NO_NODE
-from stree_jax.models.mixers import mixer_of
 from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.adaptive.pool import without_rest
 from stree_jax.speculation.decoding import (

@@ -10,8 +10,9 @@ import pytest
 import stree_jax
 from bench import budgets, shapes
 from stree_jax.models import init_records, init_state
-from stree_jax.models.stack.memory import size_of, weight_bytes
+from stree_jax.models.stack.memory import size_of
 from stree_jax.models.stack.shapes import abstract_params
+from stree_jax.models.stack.sizes import weight_bytes
 
 MILLIONS = {  # of parameters
     "bamba-9b": 9780,

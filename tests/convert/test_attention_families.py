@@ -13,7 +13,8 @@ import stree_jax
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.export import export_hf
 from stree_jax.models import Rope
-from stree_jax.models.layers.rope import Temperature, Yarn, temperatures
+from stree_jax.models.configs.rope import Temperature, Yarn
+from stree_jax.models.layers.rope import temperatures
 from tests.support.checkpoints import assert_same, edit_json, edit_tensors
 from tests.support.hf_attention import (
     YARN,

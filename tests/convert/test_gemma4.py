@@ -15,7 +15,7 @@ from stree_jax.models import (
     Rope,
     param_shapes,
 )
-from stree_jax.models.stack.memory import state_bytes
+from stree_jax.models.stack.sizes import state_bytes
 from tests.support.checkpoints import assert_same, edit_tensors
 from tests.support.hf_gemma4 import gemma4, gemma4_multimodal
 from tests.support.published_configs import language_model, parsed

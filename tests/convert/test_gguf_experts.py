@@ -7,7 +7,8 @@ import stree_jax
 from stree_jax.convert import open_local
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.models import by_path
-from stree_jax.models.stack.memory import size_of, weight_bytes
+from stree_jax.models.stack.memory import size_of
+from stree_jax.models.stack.sizes import weight_bytes
 from stree_jax.models.weights.experts import Experts, expert_at
 from stree_jax.models.weights.kept import Panels
 from tests.support.gguf_files import EXPERTS, granite, nemotron, write_gguf

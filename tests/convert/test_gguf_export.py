@@ -31,7 +31,7 @@ from stree_jax.models import (
     init_params,
     param_shapes,
 )
-from stree_jax.models.layers.rope import Yarn
+from stree_jax.models.configs.rope import Yarn
 from stree_jax.models.stack.config import named
 from stree_jax.models.weights.adapted import Adapted, LowRank
 from stree_jax.models.weights.int8 import quantize

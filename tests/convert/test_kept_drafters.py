@@ -10,8 +10,8 @@ from stree_jax.checkpoints.drafters import drafter_info, load_drafter
 from stree_jax.checkpoints.pair import load_pair, pair_configs
 from stree_jax.models import by_path
 from stree_jax.models.stack.memory import size_of
-from stree_jax.models.weights.formats import as_weight
 from stree_jax.models.weights.kept import Panels
+from stree_jax.models.weights.parameters import as_weight
 from stree_jax.speculation.drafters.table import abstract_source
 from tests.support import kept_files
 from tests.support.loaded_drafters import errors, tiny_target, write_of

@@ -17,7 +17,7 @@ from stree_jax.convert import CheckpointError
 from stree_jax.convert.export import export_hf
 from stree_jax.convert.families.hf_config import hf_config
 from stree_jax.models.stack.memory import size_of
-from stree_jax.models.weights.formats import as_weight
+from stree_jax.models.weights.parameters import as_weight
 from tests.support import minimax, quantized
 from tests.support.checkpoints import (
     assert_same,

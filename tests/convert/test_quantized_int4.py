@@ -8,7 +8,8 @@ import stree_jax
 from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError, CheckpointFiles, open_local
 from stree_jax.models import by_path
-from stree_jax.models.stack.memory import size_of, weight_bytes
+from stree_jax.models.stack.memory import size_of
+from stree_jax.models.stack.sizes import weight_bytes
 from stree_jax.models.weights.experts import Experts, expert_at
 from stree_jax.models.weights.kept import Panels
 from tests.support import hf_checkpoints as hf

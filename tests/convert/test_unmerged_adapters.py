@@ -11,8 +11,8 @@ from stree_jax.convert import CheckpointError
 from stree_jax.convert.export import export_hf
 from stree_jax.models import cast_params
 from stree_jax.models.weights.adapted import Adapted
-from stree_jax.models.weights.formats import gathered
 from stree_jax.models.weights.kept import Panels, Whole
+from stree_jax.models.weights.parameters import gathered
 from tests.support import adapters, quantized, quantized_int4
 from tests.support import hf_checkpoints as hf
 from tests.support.adapters import low_rank, write

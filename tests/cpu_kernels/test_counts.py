@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from stree_jax.models import ModelConfig
+from stree_jax.models.configs.attention import AttentionConfig
+from stree_jax.models.configs.rope import Rope
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
-from stree_jax.models.layers.rope import Rope
-from stree_jax.models.mixers.attention import AttentionConfig, angles, cut_heads
+from stree_jax.models.mixers.attention import angles, cut_heads
 from stree_jax.models.mixers.mlp import _gated, activate_gated
 from stree_jax.models.stack.config import blocks
 from stree_jax.models.stack.network import LanguageModel

@@ -7,16 +7,11 @@ import numpy as np
 import pytest
 
 from stree_jax.models import tree_nodes
-from stree_jax.models.layers.mixer import MixerPending
+from stree_jax.models.configs.delta import DELTA, DeltaConfig
+from stree_jax.models.configs.kda import KDAConfig
+from stree_jax.models.layers.mixer import MixerPending, zeros
 from stree_jax.models.layers.nodes import NO_NODE, Pass
-from stree_jax.models.mixers.delta import (
-    DELTA,
-    DeltaConfig,
-    DeltaRecord,
-    equations,
-    mixed,
-)
-from stree_jax.models.mixers.kda import KDAConfig
+from stree_jax.models.mixers.delta import DeltaRecord, equations, mixed
 from tests.support.mixers import BATCH, agree, case, replaying
 from tests.support.native import built, each_level, use
 from tests.support.reference import chain, random_tree
@@ -116,7 +111,9 @@ def level_by_level(c, given, levels):
 
     @jax.jit
     def run(given):
-        record = DELTA.empty_record(c, BATCH, T, given.state.conv.dtype)
+        record = zeros(
+            DeltaRecord, DELTA.record_arrays(c, BATCH, T, given.state.conv.dtype)
+        )
         ys = jnp.zeros((BATCH, T, c.d_inner))
         for level in levels:
             rows = jnp.array(level, jnp.int32)

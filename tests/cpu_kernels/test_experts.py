@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from stree_jax.models.weights.experts import Experts, expert_at
-from stree_jax.models.weights.formats import stack_of
-from stree_jax.models.weights.int8 import INT8
-from stree_jax.models.weights.kept import KEPT, KEPT_INT8
+from stree_jax.models.weights.format import Packed
+from stree_jax.models.weights.int8_format import INT8
+from stree_jax.models.weights.kept_format import KEPT, KEPT_INT8
 from stree_jax.models.weights.linear import expert_product, linear
-from stree_jax.models.weights.weight import Packed
+from stree_jax.models.weights.parameters import stack_of
 from tests.support.native import built, each_level, use
 from tests.support.panel_files import random_blocks
 

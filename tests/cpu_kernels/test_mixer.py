@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from stree_jax.models import MambaConfig, chain_nodes
-from stree_jax.models.mixers.delta import DeltaConfig
-from stree_jax.models.mixers.kda import KDAConfig
+from stree_jax.models.configs.delta import DeltaConfig
+from stree_jax.models.configs.kda import KDAConfig
 from tests.support.mixers import (
     BATCH,
     Case,

@@ -22,7 +22,7 @@ from stree_jax.models.base.shards import (
     part_width,
     run_width,
 )
-from stree_jax.models.mixers.mamba2 import mamba_params
+from stree_jax.models.configs.mamba2 import mamba_params
 from stree_jax.models.sharding.devices import axes_named, make_mesh
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.stack.param_table import param_table

@@ -13,7 +13,7 @@ import pytest
 
 import stree_jax
 from stree_jax.models.base.shards import Run
-from stree_jax.models.layers.params import Param
+from stree_jax.models.configs.params import Param
 from stree_jax.models.sharding.placement import (
     part_indices,
     parts_in_order,

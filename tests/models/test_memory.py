@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stree_jax.models import init_params, init_state
-from stree_jax.models.stack.memory import state_bytes, weight_bytes
+from stree_jax.models.stack.sizes import state_bytes, weight_bytes
 from tests.support.tiny import tiny
 
 

@@ -1,4 +1,5 @@
-"""Test that a custom mixer works everywhere once it is added to `MIXERS`."""
+"""Test that a custom mixer works everywhere once it is added to `MIXERS` and
+`COMPUTATIONS`."""
 
 import json
 import os
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.models.mixers import MIXERS
+from stree_jax.models.configs import MIXERS
+from stree_jax.models.mixers import COMPUTATIONS
 from stree_jax.speculation.adaptive.policy import step_times
 from stree_jax.speculation.tree import Auto
-from tests.support.toy_mixer import TOY
+from tests.support.toy_mixer import TOY, TOY_COMPUTATION
 from tests.support.toy_models import NEW, PROMPTS, model_of, text
 
 CHEAP = step_times([1.0] * len(Auto().sizes), 0.1, 0.1)  # drafting is worth its time
@@ -20,16 +22,18 @@ CHEAP = step_times([1.0] * len(Auto().sizes), 0.1, 0.1)  # drafting is worth its
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    """Adds the custom mixer to `MIXERS`."""
+    """Adds the custom mixer to both tables."""
     monkeypatch.setitem(MIXERS, TOY.kind, TOY)
+    monkeypatch.setitem(COMPUTATIONS, TOY.kind, TOY_COMPUTATION)
 
 
 @pytest.fixture(scope="module")
 def pair():
     """Returns a target model, and a draft model that mostly agrees with it."""
-    MIXERS[TOY.kind] = TOY
-    yield model_of(0), model_of(0, noise=0.01)
-    del MIXERS[TOY.kind]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MIXERS, TOY.kind, TOY)
+        patch.setitem(COMPUTATIONS, TOY.kind, TOY_COMPUTATION)
+        yield model_of(0), model_of(0, noise=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +115,12 @@ PROGRAM = """
 import json
 import jax
 import stree_jax
-from stree_jax.models.mixers import MIXERS
-from tests.support.toy_mixer import TOY
+from stree_jax.models.configs import MIXERS
+from stree_jax.models.mixers import COMPUTATIONS
+from tests.support.toy_mixer import TOY, TOY_COMPUTATION
 from tests.support.toy_models import NEW, PROMPTS, model_of, text
 
-MIXERS[TOY.kind] = TOY
+MIXERS[TOY.kind], COMPUTATIONS[TOY.kind] = TOY, TOY_COMPUTATION
 target, drafter = model_of(0), model_of(0, noise=0.01)
 mesh = stree_jax.make_mesh("data=2,model=4")
 cut = stree_jax.shard(target, mesh)

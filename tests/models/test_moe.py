@@ -21,9 +21,10 @@ from stree_jax.models import (
 from stree_jax.models.mixers.moe import weighted_experts
 from stree_jax.models.stack.config import named
 from stree_jax.models.weights.experts import expert_at
-from stree_jax.models.weights.int8 import INT8
-from stree_jax.models.weights.kept import KEPT
-from stree_jax.models.weights.weight import Packed, take, unit
+from stree_jax.models.weights.format import Packed
+from stree_jax.models.weights.int8_format import INT8
+from stree_jax.models.weights.kept_format import KEPT
+from stree_jax.models.weights.weight import take, unit
 from tests.support.native import use
 from tests.support.panel_files import random_blocks
 

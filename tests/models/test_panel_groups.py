@@ -4,11 +4,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stree_jax.models.weights.kept import KEPT, Panels
+from stree_jax.models.weights.format import Packed
+from stree_jax.models.weights.kept import Panels
+from stree_jax.models.weights.kept_format import KEPT
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.panels import KINDS
 from stree_jax.models.weights.panels.groups import GROUPS
-from stree_jax.models.weights.weight import Packed
 from tests.support.panel_files import dequantized, random_blocks
 from tests.support.quantized import e2m1
 

@@ -4,13 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.weights.kept import KEPT, KEPT_INT8, Panels
+from stree_jax.models.weights.format import Packed
+from stree_jax.models.weights.kept import Panels
+from stree_jax.models.weights.kept_format import KEPT, KEPT_INT8
 from stree_jax.models.weights.linear import linear
 from stree_jax.models.weights.panels import KINDS
 from stree_jax.models.weights.panels.ggml import GGML
 from stree_jax.models.weights.panels.kind import LANES, aligned
 from stree_jax.models.weights.stack import Stack
-from stree_jax.models.weights.weight import Packed, take, unit
+from stree_jax.models.weights.weight import take, unit
 from tests.support.panel_files import dequantized, random_blocks
 
 M, K = 37, 768

@@ -13,8 +13,8 @@ import torch
 import stree_jax
 from stree_jax import models
 from stree_jax.generation.generate import begin
+from stree_jax.models.configs.params import SCALAR
 from stree_jax.models.drafters import assistant as network
-from stree_jax.models.layers.params import SCALAR
 from stree_jax.models.stack.memory import size_of, weights_read
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.memory import BufferSizes, memory_of

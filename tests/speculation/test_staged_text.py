@@ -11,7 +11,8 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.drafters import Staged
 from stree_jax.models import Model
-from stree_jax.models.stack.memory import state_bytes, weights_read
+from stree_jax.models.stack.memory import weights_read
+from stree_jax.models.stack.sizes import state_bytes
 from stree_jax.speculation.adaptive.policy import assumed_times
 from stree_jax.speculation.draft import DRAFTER, NGRAM, STAGE, TARGET
 from stree_jax.speculation.drafters.ngrams import WAYS

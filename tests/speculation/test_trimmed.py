@@ -23,7 +23,8 @@ from stree_jax.models.drafters.eagle import (
 from stree_jax.models.drafters.heads import head_of
 from stree_jax.models.layers.params import by_path
 from stree_jax.models.stack.memory import size_of, weights_read
-from stree_jax.models.weights.formats import as_weight, format_named
+from stree_jax.models.weights.formats import format_named
+from stree_jax.models.weights.parameters import as_weight
 from stree_jax.speculation.drafters.mtp import MTPSource
 from stree_jax.speculation.drafters.table import abstract_source, source_of
 from tests.speculation.auto import times

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 import stree_jax
 from stree_jax.convert import CheckpointError, checked, open_local
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.models.layers.rope import rope_frequencies
+from stree_jax.models.configs.rope import rope_frequencies
 from tests.support.table_models import (
     byte_level,
     follow,

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.models import AttentionConfig, Rope
+from stree_jax.models.configs.rope import Yarn
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig, DFlashLayer
-from stree_jax.models.layers.rope import Yarn
 
 PAIRS = {
     "markov.before": "previous",

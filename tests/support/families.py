@@ -22,7 +22,7 @@ from stree_jax.models import (
     ShortConvConfig,
     init_params,
 )
-from stree_jax.models.layers.rope import Temperature
+from stree_jax.models.configs.rope import Temperature
 from stree_jax.models.stack.config import named
 from tests.support.tiny import (
     GEMMA4_LAYERS,

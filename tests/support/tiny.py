@@ -27,7 +27,7 @@ from stree_jax.models import (
     ShortConvConfig,
     init_params,
 )
-from stree_jax.models.layers.rope import Temperature, Yarn
+from stree_jax.models.configs.rope import Temperature, Yarn
 from stree_jax.models.stack.config import named
 
 VOCAB, REAL, STOP = 50, 47, 7  # three rows of the vocabulary are padding

@@ -13,8 +13,9 @@ import numpy as np
 from flax import struct
 
 from stree_jax.models.base.serialization import register_for_export
+from stree_jax.models.weights.format import FLOAT32, Format, Packed
 from stree_jax.models.weights.plain import PlainWeight
-from stree_jax.models.weights.weight import FLOAT32, Format, Packed, Weight
+from stree_jax.models.weights.weight import Weight
 
 LARGEST = 2**15 - 1
 SCALE = 4  # bytes of a block's scale

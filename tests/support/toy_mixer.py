@@ -10,21 +10,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import struct
 
 from stree_jax.models.base.shards import Run
-from stree_jax.models.layers.mixer import (
-    FLOAT,
-    Mixer,
-    MixerModule,
-    MixerPending,
-    leaf,
-    padded_rows,
-)
+from stree_jax.models.configs.mixer import FLOAT, Arrays, Mixer
+from stree_jax.models.configs.params import Param, Table
+from stree_jax.models.layers.mixer import MixerModule, MixerPending, leaf
 from stree_jax.models.layers.nodes import Pass
-from stree_jax.models.layers.params import Param, Table, declare
+from stree_jax.models.layers.params import declare
+from stree_jax.models.mixers import Computation
 from stree_jax.models.weights.linear import linear, linear_summed
+from stree_jax.models.weights.padding import padded_rows
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -113,9 +111,7 @@ class Toy(Mixer[ToyConfig]):
 
     kind = "toy"
     Config = ToyConfig
-    Module = ToyModule
-    State = ToyState
-    Record = ToyRecord
+    has_state = True
     long_chunks = False
 
     def params(self, c: ToyConfig, d_model: int) -> Table:
@@ -124,16 +120,14 @@ class Toy(Mixer[ToyConfig]):
     def part(self, c: ToyConfig, n: int) -> ToyConfig:
         return replace(c, channels=c.channels // n)
 
-    def init_state(
+    def state_arrays(
         self, c: ToyConfig, batch: int, capacity: int, dtype: Any
-    ) -> ToyState:
-        return ToyState(jnp.zeros((batch, c.channels), jnp.float32))
+    ) -> Arrays:
+        return {"h": ((batch, c.channels), np.float32)}
 
-    def empty_record(
-        self, c: ToyConfig, batch: int, nodes: int, dtype: Any
-    ) -> ToyRecord:
-        zeros = jnp.zeros((batch, nodes, c.channels), jnp.float32)
-        return ToyRecord(zeros, zeros)
+    def record_arrays(self, c: ToyConfig, batch: int, nodes: int, dtype: Any) -> Arrays:
+        each = (batch, nodes, c.channels), np.float32
+        return {"log_a": each, "x": each}
 
     def record_bytes(self, c: ToyConfig, batch: int, nodes: int) -> int:
         return 2 * FLOAT * batch * nodes * c.channels
@@ -143,3 +137,4 @@ class Toy(Mixer[ToyConfig]):
 
 
 TOY = Toy()
+TOY_COMPUTATION = Computation(ToyModule, ToyState, ToyRecord)

@@ -8,10 +8,7 @@ others.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from stree_jax.models.weights.panels.blocks import fields_of, in_lanes, spread_bits
 from stree_jax.models.weights.panels.k_quants import (
@@ -24,6 +21,7 @@ from stree_jax.models.weights.panels.k_quants import (
 )
 from stree_jax.models.weights.panels.kind import (
     BLOCK,
+    Array,
     Field,
     PanelKind,
     Parts,
@@ -59,7 +57,7 @@ class Small(PanelKind):
             words = np.concatenate([words, vector], axis=-2)
         return [scales[..., i, :] for i in range(len(self.fields))], words
 
-    def scales(self, *fields: jax.Array) -> Scales:
+    def scales(self, *fields: Array) -> Scales:
         d, *rest = (widened(field) for field in fields)
         return d, rest[0] if rest else None
 
@@ -73,7 +71,10 @@ class PowersOfTwo(PanelKind):
         per_tile = self.tile // BLOCK
         return [in_lanes(e, per_tile)[..., 0, :]], in_lanes(qs, per_tile)
 
-    def scales(self, *fields: jax.Array) -> Scales:
+    def scales(self, *fields: Array) -> Scales:
+        import jax.numpy as jnp
+        from jax import lax
+
         e = fields[0].astype(jnp.uint32)
         # 2^(e - 128); the first two are subnormal
         small = jnp.where(e == 0, jnp.uint32(0x00200000), jnp.uint32(0x00400000))

@@ -9,23 +9,21 @@ too, as "blocks".
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from stree_jax.models.weights.panels.ggml import fields_of
 from stree_jax.models.weights.panels.kind import (
     BLOCK,
+    Array,
     Field,
     PanelKind,
+    Scales,
     number_bytes,
     widened,
 )
 
 Arrays = Mapping[str, np.ndarray]
 Parts = tuple[Sequence[np.ndarray], np.ndarray]
-Scales = tuple[jax.Array, jax.Array | None]
 BITS = 4
 # Twice the numbers of E2M1, plus `E2M1_ZERO` so that none is negative.
 E2M1_ZERO = 12
@@ -51,7 +49,7 @@ class Integers(PanelKind):
         minimum = -(scale * arrays["zero"].astype(np.float32, copy=False))
         return [scale[..., None], minimum[..., None]], _packed(arrays["numbers"])
 
-    def scales(self, *fields: jax.Array) -> Scales:
+    def scales(self, *fields: Array) -> Scales:
         scale, minimum = fields
         return scale, minimum
 
@@ -66,7 +64,7 @@ class Nvfp4(PanelKind):
         per_tile = self.tile // SIXTEEN
         return [half.reshape(len(half), -1, per_tile)], _packed(arrays["numbers"])
 
-    def scales(self, *fields: jax.Array) -> Scales:
+    def scales(self, *fields: Array) -> Scales:
         return widened(fields[0]), None
 
 
@@ -82,7 +80,10 @@ class Mxfp4(PanelKind):
             e, numbers = arrays["scale"], _packed(arrays["numbers"])
         return [e.reshape(len(e), -1, self.tile // BLOCK)], numbers
 
-    def scales(self, *fields: jax.Array) -> Scales:
+    def scales(self, *fields: Array) -> Scales:
+        import jax.numpy as jnp
+        from jax import lax
+
         e = fields[0].astype(jnp.uint32)
         # 2**(e - 128), whose first two values are subnormal float32.
         small = jnp.uint32(0x00200000) << jnp.minimum(e, 1)

@@ -6,8 +6,6 @@ Scales of smaller blocks are integers, multiplied by scales d of 256 columns.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.models.weights.panels.blocks import (
@@ -19,6 +17,7 @@ from stree_jax.models.weights.panels.blocks import (
 )
 from stree_jax.models.weights.panels.kind import (
     LANES,
+    Array,
     Field,
     Number,
     PanelKind,
@@ -54,7 +53,9 @@ class WithMinima(PanelKind):
         fields = [in_lanes(sc)[:, :, 0], scales[:, :, :1], scales[:, :, 1:]]
         return fields, words
 
-    def scales(self, *fields: jax.Array) -> Scales:
+    def scales(self, *fields: Array) -> Scales:
+        import jax.numpy as jnp
+
         q, d, dmin = fields
         a, b, c = (q[..., i : i + 4] for i in (0, 4, 8))
         sc = jnp.concatenate([a & 63, _joined(a, c & 15)], axis=-1)
@@ -72,7 +73,7 @@ class WithMinima(PanelKind):
         return d * widened(sc), -(dmin * widened(mn))
 
 
-def _joined(high: jax.Array, low: jax.Array) -> jax.Array:
+def _joined(high: Array, low: Array) -> Array:
     """Joins the two high bits of one byte and 4 bits of another."""
     return ((high >> 6) << 4) | low
 
@@ -100,7 +101,7 @@ class SixBits(PanelKind):
     def _fields(self, d: np.ndarray, sc: np.ndarray) -> list[np.ndarray]:
         return [in_lanes(d)[:, :, 0], in_lanes(sc)[:, :, 0]]
 
-    def scales(self, *fields: jax.Array) -> Scales:
+    def scales(self, *fields: Array) -> Scales:
         d, sc = fields
         return d * widened(sc), None
 
@@ -148,7 +149,7 @@ class NonLinear(PanelKind):
         zeros = np.zeros((*fields[0].shape[:2], 2, LANES), np.uint8)
         return [*fields, zeros], in_lanes(qs)
 
-    def scales(self, *fields: jax.Array) -> Scales:
+    def scales(self, *fields: Array) -> Scales:
         sc, d, _ = fields
         return widened(d) * widened(sc), None
 

@@ -22,10 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+
+Array = Any  # a `jax.Array`; jax is imported when something is computed
 
 LANES = 16  # rows of a panel
 BLOCK = 32  # columns of a block of numbers
@@ -38,9 +37,9 @@ PACK_BYTES = 2**22  # bytes of a matrix that are rearranged at a time
 # Fields, and words of numbers, of a matrix; see `PanelKind.lanes`.
 Parts = tuple[Sequence[np.ndarray], np.ndarray]
 # Scales, and minima if there are any; see `PanelKind.scales`.
-Scales = tuple[jax.Array, jax.Array | None]
+Scales = tuple[Array, Array | None]
 
-Number = Callable[[int, int], jax.Array]  # see `PanelKind.scale_of`
+Number = Callable[[int, int], Array]  # see `PanelKind.scale_of`
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,11 @@ class Decoded(NamedTuple):
       minimum: [P, 16, n, blocks] float32, or None if it is 0.
     """
 
-    q: jax.Array
-    scale: jax.Array
-    minimum: jax.Array | None
+    q: Array
+    scale: Array
+    minimum: Array | None
 
-    def matrix(self) -> jax.Array:
+    def matrix(self) -> Array:
         """Returns the numbers [P, 16, k] float32."""
         *lead, tile = self.q.shape
         q = self.q.reshape(*self.scale.shape, -1)
@@ -108,6 +107,8 @@ class PanelKind(ABC):
     @property
     def has_minima(self) -> bool:
         """True if blocks have minima."""
+        import jax
+
         fields = [np.zeros((1, 1, 1, f.count), f.dtype) for f in self.fields]
         return jax.eval_shape(self.scales, *fields)[1] is not None
 
@@ -168,7 +169,7 @@ class PanelKind(ABC):
         ).transpose(0, 2, 3, 1)
 
     @abstractmethod
-    def scales(self, *fields: jax.Array) -> Scales:
+    def scales(self, *fields: Array) -> Scales:
         """Computes the scales and minima [P, 16, n, blocks] float32 of all blocks.
 
         Args:
@@ -233,8 +234,11 @@ class PanelKind(ABC):
         place = panels[:, :, at:].view(np.uint32)
         place.reshape(count, *words.shape[1:])[...] = words
 
-    def decode(self, panels: jax.Array) -> Decoded:
+    def decode(self, panels: Array) -> Decoded:
         """Decodes panels [P, n, nbytes] uint8; n may be any number of tiles."""
+        import jax.numpy as jnp
+        from jax import lax
+
         count, tiles = panels.shape[:2]
         found, at = [], 0
         for field in self.fields:
@@ -252,10 +256,12 @@ class PanelKind(ABC):
             whole = jnp.asarray(self.values, jnp.float32)[q] - self.zero
         return Decoded(whole.reshape(count, LANES, tiles, -1), *self.scales(*found))
 
-    def gathered(self, panels: jax.Array, ids: jax.Array) -> jax.Array:
+    def gathered(self, panels: Array, ids: Array) -> Array:
         """Returns panels that consist of the rows with ids [m] int32. The bytes of a
         row do not change. Rows after the last one, which fill the last panel, are
         zero."""
+        import jax.numpy as jnp
+
         tiles, m = panels.shape[1], len(ids)
         fields = [(f.nbytes, np.dtype(f.dtype).itemsize) for f in self.fields]
         parts, at = [], 0
@@ -295,7 +301,7 @@ def high_bytes(high: np.ndarray, bits: int) -> np.ndarray:
     return packed.reshape(*high.shape[:2], each * WORD)
 
 
-def unpacked(numbers: jax.Array, bits: int) -> jax.Array:
+def unpacked(numbers: Array, bits: int) -> Array:
     """Unpacks the numbers of tiles.
 
     Args:
@@ -305,6 +311,8 @@ def unpacked(numbers: jax.Array, bits: int) -> jax.Array:
     Returns:
       [P, 16, n, blocks, 32] uint8.
     """
+    import jax.numpy as jnp
+
     panels, tiles = numbers.shape[:2]
     vectors = numbers.reshape(panels, tiles, -1, bits, LANES, WORD)
     vectors = vectors.transpose(0, 4, 1, 2, 3, 5)  # [P, 16, n, blocks, bits, 4]
@@ -344,4 +352,4 @@ def in_place(
 
 def widened(x: Any) -> Any:
     """Converts float16 or integers to float32."""
-    return x.astype(jnp.float32)
+    return x.astype(np.float32)

@@ -22,7 +22,7 @@ from stree_jax.convert.drafters.names import EMBEDDING, HEAD, MASK, MASK_FILE
 from stree_jax.convert.drafters.write import write_drafter
 from stree_jax.convert.drafters.write_dflash import config_fields, tensors
 from stree_jax.convert.families.tensors import noting_nonfinite
-from stree_jax.convert.saved.store import dtype_named
+from stree_jax.convert.saved.config import dtype_named
 from stree_jax.models import Format, Model, ModelConfig
 from stree_jax.models.drafters.dflash import (
     TRIMMED,
@@ -34,7 +34,8 @@ from stree_jax.models.drafters.dflash import (
 )
 from stree_jax.models.layers.params import abstract_table
 from stree_jax.models.stack.memory import size_of
-from stree_jax.models.weights.kept import KEPT_INT8, Layout
+from stree_jax.models.weights.kept import Layout
+from stree_jax.models.weights.kept_format import KEPT_INT8
 from stree_jax.speculation.drafters.dflash import DFlashSource
 from stree_jax.speculation.drafters.ngram_pairs import WithNGrams
 from stree_jax.speculation.drafters.table import DrafterConfig

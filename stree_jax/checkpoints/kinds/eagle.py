@@ -23,7 +23,7 @@ from stree_jax.convert.drafters.names import check_stored
 from stree_jax.convert.drafters.write import write_drafter
 from stree_jax.convert.drafters.write_eagle import eagle_fields, eagle_tensors
 from stree_jax.convert.families.tensors import noting_nonfinite
-from stree_jax.convert.saved.store import dtype_named
+from stree_jax.convert.saved.config import dtype_named
 from stree_jax.convert.tensors.stored_tensors import Tensors
 from stree_jax.models import Format, MLPConfig, Model, ModelConfig
 from stree_jax.models.base.keys import key_of

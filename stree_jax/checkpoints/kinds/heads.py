@@ -26,18 +26,13 @@ from stree_jax.checkpoints.resolve import resolve, valid_path
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.families.tensors import check_dtype, noting_nonfinite
 from stree_jax.convert.saved.atomic import atomic_directory
-from stree_jax.convert.saved.store import dtype_named, weights_named
+from stree_jax.convert.saved.config import dtype_named, weights_named
 from stree_jax.convert.tensors.stored_tensors import TensorInfo, Tensors
 from stree_jax.convert.tensors.tensor_files import is_file, open_files, read_json
 from stree_jax.models import Format, Model, ModelConfig
+from stree_jax.models.configs.params import nest, stored
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, head_table
-from stree_jax.models.layers.params import (
-    abstract_table,
-    by_path,
-    nest,
-    parameter_count,
-    stored,
-)
+from stree_jax.models.layers.params import abstract_table, by_path, parameter_count
 from stree_jax.models.stack.memory import size_of
 from stree_jax.speculation.drafters.table import DrafterConfig
 

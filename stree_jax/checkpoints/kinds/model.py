@@ -10,7 +10,7 @@ from stree_jax.checkpoints.kinds.kind import DrafterKind, Target
 from stree_jax.checkpoints.load import load
 from stree_jax.checkpoints.save import save
 from stree_jax.models import Format, Model, ModelConfig
-from stree_jax.models.weights.kept import KEPT_INT8
+from stree_jax.models.weights.kept_format import KEPT_INT8
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.staged import AHEAD, WIDTH, Staged
 from stree_jax.speculation.drafters.table import DrafterConfig

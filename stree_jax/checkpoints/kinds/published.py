@@ -18,7 +18,7 @@ from stree_jax.convert.drafters.fields import has_drafter_fields, target_name
 from stree_jax.convert.drafters.names import MASK, MASK_FILE, plain_name
 from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.hub import HubName, hub_name
-from stree_jax.convert.saved.store import weights_named
+from stree_jax.convert.saved.config import weights_named
 from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tensors.quantized import scheme_names
@@ -26,7 +26,8 @@ from stree_jax.convert.tensors.stored_tensors import Tensors
 from stree_jax.convert.tensors.tensor_files import source_dtype
 from stree_jax.models import Format, Model, ModelConfig, format_named
 from stree_jax.models.stack.boundaries import boundary_count
-from stree_jax.models.weights.kept import KEPT_INT8, Layout
+from stree_jax.models.weights.kept import Layout
+from stree_jax.models.weights.kept_format import KEPT_INT8
 from stree_jax.speculation.drafters.ngram_pairs import WithNGrams, without_pairs
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.table import DrafterConfig

@@ -31,7 +31,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.drafters.trimming import head_name, trimmed_head, with_head
 from stree_jax.models.stack.memory import weights_read
-from stree_jax.models.weights.formats import as_weight, gathered
+from stree_jax.models.weights.parameters import as_weight, gathered
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.best_first import by_model, nothing_grown
