@@ -16,6 +16,7 @@ from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.families.tensor_map import Row
 from stree_jax.convert.families.tensors import (
+    check_sizes,
     check_tensors,
     dtype_in_file,
     is_finite,
@@ -30,9 +31,9 @@ from stree_jax.convert.families.tensors import (
 from stree_jax.convert.gguf.checkpoint import write_source_config
 from stree_jax.convert.opened import Opened, check_layer_count, open_local
 from stree_jax.convert.saved.atomic import atomic_directory
-from stree_jax.convert.saved.config import saved_format
+from stree_jax.convert.saved.config import SOURCE_CONFIG, saved_format
 from stree_jax.convert.saved.keeping import note_of_dequantized
-from stree_jax.convert.saved.store import SOURCE_CONFIG, check_space, write_directory
+from stree_jax.convert.saved.store import check_space, write_directory
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.stored_tensors import Tensors
 from stree_jax.convert.tokenizers.tokenizer import (
@@ -199,6 +200,8 @@ def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
         raise CheckpointError(f"{opened.files.path}: is in our format already")
     tokenizer_files(opened.files.path)
     check_layer_count(source, config)
+    files = opened.files
+    check_sizes(files.path if files.is_gguf else files.config_file, config)
     rows = rows_of(names, config)
     check_tensors(source, rows, config, names)
     kept = opened.weight_format(opened.dtype if dtype is None else dtype)

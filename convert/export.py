@@ -16,8 +16,8 @@ from stree_jax.convert.families.tensor_map import Names, split
 from stree_jax.convert.families.tensors import rows_of
 from stree_jax.convert.gguf.checkpoint import source_config
 from stree_jax.convert.saved.atomic import atomic_directory
-from stree_jax.convert.saved.config import dtype_named, is_ours
-from stree_jax.convert.saved.store import SOURCE_CONFIG, check_space
+from stree_jax.convert.saved.config import SOURCE_CONFIG, dtype_named, is_ours
+from stree_jax.convert.saved.store import check_space
 from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.convert.tokenizers.tokenizer import copy_tokenizer

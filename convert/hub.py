@@ -21,8 +21,7 @@ from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters.fields import has_drafter_fields
 from stree_jax.convert.families import families
 from stree_jax.convert.families.configs import detect
-from stree_jax.convert.saved.config import is_ours
-from stree_jax.convert.saved.store import PARAMS, SOURCE_CONFIG
+from stree_jax.convert.saved.config import PARAMS, SOURCE_CONFIG, is_ours
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tensors.gguf_header import (
     MAX_HEADER,

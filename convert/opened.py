@@ -11,10 +11,7 @@ from stree_jax.convert.adapters.merge import merge_adapter
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.families.configs import Warn, check_mtp, read_config
 from stree_jax.convert.families.tensor_map import Names
-from stree_jax.convert.families.tensors import (
-    settle_names,
-    without_left_out,
-)
+from stree_jax.convert.families.tensors import settle_names, without_left_out
 from stree_jax.convert.gguf.checkpoint import open_gguf
 from stree_jax.convert.saved.config import (
     FORMAT,

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,20 @@ def rows_of(
         ]
     assert {row.path for row in rows} == shapes.keys(), "a parameter without a row"
     return rows
+
+
+def check_sizes(file: PathLike[str], config: ModelConfig) -> None:
+    """Checks that the sizes in the config of a file fit each other. Imports jax.
+
+    Raises:
+      CheckpointError: they do not.
+    """
+    from stree_jax.models.stack import shapes
+
+    try:
+        shapes.check_sizes(config)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: {str(error).splitlines()[0]}") from error
 
 
 def check_tensors(

@@ -1,6 +1,5 @@
-"""config.json of our own format: the architecture, the weight format and the checksums.
-
-Nothing here imports jax."""
+"""config.json of our own format: the architecture, the weight format and the
+checksums. Imports no jax."""
 
 import hashlib
 import json
@@ -25,6 +24,14 @@ from stree_jax.models.stack import config_json
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.format import BFLOAT16, FLOAT32, Layout, Part
 from stree_jax.models.weights.panels import KINDS
+
+FORMAT, VERSION = "stree-jax", 2
+KEPT_VERSION = 3  # of weights that are not plain: they are in one safetensors file
+READABLE = (1, VERSION, KEPT_VERSION)  # version 1 has one config per kind of mixer
+FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
+FIELDS |= {"layout"}  # of kept models
+PARAMS = "params"  # folder of the weights
+SOURCE_CONFIG = "source_config.json"  # config of the converted checkpoint, for exports
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
@@ -64,18 +71,6 @@ def _part(k: int, kind: Any, rows: Any, columns: Any, factor: Any) -> Part:
     if type(rows) is not int or rows < 1 or {type(columns), type(factor)} != {bool}:
         raise ValueError("layout: want parts [kind, rows, columns, factor]")
     return Part(kind, rows, columns, factor)
-
-
-FORMAT, VERSION = "stree-jax", 2
-
-
-KEPT_VERSION = 3  # of weights that are not plain: they are in one safetensors file
-
-
-READABLE = (1, VERSION, KEPT_VERSION)  # version 1 has one config per kind of mixer
-
-
-FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
 
 
 def dtype_named(dtype: Any) -> np.dtype:

@@ -20,9 +20,10 @@ import jax
 from jax.sharding import Mesh
 
 from stree_jax.convert.base.errors import CheckpointError
+from stree_jax.convert.families.tensors import check_sizes
 from stree_jax.convert.saved.atomic import os_problem
 from stree_jax.convert.saved.config import (
-    FIELDS,
+    PARAMS,
     check_config,
     checksum,
     config_from_json,
@@ -42,15 +43,12 @@ from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.models.configs.params import Path as ParamPath
 from stree_jax.models.stack.sizes import weight_bytes
 
-PARAMS = "params"  # folder of the weights
-FIELDS |= {"layout"}  # of kept models
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that tensorstore does not interpret
 WRITE_BYTES = 2**27  # bytes that orbax writes at the same time, at least
 CHUNK_BYTES = 2**26  # chunk size of parameters; a part of one is read in whole chunks
 # A save needs free disk space of OVERHEAD times the bytes of the weights (1 % for the
 # index of the array store) and SPACE_MARGIN bytes (for the config and the tokenizer).
 OVERHEAD, SPACE_MARGIN = 1.01, 2**26
-SOURCE_CONFIG = "source_config.json"  # config of the converted checkpoint, for exports
 HASHED = "tokenizer.json"  # file with a checksum besides params/; others may be edited
 THREADS = 8  # threads that hash; a core with SHA instructions hashes about 2 GB/s
 
@@ -277,6 +275,7 @@ def read_params(
     Raises:
       CheckpointError: a file of params/ or the tokenizer is damaged or missing.
     """
+    check_sizes(files.config_file, config)
     directory = files.path.absolute()
     folder = directory / PARAMS
     if not folder.is_dir():
