@@ -25,6 +25,7 @@ from bench.method import (
     take_turns,
 )
 from bench.prompts import Prompt, rounds
+from stree_jax.common.words import LOOKUP
 from stree_jax.generation.generate import begin, encode_prompts
 from stree_jax.generation.result import Generation, HostArguments, summarise
 from stree_jax.generation.scoring import first_difference
@@ -36,7 +37,6 @@ from stree_jax.speculation import loop
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import Decoding
-from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.staged import Staged
 from stree_jax.speculation.drafters.table import AnyDrafter

@@ -46,9 +46,9 @@ from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.load import load
 from stree_jax.checkpoints.resolve import resolve
 from stree_jax.cli.options import add, add_dtype
+from stree_jax.common.words import LOOKUP
 from stree_jax.convert.tensors.gguf_header import is_gguf
 from stree_jax.models import Model, ModelConfig
-from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.table import source_of
 from stree_jax.speculation.source import assumed_acceptance
 from stree_jax.speculation.tree import MOST_CHILDREN

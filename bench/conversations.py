@@ -18,12 +18,12 @@ from bench.budgets import choice_of, run_time
 from bench.budgets import name_of as name_of_record
 from bench.device_memory import resident
 from bench.method import Run, quartiles_of, take_turns
+from stree_jax.common.words import LOOKUP
 from stree_jax.generation.generate import encode_prompts, generate, tune
 from stree_jax.generation.result import Generation
 from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads, first_heads
 from stree_jax.sizing.plan import Choice, Request, plan
-from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.tree import Auto, Tree, resolve_tree
 
 if TYPE_CHECKING:

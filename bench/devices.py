@@ -22,13 +22,13 @@ from bench.method import Run
 from bench.options import add_batch
 from bench.shapes import config_of
 from stree_jax.cli.options import add, add_dtype
+from stree_jax.common.words import LOOKUP
 from stree_jax.models import param_shapes
 from stree_jax.models.sharding.devices import make_mesh
 from stree_jax.models.sharding.whole_model import abstract_model
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.decoding import Decoding
-from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.on_mesh import decoding_specs, place_of
 from stree_jax.speculation.specs import make_spec

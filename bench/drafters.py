@@ -24,12 +24,12 @@ from bench.widen import widened, widened_drafter
 from stree_jax.checkpoints.kinds.ngrams import load_ngrams
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.cli.options import add
+from stree_jax.common.words import LOOKUP
 from stree_jax.generation.generate import encode_prompts, generate
 from stree_jax.models import Model
 from stree_jax.models.drafters.dflash import DFlash
 from stree_jax.models.stack.memory import weights_read
 from stree_jax.sampling.settings import Sampling
-from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.ngram_pairs import WithNGrams
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of

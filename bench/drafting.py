@@ -15,7 +15,7 @@ from jax import lax
 
 from bench.passes import CONTEXT, Case, Program
 from bench.shapes import NAMES, random_draft_model
-from stree_jax.common.words import suggestion
+from stree_jax.common.words import LOOKUP, MTP, suggestion
 from stree_jax.models import Model, ModelConfig, State, format_named
 from stree_jax.models.base.keys import default_numbers, key_of
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig, init_dflash
@@ -25,8 +25,6 @@ from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.drafter import Prompts, Update
-from stree_jax.speculation.drafters.lookup import LOOKUP
-from stree_jax.speculation.drafters.mtp import MTP
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.source import Source
 from stree_jax.speculation.tree import DEEPEST, resolve_tree

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.prompts import Prompt, read_prompts
 from bench.widen import sizes_of, widened
-from stree_jax.checkpoints.kinds.custom import is_custom
+from stree_jax.checkpoints.kinds.finding import is_custom
 from stree_jax.checkpoints.load import load
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.checkpoints.save import save

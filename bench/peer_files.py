@@ -14,16 +14,14 @@ import numpy as np
 
 from bench import tables
 from bench.llama_process import Ask
-from stree_jax.checkpoints.kinds.words import NO_DRAFTER
 from stree_jax.checkpoints.load import load
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.checkpoints.resolve import resolve
+from stree_jax.common.words import LOOKUP, MTP, NO_DRAFTER
 from stree_jax.convert.gguf.names import EMBEDDING, HEAD
 from stree_jax.convert.tensors.gguf_header import is_gguf, read_header
 from stree_jax.generation.scoring import score, score_tree
 from stree_jax.models import Model
-from stree_jax.speculation.drafters.lookup import LOOKUP
-from stree_jax.speculation.drafters.mtp import MTP
 from stree_jax.speculation.drafters.table import AUTO
 from stree_jax.verify.parity import Difference
 

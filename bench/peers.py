@@ -69,13 +69,13 @@ from bench.widen import sizes_of, widened
 from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.cli.options import add, group
+from stree_jax.common.words import LOOKUP
 from stree_jax.convert.export_gguf import write_gguf
 from stree_jax.generation.generate import encode_prompts
 from stree_jax.generation.scoring import score
 from stree_jax.models import Model, format_named
 from stree_jax.models.stack.memory import weights_read
 from stree_jax.models.weights.formats import FORMATS
-from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.verify.parity import Difference
 
 __all__ = ["NAME", "REPEATS", "add_options", "figures", "measure", "table"]

@@ -1,4 +1,4 @@
-"""Opens checkpoints: reads their configs and headers, and no weights. Imports no jax."""
+"""Opens checkpoints: reads configs and headers, and no weights. Imports no jax."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,6 @@
 """Reads the assistants that Google publishes for its Gemma 4 models
 (`gemma4_assistant` and `gemma4_unified_assistant`)."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,6 @@ from stree_jax.models.drafters.assistant import (
     assistant_table,
 )
 
-TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 WIDTH, CLUSTERED = "backbone_hidden_size", "use_ordered_embeddings"
 CLUSTERS, CLUSTERS_READ = "num_centroids", "centroid_intermediate_top_k"
 TIED = "tie_word_embeddings"
@@ -42,11 +40,6 @@ OWN = {
 # What the mask of transformers lets a layer with a window of W see: W + 1 tokens before
 # the root. `KVReaderConfig.window` counts the root, too.
 MORE_SEEN = 2
-
-
-def is_assistant(config_json: Mapping[str, Any]) -> bool:
-    """True if the fields of a config.json are those of an assistant."""
-    return config_json.get("model_type") in TYPES
 
 
 def assistant_config(fields: ConfigFields) -> AssistantConfig:

@@ -28,18 +28,21 @@ from stree_jax.convert.drafters.fields import (
     target_name,
 )
 from stree_jax.convert.drafters.names import (
-    ATTENTION,
     EMBEDDING,
     FREQUENCIES,
     HEAD,
     IDS,
-    LAYER,
-    MLP,
     UNUSED,
     USED,
     head_ids,
 )
-from stree_jax.convert.drafters.names import plain_name as without_prefix
+from stree_jax.convert.drafters.plain_names import (
+    ATTENTION,
+    FC,
+    LAYER,
+    MLP,
+    eagle_name,
+)
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.tensors.fields import ConfigFields
@@ -59,28 +62,6 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 LEVELS = 8  # levels of P-EAGLE if the config does not say how many were trained
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 MASK = "mask_hidden"
-FC = "fc.weight"
-
-
-def plain_name(name: str) -> str:
-    """Converts a publisher's name of a tensor to the name that the speculators library
-    gives it."""
-    name = without_prefix(name)
-    if name.startswith("midlayer."):
-        return "layers.0." + name.removeprefix("midlayer.")
-    return name
-
-
-def is_eagle(names: Any) -> bool:
-    """True if tensors of these names are an EAGLE drafter: a projection, and a first
-    layer that reads pairs (EAGLE-3) or has no norm before its attention (EAGLE-2)."""
-    found = set(map(plain_name, names))
-    first = LAYER.format(i=0)
-    if f"{ATTENTION.format(i=0)}q_proj.weight" not in found:
-        return False
-    pairs = f"{first}hidden_norm.weight" in found
-    fused = FC in found and f"{first}input_layernorm.weight" not in found
-    return pairs or fused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +105,7 @@ def eagle_config(
       CheckpointError: the drafter is not supported, or does not fit the target.
     """
     whole = ConfigFields(file, config_json)
-    named = {plain_name(name): shape for name, shape in shapes.items()}
+    named = {eagle_name(name): shape for name, shape in shapes.items()}
     r = _Reading(whole, named, warn, target=target)
     layer = r.layer
     d = layer.size("hidden_size")
@@ -453,7 +434,7 @@ def read_eagle(
     Raises:
       CheckpointError: the drafter is not supported, or does not fit the target.
     """
-    files = {plain_name(name): name for name in tensors}
+    files = {eagle_name(name): name for name in tensors}
     if shapes is None:
         shapes = {name: np.shape(tensors[name]) for name in tensors}
     c = eagle_config(config_json, shapes, target, warn=warn, file=file)

@@ -24,6 +24,7 @@ BOUNDARIES = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 FIELDS = {BLOCK, SPECULATORS, "speculators_model_type", "eagle_config"}
 FIELDS |= {OUTPUTS[0], *BOUNDARIES, "markov_rank", "draft_vocab_size"}
 FIELDS |= {"backbone_hidden_size"}  # of assistants of Gemma 4
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # values of `model_type`
 CLASSES = ("Eagle", "EAGLE", "DFlash", "DSpark", "DraftModel", "Speculator")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -157,3 +158,8 @@ def has_drafter_fields(config_json: Mapping[str, Any]) -> bool:
     listed = architectures if isinstance(architectures, list) else []
     classes = " ".join(map(str, listed))
     return not FIELDS.isdisjoint(config_json) or any(c in classes for c in CLASSES)
+
+
+def is_assistant(config_json: Mapping[str, Any]) -> bool:
+    """True if the fields of a config.json are those of an assistant."""
+    return config_json.get("model_type") in ASSISTANTS

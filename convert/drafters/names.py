@@ -1,7 +1,7 @@
 """Names of the tensors of block drafters, and their reading."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,13 @@ import numpy as np
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters.fields import Fields
 from stree_jax.convert.drafters.kept import can_be_kept, kept
+from stree_jax.convert.drafters.plain_names import (
+    ATTENTION,
+    LAYER,
+    MASK,
+    MLP,
+    plain_name,
+)
 from stree_jax.convert.families.tensors import check_dtype
 from stree_jax.convert.tensors.stored_tensors import Tensors
 from stree_jax.models import nest, stored
@@ -24,8 +31,6 @@ from stree_jax.models.drafters.dflash import (
 from stree_jax.models.weights.format import QUANTIZED, Format
 
 EMBEDDING, HEAD, IDS, USED = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
-MASK, MASK_FILE = "mask_embedding", "mask_embedding.pt"
-LAYER, ATTENTION, MLP = "layers.{i}.", "layers.{i}.self_attn.", "layers.{i}.mlp."
 # Tensors of the pair scores and of the confidence head, by the name of our parameter
 MARKOV = {
     "previous": "markov_head.markov_w1.weight",
@@ -44,16 +49,6 @@ CONFIDENCE = {
     "weight": "confidence_head.proj.weight",
     "bias": "confidence_head.proj.bias",
 }
-PREFIXES = ("model.", "draft_model.", "logit_head.")
-ALIASES = {
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-    "markov_w1.": "markov_head.markov_w1.",
-    "markov_w2.": "markov_head.markov_w2.",
-    "gate_proj.": "markov_head.gate_proj.",
-    "joint_proj.": "markov_head.joint_proj.",
-    "confidence_proj.": "confidence_head.proj.",
-}
 FREQUENCIES = "rotary_emb.inv_freq"  # ending of tensors that follow from the config
 # Tensors that only training uses
 UNREAD = ("verifier_lm_head.weight", "verifier_norm.weight")
@@ -65,18 +60,6 @@ DISCRETE = {
     IDS: re.compile(r"[IU]\d+|u?int\d+"),
     USED: re.compile(r"[IU]\d+|u?int\d+|BOOL|bool"),
 }
-
-
-def plain_name(name: str) -> str:
-    """Returns the name that most publishers give to a tensor."""
-    while prefix := next((p for p in PREFIXES if name.startswith(p)), ""):
-        name = name.removeprefix(prefix)
-    for alias, plain in ALIASES.items():
-        if name.startswith(alias):
-            return plain + name.removeprefix(alias)
-    if name.startswith(MASK):
-        return MASK
-    return re.sub(r"(_codebook)\.weight$", r"\1", name)
 
 
 def tensor_names(c: DFlashConfig) -> dict[ParamPath, tuple[str, ...]]:
@@ -185,14 +168,6 @@ def check_stored(source: Tensors, plain: Callable[[str], str]) -> None:
                 )
         elif known not in UNREAD and not name.endswith(FREQUENCIES):
             check_dtype(name, info)
-
-
-def is_block(names: Collection[str]) -> bool:
-    """True if tensors of these names are a block drafter: layers that read projected
-    layers of a target."""
-    found = set(map(plain_name, names))
-    query = f"{ATTENTION.format(i=0)}q_proj.weight"
-    return {"fc.weight", "hidden_norm.weight", query} <= found
 
 
 def read_dflash(

@@ -8,7 +8,8 @@ import numpy as np
 
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters.eagle import TAPS, tensor_names
-from stree_jax.convert.drafters.names import IDS, LAYER, USED
+from stree_jax.convert.drafters.names import IDS, USED
+from stree_jax.convert.drafters.plain_names import LAYER
 from stree_jax.models.configs.attention import head_runs
 from stree_jax.models.drafters.eagle import FIRST, Eagle, EagleConfig
 from stree_jax.models.layers.params import by_path

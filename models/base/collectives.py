@@ -1,7 +1,7 @@
 """Sums, gathers and slices of arrays that the devices of a group share.
 
-The functions run inside `jax.shard_map` on all devices of the group (`base.shards`). For
-a group of one they work without `jax.shard_map` and return their input.
+The functions run inside `jax.shard_map` on all devices of the group (`base.shards`).
+For a group of one they work without `jax.shard_map` and return their input.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Compressed convolutional attention: config, parameters, arrays of its state, memory."""
+"""Compressed convolutional attention: config, parameters, state arrays, memory."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention with another layer's keys and values: config, parameters, arrays of its state, memory."""
+"""Attention with another layer's keys and values: config, parameters, memory."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -20,8 +20,8 @@ Path = tuple[str, ...]
 # Nested dict of parameters. A parameter is a `jax.Array`, or a `Weight` if the matrix
 # is stored in another format, such as int8 with scales.
 Params = Any
-# Returns a new parameter: (random key, shape, dtype) -> `jax.Array`. Initialisers import
-# jax when they are called: the table of a checkpoint's parameters needs none.
+# Returns a new parameter: (random key, shape, dtype) -> `jax.Array`. Initialisers
+# import jax when they are called: the table of a checkpoint's parameters needs none.
 Init = Callable[..., Any]
 NORM_AFTER = "norm_after"  # name of a layer's second norm, of its mixers' output
 # The factor of the residual stream after a layer with `Block.scaled`.

@@ -1,5 +1,4 @@
-"""The interface of weight formats, without the weights: names, dtypes, and how many bytes
-matrices take."""
+"""The interface of weight formats, without the weights: names, dtypes and bytes."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,8 +11,6 @@ import ml_dtypes
 import numpy as np
 
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
-
-
 QUANTIZED = "quantized"  # in place of a dtype, see `Format.source_dtype`
 
 

@@ -1,5 +1,5 @@
-"""The format that keeps quantized matrices as they are in their file. `weights.kept` has the
-matrices."""
+"""The format that keeps quantized matrices as they are in their file. `weights.kept`
+has the matrices."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from stree_jax.cpu_kernels import (
-    available,
-)
+from stree_jax.cpu_kernels import available
 from stree_jax.models.weights.format import (
     BFLOAT16,
     FLOAT32,

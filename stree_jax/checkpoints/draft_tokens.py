@@ -122,5 +122,5 @@ def with_draft_vocabulary(drafter: Any, target: Model, ids: Any) -> AnyDrafter:
 
 def unsupported(drafter: Any) -> ValueError:
     """Returns the error for a drafter whose head cannot be trimmed."""
-    kinds = ", ".join(kind.name for kind in KINDS if kind.can_trim)
+    kinds = ", ".join(k.kind.name for k in KINDS if k.kind.can_trim)
     return ValueError(f"draft vocabulary: for {kinds} only, got {shown(drafter)}")

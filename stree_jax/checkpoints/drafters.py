@@ -1,14 +1,11 @@
-"""Loads, writes and describes drafters of every kind."""
+"""Loads and writes drafters of every kind."""
 
 import os
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from stree_jax.checkpoints.draft_tokens import unsupported
 from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.checkpoints.kinds.kind import Target
-from stree_jax.checkpoints.kinds.model import DRAFT_MODEL
 from stree_jax.checkpoints.kinds.table import kind_of, kind_of_value
 from stree_jax.checkpoints.resolve import valid_path
 from stree_jax.common.checks import as_integer, shown, with_hints
@@ -122,22 +119,3 @@ def save_drafter(
         got = shown(target_layers)
         raise CheckpointError(f"target_layers: want a number from 1 on, got {got}")
     kind.save(drafter, path, Target(target, layers))
-
-
-def drafter_info(
-    path_or_hub_id: str | Path, draft_vocab: int | None = None
-) -> dict[str, Any] | None:
-    """Describes a drafter from its config and headers; None for a model. Reads no
-    weights.
-
-    Args:
-      path_or_hub_id: the name of its files, as in `load_drafter`.
-      draft_vocab: number of tokens that it shall draft. If None, all that it can.
-    """
-    files = DrafterFiles(str(path_or_hub_id))
-    kind = kind_of(files)
-    if kind is DRAFT_MODEL or not kind.needs_files:
-        return None
-    if draft_vocab is not None and not kind.can_trim:
-        raise unsupported(files.name)
-    return kind.facts(files, draft_vocab)

@@ -1,4 +1,4 @@
-"""Describes a checkpoint from its config and headers."""
+"""Describes a checkpoint from its config and headers, without jax if it is a model."""
 
 import math
 from collections import Counter
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax import models
+from stree_jax.checkpoints.kinds.files import DrafterFiles
+from stree_jax.checkpoints.kinds.table import DRAFT_MODEL, listed
 from stree_jax.checkpoints.resolve import (
     adapter_path,
     check_is_model,
@@ -85,3 +87,25 @@ def info_and_config(
     if opened.left_out:
         facts["left_out"] = list(opened.left_out)
     return facts, whole, dtype
+
+
+def drafter_info(
+    path_or_hub_id: str | Path, draft_vocab: int | None = None
+) -> dict[str, Any] | None:
+    """Describes a drafter from its config and headers; None for a model. Reads no
+    weights.
+
+    Args:
+      path_or_hub_id: the name of its files, as in `load_drafter`.
+      draft_vocab: number of tokens that it shall draft. If None, all that it can.
+    """
+    files = DrafterFiles(str(path_or_hub_id))
+    found = listed(files)
+    if found is DRAFT_MODEL or not found.needs_files:
+        return None
+    kind = found.kind
+    if draft_vocab is not None and not kind.can_trim:
+        from stree_jax.checkpoints.draft_tokens import unsupported
+
+        raise unsupported(files.name)
+    return kind.facts(files, draft_vocab)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from stree_jax.checkpoints.kinds.table import kind_of_value
+from stree_jax.checkpoints.kinds.table import listed_of_value
 from stree_jax.checkpoints.resolve import resolve
 from stree_jax.cli.chat import read_chat_template, read_special_tokens
 from stree_jax.cli.chat_commands import Chat, run_command
@@ -178,10 +178,12 @@ def banner(args: argparse.Namespace, chat: ChatModel, talks: bool) -> str:
 
 def drafter_named(args: argparse.Namespace, drafter: Any) -> str:
     """Returns the name of the drafter that a chat uses, in words."""
-    kind = kind_of_value(drafter)
-    if kind is not None and not kind.needs_files:
+    found = listed_of_value(drafter)
+    if found is not None and not found.needs_files:
         ids = getattr(drafter, "ids", None)
-        return kind.name + ("" if ids is None else f" with {len(ids)} draft tokens")
+        return found.kind.name + (
+            "" if ids is None else f" with {len(ids)} draft tokens"
+        )
     return "demo" if args.drafter in (None, AUTO) else args.drafter
 
 

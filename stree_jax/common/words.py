@@ -4,12 +4,12 @@ import difflib
 from collections.abc import Iterable
 
 MIN_SIMILARITY = 0.6  # difflib ratio of a misspelt name and the one that is suggested
-# Names of drafters that are not paths. `checkpoints.pair` says what they
-# mean.
+# Names of drafters that are not paths. `checkpoints.pair` says what they mean.
+LOOKUP, MTP, NO_DRAFTER = "lookup", "mtp", "none"
 DRAFTERS = (
-    "lookup",
-    "mtp",
-    "none",
+    LOOKUP,
+    MTP,
+    NO_DRAFTER,
     "demo",
     "demo-heads",
     "demo-dspark",

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import stree_jax
-from stree_jax.checkpoints.kinds.custom import custom_drafter, is_custom
+from stree_jax.checkpoints.kinds.custom import custom_drafter
+from stree_jax.checkpoints.kinds.finding import is_custom
 from stree_jax.checkpoints.pair import load_pair
 from stree_jax.cli import main as cli
 from stree_jax.cli.commands import serve

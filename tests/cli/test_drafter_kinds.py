@@ -9,16 +9,16 @@ import stree_jax
 from stree_jax.checkpoints.kinds.table import KINDS
 from stree_jax.cli import main as cli
 from stree_jax.cli.commands import serve
-from tests.support.toy_kind import TOY, Bigrams, bigrams
+from tests.support.toy_kind import LISTED, Bigrams, bigrams
 
 TEXT = "def f(x):\n    return x\n\n\ndef g(x):\n    return f(x)\n"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    KINDS.insert(0, TOY)
+    KINDS.insert(0, LISTED)
     yield
-    KINDS.remove(TOY)
+    KINDS.remove(LISTED)
 
 
 @pytest.fixture(scope="module")

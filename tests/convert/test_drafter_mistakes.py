@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stree_jax.checkpoints.drafters import drafter_info, load_drafter
+from stree_jax.checkpoints.drafters import load_drafter
+from stree_jax.checkpoints.info import drafter_info
 from stree_jax.checkpoints.kinds.published import warn_of_other_target
 from stree_jax.convert import CheckpointError
 from tests.support.loaded_drafters import errors, tiny_target, write_of

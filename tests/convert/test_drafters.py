@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.checkpoints.drafters import drafter_info, load_drafter
+from stree_jax.checkpoints.drafters import load_drafter
+from stree_jax.checkpoints.info import drafter_info
 from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.checkpoints.kinds.table import kind_of
 from stree_jax.convert.drafters.eagle import TAPS

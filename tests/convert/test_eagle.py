@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from stree_jax.convert import CheckpointError
-from stree_jax.convert.drafters.eagle import eagle_config, is_eagle, read_eagle
+from stree_jax.convert.drafters.eagle import eagle_config, read_eagle
+from stree_jax.convert.drafters.plain_names import is_eagle
 from stree_jax.convert.tensors.tensor_files import open_source
 from stree_jax.models import AttentionConfig, ModelConfig, by_path
 from stree_jax.models.stack.config import blocks, named

@@ -6,7 +6,8 @@ import pytest
 
 import stree_jax
 from stree_jax.checkpoints.draft_tokens import DraftVocabulary
-from stree_jax.checkpoints.drafters import drafter_info, load_drafter
+from stree_jax.checkpoints.drafters import load_drafter
+from stree_jax.checkpoints.info import drafter_info
 from stree_jax.checkpoints.pair import load_pair, pair_configs
 from stree_jax.models import by_path
 from stree_jax.models.stack.memory import size_of

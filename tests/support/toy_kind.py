@@ -1,6 +1,6 @@
 """A toy kind of drafter with files of its own: the likeliest token after each token.
 
-A test registers it with `KINDS.insert(0, TOY)`.
+A test registers it with `KINDS.insert(0, LISTED)`.
 """
 
 import json
@@ -11,6 +11,7 @@ import numpy as np
 from flax import struct
 
 from stree_jax.checkpoints.kinds.kind import DrafterKind
+from stree_jax.checkpoints.kinds.table import Listed
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.saved.atomic import atomic_directory
 from stree_jax.speculation.draft import only_root
@@ -63,9 +64,6 @@ class ToyKind(DrafterKind):
     value = Bigrams
     can_trim = True
 
-    def found(self, files):
-        return CONFIG in files.names
-
     def size(self, files):
         size = json.loads((files.place / CONFIG).read_text())["size"]
         if type(size) is not int or size < 1:
@@ -97,3 +95,4 @@ class ToyKind(DrafterKind):
 
 
 TOY = ToyKind()
+LISTED = Listed(lambda files: CONFIG in files.names, f"{__name__}:TOY")

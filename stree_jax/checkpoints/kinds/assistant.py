@@ -4,14 +4,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.checkpoints.kinds.kind import Target
 from stree_jax.checkpoints.kinds.published import OpenedDrafter, PublishedKind
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters.assistant import (
     assistant_config,
     check_assistant,
-    is_assistant,
     read_assistant,
 )
 from stree_jax.convert.families.gemma3 import TYPES
@@ -66,9 +64,6 @@ class AssistantKind(PublishedKind):
     value = Assistant
     opened = OpenedAssistant
     can_trim = False
-
-    def found(self, files: DrafterFiles) -> bool:
-        return is_assistant(files.config_json)
 
     def save(self, value: Any, dst: Path, target: Target) -> None:
         raise CheckpointError(

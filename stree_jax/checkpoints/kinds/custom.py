@@ -2,12 +2,11 @@
 
 import importlib
 import inspect
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from stree_jax.checkpoints.kinds.files import DrafterFiles
+from stree_jax.checkpoints.kinds.finding import CUSTOM
 from stree_jax.checkpoints.kinds.kind import DrafterKind
 from stree_jax.checkpoints.load import load
 from stree_jax.common.checks import shown
@@ -15,14 +14,6 @@ from stree_jax.common.words import closest
 from stree_jax.models import Model, ModelConfig
 from stree_jax.speculation.drafters.custom import METHODS
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
-
-NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
-
-
-def is_custom(name: str) -> bool:
-    """True if a drafter's name has the form MODULE:NAME of a custom drafter, and no
-    file has this name."""
-    return NAME.fullmatch(name) is not None and not Path(name).exists()
 
 
 def import_drafter(name: str) -> Any:
@@ -34,7 +25,7 @@ def import_drafter(name: str) -> Any:
     Raises:
       ValueError: the module cannot be imported, or does not have the name.
     """
-    found = NAME.fullmatch(name)
+    found = CUSTOM.fullmatch(name)
     assert found is not None  # see `is_custom`
     module_name, attributes = found.groups()
     try:
@@ -120,11 +111,7 @@ class CustomKind(DrafterKind):
     """An object of the user's own module, imported only if it is named."""
 
     name = "custom drafter"
-    needs_files = False
     config_needs_target = True  # it may depend on the target's weights
-
-    def found(self, files: DrafterFiles) -> bool:
-        return is_custom(files.name)
 
     def check(self, files: DrafterFiles) -> None:
         import_drafter(files.name)
@@ -136,4 +123,4 @@ class CustomKind(DrafterKind):
         return custom_drafter(files.name, target)
 
 
-CUSTOM = CustomKind()
+CUSTOM_DRAFTER = CustomKind()

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.checkpoints.kinds.kind import Target
 from stree_jax.checkpoints.kinds.published import (
     OpenedDrafter,
@@ -149,19 +148,6 @@ class EagleKind(PublishedKind):
     name = "EAGLE"
     value = Eagle
     opened = OpenedEagle
-
-    def found(self, files: DrafterFiles) -> bool:
-        """True for a drafter's config, or that of a model with one layer (EAGLE-2), and
-        the tensors of EAGLE."""
-        published = super().found(files)
-        if not published and files.config_json.get("num_hidden_layers") != 1:
-            return False
-        try:
-            return eagle.is_eagle(files.source.tensors)
-        except CheckpointError:
-            if published:
-                raise
-            return False  # loading it as a model then reports the fault
 
     def save(self, value: Any, dst: Path, target: Target) -> None:
         dtype = dtype_named(value.weight_format)

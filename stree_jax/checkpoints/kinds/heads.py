@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.checkpoints.kinds.files import DrafterFiles
+from stree_jax.checkpoints.kinds.finding import HEADS as MEDUSA_FILES
 from stree_jax.checkpoints.kinds.kind import DrafterKind, Target
 from stree_jax.checkpoints.resolve import resolve, valid_path
 from stree_jax.convert import CheckpointError
@@ -36,8 +37,8 @@ from stree_jax.models.layers.params import abstract_table, by_path, parameter_co
 from stree_jax.models.stack.memory import size_of
 from stree_jax.speculation.drafters.table import DrafterConfig
 
-WEIGHTS = "medusa_lm_head.safetensors"
-FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
+WEIGHTS = MEDUSA_FILES[0]
+FILES = (*MEDUSA_FILES, "model.safetensors", "pytorch_model.bin")
 ACCURACY = "medusa_accuracy"
 MOST_RANKS, ROUNDED = 64, 1e-9
 PUBLIC = re.compile(r"(?:medusa_heads?\.)?(\d{1,3})\.(\d{1,3})\.(?:linear\.)?(\w+)")
@@ -238,14 +239,6 @@ class HeadsKind(DrafterKind):
 
     name = "Medusa heads"
     value = Heads
-
-    def found(self, files: DrafterFiles) -> bool:
-        fields = files.config_json
-        return (
-            not files.names.isdisjoint(FILES[:2])
-            or fields.get("model_type") == "medusa"
-            or "medusa_num_heads" in fields
-        )
 
     def read_config(self, files: DrafterFiles, target: ModelConfig) -> DrafterConfig:
         source, _, config = _opened(files.name)

@@ -1,7 +1,8 @@
 """The base class of kinds of drafters.
 
-A kind says how a drafter's files are found, read, described, trimmed and written. Each
-kind is one instance in a file of this folder, and an entry of `kinds.table.KINDS`. How
+A kind says how a drafter's files are read, described, trimmed and written. Each kind is
+one instance in a file of this folder, and an entry of `kinds.table.KINDS` with a
+function that finds it. How
 the loaded value drafts is the business of its `Source` (`speculation.source`), or of
 its methods if it is a custom drafter.
 """
@@ -33,7 +34,6 @@ class DrafterKind:
     Attributes:
       name: its name in messages.
       value: the type of a loaded drafter, or several types.
-      needs_files: False if the name alone stands for the drafter, such as "lookup".
       needs_mtp: True if the target must be loaded with its MTP layers.
       config_needs_target: True if `read_config` loads the target.
       can_trim: True if a drafter can be restricted to some of the tokens.
@@ -41,14 +41,9 @@ class DrafterKind:
 
     name: str
     value: type | tuple[type, ...] = ()
-    needs_files: bool = True
     needs_mtp: bool = False
     config_needs_target: bool = False
     can_trim: bool = False
-
-    def found(self, files: DrafterFiles) -> bool:
-        """True if the name stands for a drafter of this kind. Reads headers only."""
-        raise NotImplementedError
 
     def check(self, files: DrafterFiles) -> None:
         """Raises ValueError if a name without files is wrong."""

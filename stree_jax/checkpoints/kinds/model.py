@@ -17,14 +17,10 @@ from stree_jax.speculation.drafters.table import DrafterConfig
 
 
 class ModelKind(DrafterKind):
-    """A draft model. It comes last in the table: `load` reports what is wrong with
-    files that are of no kind."""
+    """A draft model. `load` reports what is wrong with files that are of no kind."""
 
     name = "draft model"
     value = models.Model
-
-    def found(self, files: DrafterFiles) -> bool:
-        return True
 
     def read_config(self, files: DrafterFiles, target: ModelConfig) -> DrafterConfig:
         opened = described(files.path)

@@ -3,13 +3,9 @@
 from typing import Any
 
 from stree_jax.checkpoints.kinds.words import WordKind
+from stree_jax.common.words import MTP
 from stree_jax.models import Format, Model, ModelConfig
-from stree_jax.speculation.drafters.mtp import (
-    MTP,
-    TrimmedMTP,
-    TrimmedMTPConfig,
-    trimmed_mtp,
-)
+from stree_jax.speculation.drafters.mtp import TrimmedMTP, TrimmedMTPConfig, trimmed_mtp
 from stree_jax.speculation.drafters.table import DrafterConfig
 
 
@@ -34,4 +30,4 @@ class MTPKind(WordKind):
         return DrafterConfig(TrimmedMTPConfig(target, count), weights)
 
 
-MTP_LAYERS = MTPKind("MTP layers", MTP, MTP)
+MTP_LAYERS = MTPKind("MTP layers", MTP)

@@ -17,7 +17,6 @@ from stree_jax.checkpoints.resolve import valid_path
 from stree_jax.common.whole_file import write_whole
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.hub import fetch, hub_name
-from stree_jax.convert.tensors.gguf_header import is_gguf
 from stree_jax.models import Model, ModelConfig
 from stree_jax.models.stack.memory import size_of
 from stree_jax.speculation.drafters.ngrams import ASSUMED_RATES, WAYS, NGrams, Table
@@ -215,14 +214,6 @@ class NGramsKind(DrafterKind):
 
     name = "n-grams"
     value = NGrams
-
-    def found(self, files: DrafterFiles) -> bool:
-        """True for a file that is not a model."""
-        path = Path(files.name)
-        if path.exists():
-            return path.is_file() and not is_gguf(path)
-        named = hub_name(files.name)
-        return named is not None and (named.file or "").endswith(".safetensors")
 
     def read_config(self, files: DrafterFiles, target: ModelConfig) -> NGrams:
         return load_ngrams(files.name)

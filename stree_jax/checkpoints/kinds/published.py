@@ -14,8 +14,8 @@ from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.checkpoints.kinds.kind import DrafterKind
 from stree_jax.common.checks import integer
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.convert.drafters.fields import has_drafter_fields, target_name
-from stree_jax.convert.drafters.names import MASK, MASK_FILE, plain_name
+from stree_jax.convert.drafters.fields import target_name
+from stree_jax.convert.drafters.plain_names import MASK, MASK_FILE, plain_name
 from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.hub import HubName, hub_name
 from stree_jax.convert.saved.config import weights_named
@@ -150,9 +150,6 @@ class PublishedKind(DrafterKind):
 
     opened: type[OpenedDrafter]
     can_trim = True
-
-    def found(self, files: DrafterFiles) -> bool:
-        return has_drafter_fields(files.config_json)
 
     def open(self, files: DrafterFiles, warn: Warn | None = None) -> Any:
         """Opens the files. Reads the config and headers only.

@@ -4,27 +4,19 @@ from typing import Any
 
 from stree_jax.checkpoints.kinds.files import DrafterFiles
 from stree_jax.checkpoints.kinds.kind import DrafterKind
+from stree_jax.common.words import LOOKUP, NO_DRAFTER
 from stree_jax.models import Model, ModelConfig
-from stree_jax.speculation.drafters.lookup import LOOKUP
-
-NO_DRAFTER = "none"
 
 
 class WordKind(DrafterKind):
     """A drafter without files.
 
     Attributes:
-      word: what users type.
       drafter: what `generate` takes for it.
     """
 
-    needs_files = False
-
-    def __init__(self, name: str, word: str, drafter: str | None) -> None:
-        self.name, self.word, self.drafter = name, word, drafter
-
-    def found(self, files: DrafterFiles) -> bool:
-        return files.name == self.word
+    def __init__(self, name: str, drafter: str | None) -> None:
+        self.name, self.drafter = name, drafter
 
     def read_config(self, files: DrafterFiles, target: ModelConfig) -> Any:
         return self.drafter
@@ -36,5 +28,5 @@ class WordKind(DrafterKind):
         return (value is None or isinstance(value, str)) and value == self.drafter
 
 
-PROMPT_LOOKUP = WordKind("prompt lookup", LOOKUP, LOOKUP)
-PLAIN = WordKind("none", NO_DRAFTER, None)
+PROMPT_LOOKUP = WordKind("prompt lookup", LOOKUP)
+PLAIN = WordKind(NO_DRAFTER, None)

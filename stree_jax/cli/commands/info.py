@@ -44,8 +44,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     with no_collection():
-        from stree_jax.checkpoints.drafters import drafter_info
-        from stree_jax.checkpoints.info import info_and_config
+        from stree_jax.checkpoints.info import drafter_info, info_and_config
         from stree_jax.cli.figures import write_bytes
         from stree_jax.sizing.units import shown_bytes
 

@@ -250,13 +250,13 @@ def check_model(args: argparse.Namespace) -> None:
       ValueError: a path does not exist or is not a model, the model has no tokenizer or
         fewer tokens than --logprobs, or the weights alone exceed --memory.
     """
-    from stree_jax.checkpoints.kinds.words import NO_DRAFTER
     from stree_jax.checkpoints.pair import (
         drafter_name,
         pair_configs,
         plan_loads_target,
     )
     from stree_jax.checkpoints.resolve import resolve
+    from stree_jax.common.words import NO_DRAFTER
     from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
     from stree_jax.convert.tokenizers.tokenizer import has_tokenizer
     from stree_jax.server.service import NO_TOKENIZER
@@ -458,8 +458,8 @@ def prefix_memory(args: argparse.Namespace) -> int | None:
 def check_weights(args: argparse.Namespace, limit: int) -> None:
     """Raises ValueError if the weights of the target alone exceed `limit` bytes, with
     the MTP layers if these draft. They are not read for this."""
-    from stree_jax.checkpoints.kinds.words import NO_DRAFTER
     from stree_jax.checkpoints.pair import mtp_layers, pair_configs
+    from stree_jax.common.words import NO_DRAFTER
     from stree_jax.models.stack.memory import size_of
     from stree_jax.sizing.memory import abstract_model
     from stree_jax.sizing.units import shown_bytes

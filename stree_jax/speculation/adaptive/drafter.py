@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from stree_jax.common.words import LOOKUP
 from stree_jax.models import Model, Taps
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
@@ -38,7 +39,6 @@ from stree_jax.speculation.drafter import (
     Update,
 )
 from stree_jax.speculation.drafters.lookup import (
-    LOOKUP,
     History,
     add_to_history,
     begin_history,

@@ -32,7 +32,6 @@ from stree_jax.speculation.drafters.earlier import SEPARATOR
 from stree_jax.speculation.forced import with_forced_candidates
 from stree_jax.speculation.tree import Budget, Topology
 
-LOOKUP = "lookup"
 PLACES = 3  # W, the number of matches that are continued
 # Match lengths up to this number of tokens are compared, to find the longest match.
 LONGEST_MATCH = 32

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from stree_jax.common.words import MTP
 from stree_jax.models import (
     Model,
     ModelConfig,
@@ -48,8 +49,6 @@ from stree_jax.speculation.drafter import (
 from stree_jax.speculation.drafters.model import fill_tree
 from stree_jax.speculation.source import Source, Work, check_state
 from stree_jax.speculation.tree import Auto, Topology, Tree
-
-MTP = "mtp"
 
 
 @struct.dataclass

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from stree_jax.common.words import LOOKUP, MTP
 from stree_jax.models import Format, Model, ModelConfig, by_path, format_named
 from stree_jax.models.drafters.assistant import Assistant, AssistantConfig
 from stree_jax.models.drafters.dflash import DFlash, DFlashConfig
@@ -15,11 +16,9 @@ from stree_jax.speculation.drafters.assistant import AssistantSource
 from stree_jax.speculation.drafters.custom import METHODS, Custom
 from stree_jax.speculation.drafters.dflash import DFlashSource
 from stree_jax.speculation.drafters.eagle import EagleSource
-from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.medusa import HeadsSource
 from stree_jax.speculation.drafters.model import ModelSource
 from stree_jax.speculation.drafters.mtp import (
-    MTP,
     MTPSource,
     TrimmedMTP,
     TrimmedMTPConfig,

@@ -2,9 +2,10 @@
 
 from flax import struct
 
+from stree_jax.common.words import LOOKUP
 from stree_jax.models import Model
 from stree_jax.speculation.drafter import DrafterBase, NoDrafter
-from stree_jax.speculation.drafters.lookup import LOOKUP, LookupDrafter
+from stree_jax.speculation.drafters.lookup import LookupDrafter
 from stree_jax.speculation.source import Source, picked_tree
 from stree_jax.speculation.tree import Auto, Beam, Topology, chain
 
