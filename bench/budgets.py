@@ -17,8 +17,10 @@ from bench.shapes import config_of
 from stree_jax.cli import figures
 from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, first_heads
-from stree_jax.sizing.memory import Memory, abstract_model, memory_of
-from stree_jax.sizing.plan import Choice, Request, plan
+from stree_jax.sizing.memory import abstract_model, memory_of
+from stree_jax.sizing.parts import Memory
+from stree_jax.sizing.plan import Choice, plan
+from stree_jax.sizing.request import Request
 from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.drafters.table import abstract_source, source_of
 from stree_jax.speculation.gain import greedy_tree

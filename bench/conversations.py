@@ -23,7 +23,8 @@ from stree_jax.generation.generate import encode_prompts, generate, tune
 from stree_jax.generation.result import Generation
 from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads, first_heads
-from stree_jax.sizing.plan import Choice, Request, plan
+from stree_jax.sizing.plan import Choice, plan
+from stree_jax.sizing.request import Request
 from stree_jax.speculation.tree import Auto, Tree, resolve_tree
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from stree_jax.checkpoints.kinds.heads import load_heads
 from stree_jax.cli.options import add
 from stree_jax.models import Model
 from stree_jax.models.drafters.heads import Heads
-from stree_jax.sizing.memory import BufferSizes, memory_of
+from stree_jax.sizing.memory import memory_of
+from stree_jax.sizing.parts import BufferSizes
 from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.default_tree import tree_for

@@ -40,8 +40,7 @@ from stree_jax.models import (
     forward_tree,
     read_text,
 )
-from stree_jax.speculation.buckets import bucket
-from stree_jax.speculation.loop import cache_capacity
+from stree_jax.speculation.buckets import bucket, cache_capacity
 from stree_jax.verify.parity import Difference, quiet
 
 if TYPE_CHECKING:

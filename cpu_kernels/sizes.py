@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
 
@@ -13,6 +12,8 @@ def symbolic_size(size: Any) -> bool:
 
 def symbolic(args: Any) -> bool:
     """True if an array of a pytree has a symbolic size."""
+    import jax
+
     shapes = (getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(args))
     return any(symbolic_size(size) for shape in shapes for size in shape)
 

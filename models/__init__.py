@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from stree_jax.models.layers.nodes import tree_nodes as tree_nodes
     from stree_jax.models.layers.params import by_path as by_path
     from stree_jax.models.layers.params import parameter_count as parameter_count
+    from stree_jax.models.stack.chunks import PREFILL_CHUNK as PREFILL_CHUNK
+    from stree_jax.models.stack.chunks import chunk_of as chunk_of
+    from stree_jax.models.stack.chunks import reading_chunk as reading_chunk
+    from stree_jax.models.stack.chunks import whole_blocks as whole_blocks
     from stree_jax.models.stack.config import Block as Block
     from stree_jax.models.stack.config import ModelConfig as ModelConfig
     from stree_jax.models.stack.config import ResidualScales as ResidualScales
@@ -60,14 +64,11 @@ if TYPE_CHECKING:
     from stree_jax.models.stack.network import Taps as Taps
     from stree_jax.models.stack.param_table import param_at as param_at
     from stree_jax.models.stack.param_table import param_shapes as param_shapes
-    from stree_jax.models.stack.prefill import PREFILL_CHUNK as PREFILL_CHUNK
     from stree_jax.models.stack.prefill import Observer as Observer
-    from stree_jax.models.stack.prefill import chunk_of as chunk_of
     from stree_jax.models.stack.prefill import extend as extend
     from stree_jax.models.stack.prefill import prefill as prefill
     from stree_jax.models.stack.prefill import read_observed as read_observed
     from stree_jax.models.stack.prefill import read_text as read_text
-    from stree_jax.models.stack.prefill import reading_chunk as reading_chunk
     from stree_jax.models.stack.shapes import abstract_params as abstract_params
     from stree_jax.models.stack.shapes import cast_params as cast_params
     from stree_jax.models.stack.shapes import init_params as init_params
@@ -80,7 +81,6 @@ if TYPE_CHECKING:
     from stree_jax.models.stack.state import init_records as init_records
     from stree_jax.models.stack.state import init_state as init_state
     from stree_jax.models.stack.state import shortened as shortened
-    from stree_jax.models.stack.state import whole_blocks as whole_blocks
     from stree_jax.models.weights.format import Format as Format
     from stree_jax.models.weights.formats import FORMATS as FORMATS
     from stree_jax.models.weights.formats import format_named as format_named
@@ -115,16 +115,13 @@ _NAMES = {
         "Model check_model forward_hidden forward_tapped forward_tree logits_of"
         " param_dtype"
     ),
+    "stack.chunks": "PREFILL_CHUNK chunk_of reading_chunk whole_blocks",
     "stack.network": "Tapped Taps",
     "stack.param_table": "param_at param_shapes",
-    "stack.prefill": (
-        "PREFILL_CHUNK Observer chunk_of extend prefill read_observed read_text"
-        " reading_chunk"
-    ),
+    "stack.prefill": "Observer extend prefill read_observed read_text",
     "stack.shapes": "abstract_params cast_params init_params",
     "stack.state": (
-        "Pending Records State cache_rows commit grow init_records init_state "
-        "shortened whole_blocks"
+        "Pending Records State cache_rows commit grow init_records init_state shortened"
     ),
     "weights.format": "Format",
     "weights.formats": "FORMATS format_named",

@@ -68,7 +68,7 @@ def child(case: Case) -> None:
     from stree_jax.checkpoints.pair import load_pair
     from stree_jax.sizing import budget
     from stree_jax.sizing.budget import weights_given
-    from stree_jax.sizing.memory import SCRATCH
+    from stree_jax.sizing.parts import SCRATCH
 
     said: list[int] = []
     real = budget.needs

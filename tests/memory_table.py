@@ -30,12 +30,8 @@ from stree_jax.models.drafters.dflash import DFlashConfig, DFlashLayer
 from stree_jax.models.drafters.eagle import FIRST, EagleConfig
 from stree_jax.models.stack.boundaries import boundary_count
 from stree_jax.models.stack.config import blocks, named
-from stree_jax.sizing.memory import (
-    BufferSizes,
-    abstract_model,
-    compiled_bytes,
-    memory_of,
-)
+from stree_jax.sizing.memory import abstract_model, compiled_bytes, memory_of
+from stree_jax.sizing.parts import BufferSizes
 from stree_jax.speculation.drafters.eagle import EagleSource
 from stree_jax.speculation.drafters.mtp import TrimmedMTPConfig
 from stree_jax.speculation.drafters.table import abstract_source

@@ -7,7 +7,7 @@ import stree_jax
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sizing import budget, step_times
 from stree_jax.sizing.budget import weights_given
-from stree_jax.sizing.memory import SCRATCH
+from stree_jax.sizing.parts import SCRATCH
 from tests.support.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")

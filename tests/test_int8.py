@@ -20,12 +20,8 @@ from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.experts import Experts
 from stree_jax.models.weights.int8 import Quantized
 from stree_jax.models.weights.int8_format import INT8, group_of
-from stree_jax.sizing.memory import (
-    BufferSizes,
-    abstract_model,
-    compiled_bytes,
-    memory_of,
-)
+from stree_jax.sizing.memory import abstract_model, compiled_bytes, memory_of
+from stree_jax.sizing.parts import BufferSizes
 from tests.models.configs import CONFIGS
 from tests.support.checkpoints import HF_CASES
 from tests.support.native import INSTRUCTIONS, use

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,10 +12,15 @@ import pytest
 
 from stree_jax import cpu_kernels
 from stree_jax.generation.generate import begin
+from stree_jax.models import format_named
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
-from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
-from stree_jax.sizing.temporaries import padded_rows, temporaries_of
+from stree_jax.models.weights.padding import padded_rows
+from stree_jax.sizing.memory import abstract_model, memory_of
+from stree_jax.sizing.parts import BufferSizes
+from stree_jax.sizing.plain import plain_memory
+from stree_jax.sizing.temporaries import temporaries_of
 from stree_jax.speculation.drafters.table import abstract_source
+from tests.support.families import FAMILIES
 from tests.support.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +78,15 @@ def test_predicted_arrays_match_a_generation(target, drafter, tree):
         + (taken(real.params) if drafter in ("model", "heads") else 0)
     )
     assert memory.shared == (taken(target.params["embedding"]) * (drafter == "heads"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_plain_decoding_is_counted_without_jax(name):
+    config, room = replace(FAMILIES[name], mtp=()), BufferSizes(3, 512, 64)
+    for dtype in ("bfloat16", "kept"):
+        format = format_named(dtype)
+        counted = memory_of(abstract_model(config, format), None, "chain:0", room)
+        assert plain_memory(config, format, room) == counted
 
 
 def test_the_parts_add_up(target):

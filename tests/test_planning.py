@@ -21,7 +21,8 @@ from stree_jax.sizing.memory import (
     abstract_model,
     memory_of,
 )
-from stree_jax.sizing.plan import Request, plan
+from stree_jax.sizing.plan import plan
+from stree_jax.sizing.request import Request
 from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.drafters.table import abstract_source
 from stree_jax.speculation.gain import Acceptance

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax import cpu_kernels
-from stree_jax.cpu_kernels.limits import ATTENTION_BLOCK
 from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.configs import MIXERS
 from stree_jax.models.configs.mixer import Mixer
@@ -143,11 +142,6 @@ def _caches(mixer: Any) -> bool:
     axes: list[int | None] = []
     map_leaves(lambda x, leaf: axes.append(leaf.capacity_axis), mixer)
     return None not in axes
-
-
-def whole_blocks(rows: int) -> int:
-    """Rounds `rows` up to whole blocks of the CPU attention (`ATTENTION_BLOCK`)."""
-    return -(-rows // ATTENTION_BLOCK) * ATTENTION_BLOCK
 
 
 def grow(state: State, capacity: int) -> State:

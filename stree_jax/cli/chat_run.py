@@ -35,7 +35,7 @@ from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.generation.generate import Options
 from stree_jax.models import parameter_count
 from stree_jax.sampling.settings import Sampling
-from stree_jax.sizing.plan import Request
+from stree_jax.sizing.request import Request
 from stree_jax.speculation.default_tree import tree_for
 from stree_jax.speculation.drafters.table import AUTO
 

@@ -45,7 +45,8 @@ from stree_jax.generation.scoring import first_difference
 from stree_jax.models import Model
 from stree_jax.sampling.continuation import Decoder, continuation
 from stree_jax.sampling.settings import PENALTIES, Sampling
-from stree_jax.sizing.plan import Planned, Request, plan
+from stree_jax.sizing.plan import Planned, plan
+from stree_jax.sizing.request import Request
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.draft import ORIGINS
 from stree_jax.speculation.drafters.table import AUTO, WITHOUT_MODEL, source_of

@@ -18,8 +18,8 @@ from stree_jax.generation.past import Past
 from stree_jax.generation.result import Generation
 from stree_jax.models import Model, ModelConfig, check_model
 from stree_jax.sampling.continuation import encode_continuation
+from stree_jax.speculation.buckets import MOST_TOKENS as MOST_TOKENS
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
-from stree_jax.speculation.loop import MOST_TOKENS as MOST_TOKENS
 from stree_jax.speculation.source import Source, check_state
 
 Prompts = str | Sequence[str | Sequence[int]] | np.ndarray

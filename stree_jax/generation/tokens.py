@@ -31,18 +31,13 @@ from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, SamplingRows
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.policy import StepTimes
+from stree_jax.speculation.buckets import MOST_TOKENS
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, Decoding
 from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.drafter import DraftState, kept
 from stree_jax.speculation.drafters.earlier import EarlierTexts, earlier_rows
 from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, source_of
-from stree_jax.speculation.loop import (
-    FOREVER,
-    MOST_TOKENS,
-    advance,
-    committed,
-    init_decoding,
-)
+from stree_jax.speculation.loop import FOREVER, advance, committed, init_decoding
 from stree_jax.speculation.source import Source, check_state
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology

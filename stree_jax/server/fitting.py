@@ -16,7 +16,8 @@ from stree_jax.server.programs import batch_shapes, programs
 from stree_jax.server.rows import Layout, Sizes, for_program
 from stree_jax.sizing.budget import LoadedTask, Setup
 from stree_jax.sizing.fit import Count
-from stree_jax.sizing.memory import UNFORESEEN, BufferSizes, analysed, parts_of
+from stree_jax.sizing.memory import analysed, parts_of
+from stree_jax.sizing.parts import UNFORESEEN, BufferSizes
 from stree_jax.sizing.temporaries import reading_at_most
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.batch_rows import refilled

@@ -18,9 +18,9 @@ from stree_jax.sampling.settings import (
     row_key,
     sampling_rows,
 )
-from stree_jax.speculation.buckets import bucket
+from stree_jax.speculation.buckets import bucket, cache_capacity
 from stree_jax.speculation.decoding import Decoding
-from stree_jax.speculation.loop import cache_capacity, deepest
+from stree_jax.speculation.loop import deepest
 from stree_jax.speculation.step import Spec
 
 GREEDY = Sampling(temperature=0)

@@ -18,13 +18,8 @@ from stree_jax.models import Model
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sizing.candidates import by_speed
 from stree_jax.sizing.fit import Count, RequestT, Task, fastest
-from stree_jax.sizing.memory import (
-    SCRATCH,
-    BufferSizes,
-    analysed,
-    lowered_steps,
-    parts_of,
-)
+from stree_jax.sizing.memory import analysed, lowered_steps, parts_of
+from stree_jax.sizing.parts import SCRATCH, BufferSizes
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.buckets import bucket

@@ -13,7 +13,8 @@ from stree_jax import models
 from stree_jax.models.stack.memory import weights_read
 from stree_jax.models.stack.sizes import state_bytes
 from stree_jax.sizing import step_times
-from stree_jax.sizing.memory import BufferSizes, abstract_program
+from stree_jax.sizing.memory import abstract_program
+from stree_jax.sizing.parts import BufferSizes
 from stree_jax.sizing.pass_time import PassTime
 from stree_jax.speculation.drafters.table import (
     WITHOUT_MODEL,

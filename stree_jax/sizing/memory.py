@@ -16,12 +16,8 @@ import jax.numpy as jnp
 from stree_jax.models import Model, ModelConfig, abstract_params
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.requests import Requests
-from stree_jax.sizing.temporaries import (
-    Temporaries,
-    caches_of,
-    reading_at_most,
-    temporaries_of,
-)
+from stree_jax.sizing.parts import STOPS, BufferSizes, Memory
+from stree_jax.sizing.temporaries import caches_of, reading_at_most, temporaries_of
 from stree_jax.speculation import loop, specs
 from stree_jax.speculation.accept import NAIVE, Rule, resolve_rule
 from stree_jax.speculation.decoding import Decoding
@@ -30,99 +26,6 @@ from stree_jax.speculation.source import Source
 from stree_jax.speculation.start import Start
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology, resolve_tree
-
-STOPS = 8  # capacity for stop tokens per row, as in `generate`
-# SCRATCH: programs allocate up to 5 % more than the compiler reports, weights excepted
-# (`python -m tests.hard_limit`). UNFORESEEN: predictions are up to 3 % too low as well.
-SCRATCH, UNFORESEEN = 1.05, 1.08
-
-
-@dataclass(frozen=True)
-class BufferSizes:
-    """Buffer sizes of a generation.
-
-    Attributes:
-      batch: B, rows decoded together.
-      capacity: tokens of each attention cache, at least `loop.cache_capacity`.
-      max_new_tokens: capacity for output tokens.
-    """
-
-    batch: int
-    capacity: int
-    max_new_tokens: int
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a generation's loop, by part.
-
-    Attributes:
-      weights: weights of the target.
-      drafter_weights: weights of a draft model, heads, MTP layers or n-grams, without
-        those shared with the target.
-      state: the target's SSM states, convolution windows and lengths.
-      caches: the target's keys and values.
-      records: activations of the tree's nodes, which the next step replays.
-      drafting: the drafter's state, including the caches of a draft model.
-      text: the output, the requests and counters.
-      temporaries: temporaries of the steps, see `temporaries`.
-      reading: upper bound of the temporaries of prefill.
-      shared: weights of the target that the drafter uses too. They are counted once
-        here, and twice by the compiler.
-    """
-
-    weights: int
-    drafter_weights: int
-    state: int
-    caches: int
-    records: int
-    drafting: int
-    text: int
-    temporaries: Temporaries
-    reading: int
-    shared: int
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """All parts by name; their sum is `total`."""
-        name = self.temporaries.largest
-        most = self.temporaries.phases[name]
-        if self.reading > most:
-            name, most = "reading the prompts", self.reading
-        return {
-            "target's weights": self.weights,
-            "drafter's weights": self.drafter_weights,
-            "SSM and convolution state": self.state,
-            "attention caches": self.caches,
-            "records of the nodes": self.records,
-            "drafter's state": self.drafting,
-            "text and requests": self.text,
-            f"temporaries ({name})": most,
-        }
-
-    @property
-    def held(self) -> int:
-        """Bytes of the loop's arguments, which are the same on every platform."""
-        most = max(self.temporaries.phases.values())
-        return self.total - max(most, self.reading)
-
-    @property
-    def total(self) -> int:
-        """Bytes of the steps or of prefill, whichever is larger."""
-        return sum(self.parts.values())
-
-    @property
-    def promised(self) -> int:
-        """Upper bound of the bytes: `total` and a margin on everything except the
-        weights."""
-        weights = self.weights + self.drafter_weights
-        return weights + int(UNFORESEEN * (self.total - weights))
-
-    @property
-    def steps_total(self) -> int:
-        """Bytes of the steps alone, to compare with `compiled_bytes`."""
-        more = self.reading - self.temporaries.phases[self.temporaries.largest]
-        return self.total - max(more, 0)
 
 
 def abstract_model(config: ModelConfig, dtype: Any) -> Model:

@@ -10,49 +10,18 @@ Letters: B rows, T nodes, M depth of the tree, V tokens of the vocabulary, H, P,
 `pallas_kernels.scan`, Hq, Hk, hd as in `models`.
 """
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from stree_jax import cpu_kernels
-from stree_jax.cpu_kernels.limits import MAX_NODES
-from stree_jax.models import (
-    ModelConfig,
-    init_records,
-    init_state,
-    param_dtype,
-    reading_chunk,
-)
-from stree_jax.models.configs import mixer_of
+from stree_jax.models import param_dtype
 from stree_jax.models.configs.mixer import FLOAT
 from stree_jax.models.layers.mixer import leaves_of
 from stree_jax.models.stack.memory import size_of
+from stree_jax.models.stack.sizes import record_bytes
 from stree_jax.models.weights.padding import padded_rows
+from stree_jax.sizing.parts import Temporaries
+from stree_jax.sizing.passes import prefill_bytes, replay_bytes, step_phases
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
-
-
-@dataclass(frozen=True)
-class Temporaries:
-    """The predicted bytes of a step's temporary arrays.
-
-    Attributes:
-      phases: peak bytes of each phase of a step, by name.
-    """
-
-    phases: dict[str, int]
-
-    @property
-    def largest(self) -> str:
-        """The name of the phase that needs most."""
-        return max(self.phases, key=lambda name: self.phases[name])
-
-    @property
-    def total(self) -> int:
-        return self.phases[self.largest]
 
 
 def temporaries_of(spec: Spec, batch: int, drafting_caches: int = 0) -> Temporaries:
@@ -72,20 +41,13 @@ def temporaries_of(spec: Spec, batch: int, drafting_caches: int = 0) -> Temporar
 
 
 def reading_at_most(spec: Spec, batch: int, width: int) -> int:
-    """Predicts the temporaries of prefill for texts padded to `width`.
-
-    They consist of a pass over a chunk, its records, and the new SSM states if these
-    are not written in place.
-    """
-    most = 0
-    for model in (spec.target, *spec.drafter.models):
-        dtype, chunk = param_dtype(model.params), reading_chunk(model.config, width)
-        args = model.config, batch, chunk, dtype
-        records = jax.eval_shape(partial(init_records, *args))
-        added = 0 if _in_place(chunk) else _replay(model.config, batch)
-        passes = _pass(*args, in_place=False)
-        most = max(most, passes + size_of(records) + added)
-    return most
+    """Predicts the temporaries of prefill for texts padded to `width`."""
+    models = spec.target, *spec.drafter.models
+    dtypes = (param_dtype(model.params) for model in models)
+    return max(
+        prefill_bytes(model.config, batch, width, dtype)
+        for model, dtype in zip(models, dtypes, strict=True)
+    )
 
 
 def caches_of(state: Any) -> int:
@@ -94,52 +56,13 @@ def caches_of(state: Any) -> int:
 
 
 def _phases(spec: Spec, tree: Topology, batch: int, caches: int) -> dict[str, int]:
-    target, T, M = spec.target, tree.size, tree.depth
-    drafting, in_place = _drafting(spec, tree, batch) + caches, _in_place(T)
-    dtype = param_dtype(target.params)
-    passes = _pass(target.config, batch, T, dtype, in_place)
-    rows, replay = batch * T, 0
-    if not in_place:  # the product with the head pads its rows
-        rows = padded_rows(rows) + batch * (M + 1)  # and the accepted path's logits
-        replay = _replay(target.config, batch) if M else 0
-    return {
-        # XLA may run the target's replay at the same time as the drafter.
-        "replay and drafting": replay + drafting,
-        # MTP layers need the copies until they are updated; draft models do not.
-        "pass": passes + caches,
-        "logits": FLOAT * target.config.vocab_size * rows + caches,
-    }
-
-
-def _in_place(nodes: int) -> bool:
-    """True if compiled kernels replay the path into the state in place, and run the
-    nodes in the same call."""
-    return cpu_kernels.level() is not None and nodes <= MAX_NODES
-
-
-def _replay(config: ModelConfig, batch: int) -> int:
-    """Returns the bytes of the new states and windows of all layers, which are computed
-    before the pass begins."""
-    state = jax.eval_shape(lambda: init_state(config, batch, 1, jnp.float32))
-    return size_of(leaves_of(state, "state", "window"))
-
-
-def _pass(
-    config: ModelConfig, batch: int, nodes: int, dtype: Any, in_place: bool
-) -> int:
-    """Returns the peak bytes of a pass: the temporaries of a layer and, unless CPU
-    kernels write in place, the new records of the layers before it, which replace the
-    old records only when the step ends."""
-    before = FLOAT * batch * nodes * config.d_model if in_place else 0
-    most = 0
-    for block in config.layers:
-        configs = [config.mixers[name] for name in config.mixer_names(block)]
-        mixers = [(mixer_of(c), c) for c in configs]
-        own = max(m.work_bytes(c, batch, nodes, dtype) for m, c in mixers)
-        most = max(most, before + own)
-        if not in_place:
-            before += sum(m.record_bytes(c, batch, nodes) for m, c in mixers)
-    return most
+    target, (T, M) = spec.target, (tree.size, tree.depth)
+    dtype, logits = param_dtype(target.params), target.config.vocab_size
+    found = step_phases(target.config, batch, T, M, dtype, logits)
+    # XLA may run the target's replay at the same time as the drafter.
+    found["replay and drafting"] += _drafting(spec, tree, batch)
+    # MTP layers need the copies until they are updated; draft models do not.
+    return {name: size + caches for name, size in found.items()}
 
 
 def _drafting(spec: Spec, tree: Topology, batch: int) -> int:
@@ -152,6 +75,5 @@ def _drafting(spec: Spec, tree: Topology, batch: int) -> int:
     size = FLOAT * spec.target.config.vocab_size * rows
     for model in drafter.models:
         args = model.config, batch, T, param_dtype(model.params)
-        records = jax.eval_shape(partial(init_records, *args))
-        size += _replay(model.config, batch) + size_of(records)
+        size += replay_bytes(model.config, batch) + record_bytes(*args)
     return size

@@ -23,17 +23,16 @@ from stree_jax.models import (
     Records,
     State,
     Tapped,
-    chunk_of,
     commit,
     init_records,
     param_dtype,
     read_observed,
     shortened,
-    whole_blocks,
 )
 from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
+from stree_jax.speculation.buckets import cache_capacity
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
 from stree_jax.speculation.drafter import (
     DrafterBase,
@@ -53,31 +52,6 @@ from stree_jax.speculation.step import Spec, Verify, in_buffers, packed, step
 from stree_jax.speculation.tree import Topology, compiled_steps
 
 FOREVER = 2**31 - 1  # number of steps that stands for no limit
-# Maximum tokens of a text. No model supports longer ones, and indices into the buffers
-# fit in int32.
-MOST_TOKENS = 2**24
-
-
-def cache_capacity(
-    text_tokens: int, max_new_tokens: int, depth: int, *, resumed: bool = False
-) -> int:
-    """Returns the number of KV cache rows that a generation needs.
-
-    The cache needs more rows than the text has tokens. Prefill writes whole chunks of
-    tokens, padding included. A replay always writes `depth` + 1 rows, although only
-    those of accepted tokens are valid. The number is rounded up to whole blocks of the
-    attention kernel, so that the output is bitwise independent of the capacity.
-
-    Args:
-      text_tokens: tokens of the prompt.
-      max_new_tokens: maximum tokens of the output.
-      depth: depth of the deepest tree.
-      resumed: True if the generation continues a cached state, whose length need not be
-        a multiple of a chunk.
-    """
-    chunk = chunk_of(text_tokens)
-    chunks = -(-jax.core.max_dim(text_tokens - 1, 1) // chunk) + resumed
-    return whole_blocks(chunks * chunk + max_new_tokens + depth + 2)
 
 
 def deepest(policy: Policy) -> int:

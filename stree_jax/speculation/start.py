@@ -13,11 +13,10 @@ import numpy as np
 
 from stree_jax.models import PREFILL_CHUNK, cache_rows, whole_blocks
 from stree_jax.sampling.requests import Requests
-from stree_jax.speculation.buckets import PAST_STEP, bucket
+from stree_jax.speculation.buckets import PAST_STEP, bucket, cache_capacity
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.drafter import kept
 from stree_jax.speculation.loop import (
-    cache_capacity,
     deepest,
     init_decoding,
     init_decoding_jit,

@@ -15,8 +15,10 @@ from bench.prompts import read_turns
 from bench.registry import parse_bench
 from stree_jax.generation.generate import bucket
 from stree_jax.models.drafters.heads import first_heads
-from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
-from stree_jax.sizing.plan import Choice, Request, plan
+from stree_jax.sizing.memory import abstract_model, memory_of
+from stree_jax.sizing.parts import BufferSizes
+from stree_jax.sizing.plan import Choice, plan
+from stree_jax.sizing.request import Request
 from tests.bench.pairs import cells, pair_with_words
 from tests.support.families import FAMILIES
 from tests.support.heads import random_heads

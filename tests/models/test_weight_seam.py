@@ -32,7 +32,8 @@ from stree_jax.models.stack.config import named
 from stree_jax.models.stack.memory import size_of
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.weight import take
-from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
+from stree_jax.sizing.memory import abstract_model, memory_of
+from stree_jax.sizing.parts import BufferSizes
 from tests.support.checkpoints import HF_CASES
 from tests.support.tiny import REAL, perturbed, tiny
 from tests.support.toy_format import TOY, Toy

@@ -17,7 +17,8 @@ from stree_jax.models.configs.params import SCALAR
 from stree_jax.models.drafters import assistant as network
 from stree_jax.models.stack.memory import size_of, weights_read
 from stree_jax.sampling.settings import Sampling
-from stree_jax.sizing.memory import BufferSizes, memory_of
+from stree_jax.sizing.memory import memory_of
+from stree_jax.sizing.parts import BufferSizes
 from stree_jax.speculation import loop
 from stree_jax.speculation.drafters import model as model_drafter
 from stree_jax.speculation.drafters.assistant import AssistantDrafter

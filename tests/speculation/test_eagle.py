@@ -15,7 +15,8 @@ from stree_jax.generation.generate import begin
 from stree_jax.models.drafters.eagle import eagle_model
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.settings import Sampling
-from stree_jax.sizing.memory import BufferSizes, memory_of
+from stree_jax.sizing.memory import memory_of
+from stree_jax.sizing.parts import BufferSizes
 from stree_jax.speculation.adaptive.best_first import best_first
 from stree_jax.speculation.adaptive.calibration import PRIOR
 from stree_jax.speculation.adaptive.search import Query

@@ -18,7 +18,8 @@ from stree_jax.models import Rope, extend, forward_hidden, init_state, tree_node
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.settings import Sampling
 from stree_jax.sizing.candidates import by_speed
-from stree_jax.sizing.memory import BufferSizes, abstract_model, memory_of
+from stree_jax.sizing.memory import abstract_model, memory_of
+from stree_jax.sizing.parts import BufferSizes
 from stree_jax.sizing.plan import plan
 from stree_jax.speculation import loop, step
 from stree_jax.speculation.accept import resolve_rule

@@ -5,6 +5,7 @@ Imports nothing heavy before it runs: --help is fast.
 
 import argparse
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.cli.commands.plan import add_report_options, aligned
@@ -94,13 +95,11 @@ def plain_decoding(
 ) -> dict[str, Any]:
     """Predicts the memory of plain decoding: bytes by part, such as weights and KV
     caches. `stree-jax plan` predicts it for trees and drafters."""
-    from stree_jax.models import without_mtp
-    from stree_jax.sizing.memory import abstract_model, memory_of
-    from stree_jax.sizing.plan import Request
+    from stree_jax.sizing.plain import plain_memory
+    from stree_jax.sizing.request import Request
 
     new = max(min(128, context // 2), 1)
     request = Request(batch, context, max_new_tokens=new)
-    model = without_mtp(abstract_model(config, dtype))
-    memory = memory_of(model, None, "chain:0", request.room(0))
+    memory = plain_memory(replace(config, mtp=()), dtype, request.room(0))
     workload = {"batch": batch, "context": context, "bytes": memory.total}
     return workload | {"parts": memory.parts}
