@@ -27,7 +27,7 @@ from stree_jax.convert.families.tensor_map import (
 from stree_jax.convert.families.windows import NEAR, SLIDES, WINDOW, effective
 from stree_jax.convert.tensors.fields import ConfigFields
 from stree_jax.models import AttentionConfig, ModelConfig, MoEConfig
-from stree_jax.models.mixers.mlp import CLAMP, GAIN
+from stree_jax.models.configs.mlp import CLAMP, GAIN
 from stree_jax.models.stack.config import blocks, named
 
 FORMAT = "gpt_oss"

@@ -15,7 +15,7 @@ from stree_jax.convert.tensors.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.tensors.fields import ConfigFields
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import Tokenizer
 
 SETTINGS = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
@@ -65,6 +65,21 @@ FAMILY_CLASSES = {
 OVERRULED = ("jamba", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 
 
+@dataclass
+class Token:
+    """A token as `tokenizers.AddedToken`, without that package.
+
+    Attributes:
+      content: its text.
+      special: True if it is a special token.
+      flags: values of the other `FLAGS`.
+    """
+
+    content: str
+    special: bool
+    flags: dict[str, bool]
+
+
 @dataclass(frozen=True)
 class SpecialTokens:
     """Tokens from the files next to tokenizer.json.
@@ -77,8 +92,8 @@ class SpecialTokens:
     """
 
     named: dict[str, str]
-    listed: tuple["AddedToken", ...] = ()
-    further: tuple["AddedToken", ...] = ()
+    listed: tuple[Token, ...] = ()
+    further: tuple[Token, ...] = ()
 
 
 def tokenizer_class(files: CheckpointFiles) -> str:
@@ -133,21 +148,23 @@ def add_special_tokens(tokenizer: "Tokenizer", tokens: SpecialTokens) -> None:
     known |= {token.content for token in tokens.listed}
     new = {t.content: t for t in tokens.further if t.content and t.content not in known}
     if added := [*tokens.listed, *new.values()]:
-        tokenizer.add_tokens(added)
+        from tokenizers import AddedToken
+
+        tokenizer.add_tokens(
+            [AddedToken(t.content, special=t.special, **t.flags) for t in added]
+        )
 
 
-def _class_roles(
-    files: CheckpointFiles, settings: ConfigFields
-) -> dict[str, "AddedToken"]:
+def _class_roles(files: CheckpointFiles, settings: ConfigFields) -> dict[str, Token]:
     """Returns the class's default tokens for roles that are missing in the settings."""
     texts = CLASS_ROLES.get(tokenizer_class(files), {})
     left_out = {n: text for n, text in texts.items() if n not in settings.values}
     return {name: _token(settings, name, text) for name, text in left_out.items()}
 
 
-def _roles(sources: list[ConfigFields]) -> dict[str, "AddedToken"]:
+def _roles(sources: list[ConfigFields]) -> dict[str, Token]:
     """Returns tokens by role. If several sources have a role, the first one counts."""
-    found: dict[str, AddedToken] = {}
+    found: dict[str, Token] = {}
     for source in reversed(sources):
         own = {n: v for n, v in source.values.items() if n in NAMES and v is not None}
         for name, value in source.values.items():  # roles that only this model has
@@ -160,7 +177,7 @@ def _roles(sources: list[ConfigFields]) -> dict[str, "AddedToken"]:
     return found
 
 
-def _extra(sources: list[ConfigFields]) -> list["AddedToken"]:
+def _extra(sources: list[ConfigFields]) -> list[Token]:
     """Returns the special tokens that have no role."""
     for source in sources:
         for name in EXTRA:
@@ -176,7 +193,7 @@ def _extra(sources: list[ConfigFields]) -> list["AddedToken"]:
     return []
 
 
-def _decoder(settings: ConfigFields) -> list["AddedToken"]:
+def _decoder(settings: ConfigFields) -> list[Token]:
     """Returns the tokens of `added_tokens_decoder`, an object with ids as keys."""
     values = settings.object(DECODER).values
     try:
@@ -186,36 +203,31 @@ def _decoder(settings: ConfigFields) -> list["AddedToken"]:
     return [_token(settings, f"{DECODER}.{i}", values[i], special=False) for i in ids]
 
 
-def _added_file(files: CheckpointFiles, special: set[str]) -> list["AddedToken"]:
+def _added_file(files: CheckpointFiles, special: set[str]) -> list[Token]:
     """Returns the tokens of added_tokens.json, an object with tokens as keys."""
-    from tokenizers import AddedToken
-
     fields = files.fields_if_any(ADDED)
     ids = {name: fields.size(name, low=0) for name in fields.values}
     if odd := [name for name in ids if not _is_utf8(name)]:
         raise fields.error(ascii(odd[0]), "not UTF-8 text")
     return [
-        AddedToken(name, normalized=name not in special, special=name in special)
+        Token(name, name in special, {"normalized": name not in special})
         for name in sorted(ids, key=ids.__getitem__)
     ]
 
 
-def _token(
-    fields: ConfigFields, name: str, value: Any, special: bool = True
-) -> "AddedToken":
+def _token(fields: ConfigFields, name: str, value: Any, special: bool = True) -> Token:
     """Parses a token that is given as its text, or as an object with "content"."""
-    from tokenizers import AddedToken
-
     text = token_text(value)
     if not isinstance(text, str) or not _is_utf8(text):
         raise fields.wants(name, 'a string or {"content": string}', value)
     if isinstance(value, str):
-        return AddedToken(value, special=special, normalized=not special)
+        return Token(value, special, {"normalized": not special})
     flags = {flag: value[flag] for flag in FLAGS if value.get(flag) is not None}
     odd = [flag for flag in flags if not isinstance(flags[flag], bool)]
     if odd:
         raise fields.wants(f"{name}.{odd[0]}", "true or false", flags[odd[0]])
-    return AddedToken(text, **({"special": special} | flags))
+    special = flags.pop("special", special)
+    return Token(text, special, {"normalized": not special} | flags)
 
 
 def token_text(value: Any) -> Any:

@@ -8,6 +8,7 @@ from stree_jax.models.configs.mixer import FLOAT, Mixer
 from stree_jax.models.configs.params import ZEROS, Param, Table
 from stree_jax.models.weights.padding import padded_rows
 
+CLAMP, GAIN = 7.0, 1.702  # of the activation "clamped"
 Activation = Literal["silu", "relu2", "gelu", "gelu_tanh", "sigmoid", "clamped"]
 
 

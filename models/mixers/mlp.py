@@ -7,13 +7,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
-from stree_jax.models.configs.mlp import Activation, MLPConfig, mlp_params
+from stree_jax.models.configs.mlp import CLAMP, GAIN, Activation, MLPConfig, mlp_params
 from stree_jax.models.layers.mixer import MixerModule
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import declare
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
-
-CLAMP, GAIN = 7.0, 1.702  # of the activation "clamped"
 
 
 def activate(x: jax.Array, name: Activation) -> jax.Array:

@@ -1,11 +1,18 @@
-"""Test that `info` reads headers only: it builds no tokenizer."""
+"""Test that `info` reads headers only: it builds no tokenizer and imports no jax."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
 import stree_jax
 from stree_jax.checkpoints.info import info
 from tests.support.gguf_files import GGUF_CASES, write_gguf
-from tests.support.table_models import write_llama
+from tests.support.hub_server import served
+from tests.support.table_models import byte_level as byte_tokenizer
+from tests.support.table_models import follow, padded_size, write_llama
+from tests.support.table_models import write_gguf as write_table
 from tests.support.unbuilt import no_tokenizer_is_built
 from tests.support.vocabularies import (
     byte_level,
@@ -54,3 +61,38 @@ def test_vocab_json_and_merges_txt(tmp_path):
     end = loaded.tokenizer.token_to_id("<|im_end|>")
     assert end in found["stop_tokens"]
     assert tuple(found["stop_tokens"]) == loaded.config.stop_tokens
+
+
+HEAVY = ("flax", "jax", "orbax", "tokenizers", "transformers")
+PROGRAM = f"""
+import sys
+from stree_jax.cli.main import console
+
+assert console(sys.argv[1:]) == 0
+assert not set({HEAVY}) & set(sys.modules), set({HEAVY}) & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize("name", ["file.gguf", "o/llama", "hub", "demo"])
+def test_a_model_is_described_without_jax(tmp_path, name):
+    """As a GGUF file, a Hugging Face directory, on the hub and in our own format."""
+    tokenizer = byte_tokenizer()
+    if name == "file.gguf":
+        chain = follow(tokenizer, ["!", "ab", "</s>"], rest=2)
+        write_table(tmp_path / name, tokenizer, chain, eos="</s>")
+    if name in ("o/llama", "hub"):
+        write_llama(tmp_path / "o/llama", padded_size(tokenizer), tokenizer=tokenizer)
+    path = name if name == "demo" else str(tmp_path / name)
+    with served(tmp_path) as (_, address):
+        place = {"HF_ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path / "cache")}
+        subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                PROGRAM,
+                "info",
+                "o/llama" if name == "hub" else path,
+            ],
+            env=os.environ | place,
+            check=True,
+        )
