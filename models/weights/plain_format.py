@@ -1,5 +1,6 @@
 """float32 and bfloat16 weights: the format."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ class PlainFormat(Format):
 
     def source_dtype(self, stored: str, shape: Sequence[int]) -> np.dtype:
         return self.dtype
+
+    def nbytes(self, shape: tuple[int, ...], path: tuple[str, ...] = ()) -> int:
+        return math.prod(shape) * self.dtype.itemsize
 
 
 def plain_format(dtype: Any) -> PlainFormat:

@@ -12,9 +12,9 @@ from stree_jax.sizing.passes import prefill_bytes, step_phases
 
 INT32 = 4
 NUMBERS = 2  # `Decoding.choice`, and the one node of `FixedTree.tree`
-# Numbers of a row in `Decoding`, `Requests` and `Pending` that have 4 bytes. `Decoding`:
-# root, length, finish, used, margin and two of `gained`. `Requests`: the limit and the
-# stop tokens. `Pending`: path and length.
+# Numbers of a row that have 4 bytes. In `Decoding`: root, length, finish, used, margin
+# and two of `gained`. In `Requests`: the limit and the stop tokens. In `Pending`: path
+# and length.
 ROW_NUMBERS, PATH_NUMBERS = 7 + 1 + STOPS, 2
 
 
