@@ -5,6 +5,7 @@ import logging
 import os
 import pkgutil
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
@@ -36,17 +37,21 @@ class Library(NamedTuple):
 @cache
 def library() -> Library:
     """Loads the kernels and registers them with XLA, once per process."""
-    return _library(registered=True)
+    return _opened(_register)
 
 
 @cache
-def _library(registered: bool) -> Library:
+def _library_without_jax() -> Library:
+    """Loads the kernels without registering them."""
+    return _opened(lambda loaded: None)
+
+
+def _opened(use: Callable[[Any], None]) -> Library:
     try:
         loaded = _loaded()
         if loaded is None:
             return Library(None, _why_not_built())
-        if registered:
-            _register(loaded)
+        use(loaded)
     except (OSError, AttributeError, RuntimeError) as error:
         # Built for another machine, or for a jaxlib with another interface.
         return Library(None, " ".join(str(error).split()))
@@ -139,7 +144,8 @@ def level() -> int | None:
         known = ", ".join(["off", *LEVELS])
         raise ValueError(f"{VARIABLE}={name}: unknown; known are {known}")
     # Without jax there are no programs: `stree-jax info` only wants to know the level.
-    names = _library(registered="jax" in sys.modules).instructions
+    found = library() if "jax" in sys.modules else _library_without_jax()
+    names = found.instructions
     if names is None:
         return None
     if name and LEVELS[name] > LEVELS[names[0]]:

@@ -29,7 +29,7 @@ from stree_jax.convert.saved.kept_file import FILE
 from stree_jax.models import FORMATS, by_path
 from stree_jax.models.drafters.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.stack.memory import size_of
-from stree_jax.models.weights import kept as kept_weights
+from stree_jax.models.weights import kept_format
 from stree_jax.models.weights.kept import Panels, Whole
 from stree_jax.models.weights.stack import Stack
 from stree_jax.sizing.memory import abstract_model
@@ -55,8 +55,8 @@ def near(tmp_path_factory):
 @pytest.fixture
 def compiled(monkeypatch):
     """Makes "kept" the default, even if the kernels were not compiled."""
-    monkeypatch.setattr(kept_weights, "runs_compiled", lambda: True)
-    monkeypatch.setattr("stree_jax.convert.checkpoint.runs_compiled", lambda: True)
+    monkeypatch.setattr(kept_format, "runs_compiled", lambda: True)
+    monkeypatch.setattr("stree_jax.convert.opened.runs_compiled", lambda: True)
 
 
 def assert_same(found, wanted):
@@ -201,7 +201,7 @@ def test_text_of_trees(file, near):
     for who in (drafter, "lookup"):
         drafted = stree_jax.generate(target, IDS, drafter=who, tree="A", **ASKED)
         assert drafted.tokens == plain.tokens
-    assert drafter.weight_format == kept_weights.KEPT_INT8
+    assert drafter.weight_format == kept_format.KEPT_INT8
 
 
 def test_text_of_heads(file):
