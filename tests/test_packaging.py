@@ -63,26 +63,36 @@ def test_importing_is_light_and_leaks_no_generic_names():
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=ROOT)
 
 
-def test_public_names_are_the_same_for_type_checkers_and_at_run_time():
+LAZY = ("stree_jax", "stree_jax.convert", "stree_jax.cpu_kernels", "stree_jax.models")
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_public_names_are_the_same_for_type_checkers_and_at_run_time(name):
+    package = importlib.import_module(name)
     (block,) = (
         node
-        for node in ast.parse(inspect.getsource(stree_jax)).body
+        for node in ast.parse(inspect.getsource(package)).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
-    read = {"__version__"}
+    read = set()
     for line in block.body:
         assert isinstance(line, ast.ImportFrom) and line.module is not None
         (alias,) = line.names
         assert alias.asname == alias.name  # a re-export
         value = getattr(importlib.import_module(line.module), alias.name)
-        assert getattr(stree_jax, alias.name) is value
+        assert getattr(package, alias.name) is value
         read.add(alias.name)
-    assert read == set(stree_jax.__all__) == set(dir(stree_jax))
-    modules = {module.name for module in pkgutil.iter_modules(stree_jax.__path__)}
+    assert read == set(package._MODULE_OF)
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
     assert not read & modules, "a module that its name would hide"
-    assert stree_jax.speculation is sys.modules["stree_jax.speculation"]
     with pytest.raises(AttributeError, match="has no attribute 'nope'"):
-        _ = stree_jax.nope
+        _ = package.nope
+
+
+def test_names_of_the_package_are_listed():
+    assert set(stree_jax.__all__) == set(dir(stree_jax))
+    assert set(stree_jax.__all__) == {"__version__", *stree_jax._MODULE_OF}
+    assert stree_jax.speculation is sys.modules["stree_jax.speculation"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--n"]])

@@ -1,4 +1,4 @@
-"""The interface of weight formats: `Format` stores matrices as `Weight`s."""
+"""The interface of stored matrices: a `Format` stores a matrix as a `Weight`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
