@@ -129,7 +129,8 @@ def test_no_import_goes_upward(package):
 
 
 def test_only_the_table_of_formats_imports_a_weight_format():
-    """Other modules use the interface of weights. Benchmarks may time one format."""
+    """Other modules use the interface of weights. Benchmarks may time one format.
+    `parameters` imports the weights of all formats, so that they are registered."""
     weights = "stree_jax.models.weights"
     one = {f"{weights}.int8", f"{weights}.int8_format"}
     users = {
@@ -137,7 +138,7 @@ def test_only_the_table_of_formats_imports_a_weight_format():
         for module, file in FILES.items()
         if room(module, "stree_jax") and one & {m for _, m in imports_of(file)}
     }
-    assert users - one == {f"{weights}.formats"}
+    assert users - one == {f"{weights}.formats", f"{weights}.parameters"}
 
 
 def test_modules_do_not_ask_for_the_type_of_a_format():

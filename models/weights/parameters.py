@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 
+# Registers their weights with `jax.export`: a file may hold any of them.
+from stree_jax.models.weights import int8, kept  # noqa: F401
 from stree_jax.models.weights.experts import Experts
 from stree_jax.models.weights.format import Format
 from stree_jax.models.weights.plain import PlainWeight

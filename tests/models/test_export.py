@@ -58,7 +58,8 @@ def test_an_exported_program_computes_the_same(tmp_path, monkeypatch):
     file = tmp_path / "program"
     file.write_bytes(written)
     code = (
-        "import pathlib, sys, jax.export, stree_jax.models\n"
+        "import pathlib, sys, jax.export, stree_jax\n"
+        "stree_jax.generate_tokens  # imports and registers the types\n"
         "data = bytearray(pathlib.Path(sys.argv[1]).read_bytes())\n"
         "tree = jax.export.deserialize(data).in_tree\n"
         "args, _ = tree.unflatten([0] * tree.num_leaves)\n"
@@ -67,3 +68,13 @@ def test_an_exported_program_computes_the_same(tmp_path, monkeypatch):
     command = [sys.executable, "-c", code, str(file)]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == str(CONFIG)
+
+
+def test_naming_a_function_registers_all_weights():
+    code = (
+        "import sys, stree_jax\n"
+        "stree_jax.generate_tokens\n"
+        "weights = 'stree_jax.models.weights.'\n"
+        "assert {weights + 'int8', weights + 'kept'} <= set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,7 +19,12 @@ from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters import dflash, names
 from stree_jax.convert.drafters.kept import layout_of, with_rows
 from stree_jax.convert.drafters.names import EMBEDDING, HEAD
-from stree_jax.convert.drafters.plain_names import MASK, MASK_FILE
+from stree_jax.convert.drafters.plain_names import (
+    MASK,
+    MASK_FILE,
+    is_block,
+    plain_name,
+)
 from stree_jax.convert.drafters.write import write_drafter
 from stree_jax.convert.drafters.write_dflash import config_fields, tensors
 from stree_jax.convert.families.tensors import noting_nonfinite
@@ -47,12 +52,12 @@ class OpenedBlock(OpenedDrafter):
 
     def check(self) -> None:
         dflash.check_supported(self.files.json(), self.shapes, self.file)
-        if not names.is_block(self.source.tensors):
+        if not is_block(self.source.tensors):
             raise CheckpointError(
                 f"{self.files.path}: not a drafter of a known kind; want the tensors "
                 "of DFlash, DFlash2, DSpark or EAGLE"
             )
-        names.check_stored(self.source, names.plain_name)
+        names.check_stored(self.source, plain_name)
         if self.files.has(MASK_FILE) and MASK not in self.plain_names:
             raise CheckpointError(
                 f"{self.files.path / MASK_FILE}: is a pickle, which is not read; save "

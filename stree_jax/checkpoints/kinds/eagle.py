@@ -19,6 +19,7 @@ from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters import eagle
 from stree_jax.convert.drafters.eagle import TAPS
 from stree_jax.convert.drafters.names import check_stored
+from stree_jax.convert.drafters.plain_names import eagle_name
 from stree_jax.convert.drafters.write import write_drafter
 from stree_jax.convert.drafters.write_eagle import eagle_fields, eagle_tensors
 from stree_jax.convert.families.tensors import noting_nonfinite
@@ -44,7 +45,7 @@ class OpenedEagle(OpenedDrafter):
     """An opened EAGLE drafter. Its architecture depends on the target."""
 
     def check(self) -> None:
-        check_stored(self.source, eagle.plain_name)
+        check_stored(self.source, eagle_name)
 
     def config(self, target: ModelConfig | None) -> EagleConfig:
         return eagle.eagle_config(
