@@ -1,10 +1,4 @@
-"""Tables of a layer's parameters: names, shapes, initialisers, the axis that devices
-divide, and which parameters stay float32.
-
-A model's parameters are a nested dictionary of arrays, such as
-`layers_0 / mamba / in_proj`. `shapes.param_shapes` lists them all. A matrix is
-[out, in], as in PyTorch.
-"""
+"""Creates, casts and declares the parameters of tables; see `configs.params`."""
 
 import math
 from typing import Any
