@@ -16,7 +16,12 @@ import stree_jax
 from stree_jax import cpu_kernels
 from stree_jax.checkpoints.info import info
 from stree_jax.cpu_kernels import library as module
-from stree_jax.cpu_kernels.library import LEVELS, VARIABLE, Library
+from stree_jax.cpu_kernels.library import (
+    LEVELS,
+    PLATFORM_VARIABLES,
+    VARIABLE,
+    Library,
+)
 from tests.support.native import INSTRUCTIONS, built, use
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +107,24 @@ def test_missing_instructions_raise(monkeypatch):
         cpu_kernels.level()
     monkeypatch.delenv(VARIABLE)
     assert cpu_kernels.level() == LEVELS["avx2"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "only"),
+    [
+        ("JAX_PLATFORMS", "cpu", True),
+        ("JAX_PLATFORMS", "cuda,cpu", False),
+        ("JAX_PLATFORM_NAME", "cuda", False),
+        ("PJRT_NAMES_AND_LIBRARY_PATHS", "x:/x.so", False),
+        (VARIABLE, "off", False),  # a plugin is installed
+    ],
+)
+def test_jax_is_asked_unless_only_a_cpu_is_possible(variable, value, only, monkeypatch):
+    for name in ("JAX_PLATFORMS", *PLATFORM_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(module.metadata, "entry_points", lambda group: ["plugin"])
+    assert module._only_cpu.__wrapped__() is only
 
 
 @pytest.mark.parametrize("content", [None, b"no library"])
