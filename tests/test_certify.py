@@ -28,11 +28,12 @@ def test_every_way_has_the_tokens_of_plain_decoding(model):
     found = certify(model, PROMPTS, say=said.append, **SMALL)
     ways = [
         *("tree chain:4", "tree random:9", "drafter, tree auto"),
-        *("batch of 2, plain", "batch of 2, tree E", "two calls"),
-        *("two calls, tree E, saved between", "score"),
+        *("1 rows in turn, tree E", "score", "1 rows in turn, plain"),
+        *("batch of 2, plain", "batch of 2, tree E"),
+        *("two calls", "two calls, tree E, saved between"),
     ]
     assert [c.way for c in found.compared] == ways * 2
-    assert [c.kind for c in found.compared] == ["greedy"] * 8 + ["sampled"] * 8
+    assert [c.kind for c in found.compared] == ["greedy"] * 10 + ["sampled"] * 10
     assert said == [f"{c.way}, {c.kind}" for c in found.compared]
     assert found.equal_tokens and all(c.tokens == 32 for c in found.compared)
     assert found.layer is None
@@ -78,7 +79,7 @@ def test_a_pass_that_is_wrong_for_several_nodes_is_found(model, planted):
 
 
 def test_other_tokens_and_other_bits_are_counted(model):
-    run = module._Run(model, [[1, 2], [3]], 4, None, None)
+    run = module.Run(model, [[1, 2], [3]], 4, None, None)
     tokens, logprobs = run.plain[0], [x.copy() for x in run.plain[1]]
     logprobs[0][2] = np.nextafter(logprobs[0][2], np.float32(0))
     found = run.compared("bits", lambda: (tokens, logprobs, None))

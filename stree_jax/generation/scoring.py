@@ -27,7 +27,6 @@ from stree_jax.sampling.ranks import rank_of
 from stree_jax.speculation.on_mesh import rows_on, whole_on
 from stree_jax.speculation.tree import Tree, make_tree
 
-
 TEXTS_AT_ONCE = 16  # texts of which one pass reads a chunk
 
 

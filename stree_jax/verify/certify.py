@@ -196,7 +196,8 @@ def certify(
     and log-probabilities bit by bit.
 
     The ways of decoding are the trees, with drafts that are partly right; the
-    drafter with tree "auto"; all prompts as one batch, plain and with a tree; two calls
+    drafter with tree "auto"; all prompts as one batch, and in a batch of half as many
+    rows that they enter one after another, plain and with a tree; two calls
     that continue each other (`past`), plain and with a tree and a saved state; and
     `score` of the finished text. Every way is run greedily and with each seed at
     temperature 1.
@@ -350,7 +351,9 @@ class Run:
         capacity = bucket(longest) + bucket(self.new) + 8 * PREFILL_CHUNK
         done: dict[int, tuple[list[int], np.ndarray]] = {}
         places: list[int | None] = [None] * rows
-        waiting, batch, spec = list(range(len(self.prompts))), None, None
+        waiting = list(range(len(self.prompts)))
+        batch: Any = None
+        spec: Any = None
         while len(done) < len(self.prompts):
             # At most one enters, so that no two rows are at the same place.
             if waiting and None in places:
