@@ -195,12 +195,11 @@ def certify(
     """Compares speculative decoding with plain decoding of each prompt alone: tokens,
     and log-probabilities bit by bit.
 
-    The ways of decoding are the trees, with drafts that are partly right; the
-    drafter with tree "auto"; all prompts as one batch, and in a batch of half as many
-    rows that they enter one after another, plain and with a tree; two calls
-    that continue each other (`past`), plain and with a tree and a saved state; and
-    `score` of the finished text. Every way is run greedily and with each seed at
-    temperature 1.
+    The ways of decoding are the trees, with drafts that are partly right; the drafter
+    with tree "auto"; all prompts as one batch, and in a batch of half as many rows that
+    they enter one after another, plain and with a tree; two calls that continue each
+    other (`past`), plain and with a tree and a saved state; and `score` of the finished
+    text. Every way is run greedily and with each seed at temperature 1.
 
     Args:
       model: the model.
