@@ -30,7 +30,7 @@ COUNTS = ("texts", "equal_tokens", "equal_bits", "tokens", "different_bits")
 def add_options(b: argparse.ArgumentParser) -> None:
     model = group(b, MODEL)
     add(model, "--model", str, "demo", MODEL_HELP, metavar="MODEL")
-    add(model, "--dtype", str, None, "of weights, as for generate")
+    add(model, "--dtype", str, None, "of weights, as for generate (default: as stored)")
     text = "text whose pieces are the prompts (default: source code of this package)"
     add(b, "--text", Path, None, text, metavar="FILE")
     add(b, "--count", int, 16, "prompts; each is continued greedily and sampled")

@@ -30,12 +30,6 @@ from stree_jax.generation.scoring import first_difference, score
 from stree_jax.models import (
     PREFILL_CHUNK,
     Model,
-    chain_nodes,
-    commit,
-    forward_tapped,
-    init_state,
-    param_dtype,
-    prefill,
 )
 from stree_jax.models.stack.config import required
 from stree_jax.sampling.best import log_softmax
@@ -51,6 +45,7 @@ from stree_jax.speculation.drafters.table import AUTO, AnyDrafter
 from stree_jax.speculation.layout import tree_layout
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.tree import Topology, Tree, make_tree, resolve_tree
+from stree_jax.verify.layers import layer_difference
 
 PROMPTS = (
     "The capital of France is",
@@ -63,7 +58,6 @@ GREEDY, SAMPLED = "greedy", "sampled"
 # One draft token in `MISTAKES` is wrong, and so is one of its siblings.
 MISTAKES = 8
 STAGGER = 5  # steps between two prompts that enter a batch
-PROBE = 16  # tokens that `layer_difference` reads in one pass and in single steps
 
 
 EchoState = tuple[jax.Array, jax.Array]  # texts [B, O], tokens of each so far [B]
@@ -154,9 +148,10 @@ class Certificate:
 
     Attributes:
       compared: a comparison for each way and kind of decoding.
-      layer: the first layer whose output differs between one pass over several tokens
-        and single steps, such as "3 (attention+mlp)". If None, the layers are equal,
-        and differences come from later: the logits, or sums over a batch.
+      layer: the first layer that reads a text otherwise in one pass, in a tree or in
+        chunks than in single steps, and where, such as "3 (attention): its sums, in a
+        tree"; see `layer_difference`. If None, the layers are equal, and differences
+        come from later: the logits, or sums over a batch.
     """
 
     compared: tuple[Compared, ...]
@@ -479,49 +474,3 @@ def random_tree(nodes: int, seed: int = 0) -> list[int]:
     it, so that the tree is both deep and wide."""
     rng = np.random.default_rng(seed)
     return [-1, *(int(rng.integers(max(0, n - 6), n)) for n in range(1, nodes))]
-
-
-def layer_difference(model: Model, prompt: Sequence[int]) -> str | None:
-    """Finds the first layer whose output depends on the number of tokens in a pass.
-
-    The last tokens of a text are read in one pass, and in passes of one token. The text
-    is the prompt, repeated if necessary.
-
-    Returns:
-      The index of the layer, from 0, with the names of its mixers, such as "3
-      (attention+mlp)"; None if all bits are equal.
-    """
-    if model.mesh is not None:
-        return None
-    text = np.resize(np.asarray(prompt, np.int32), PREFILL_CHUNK + PROBE)[None]
-    taps = tuple(range(len(model.config.layers)))
-    state = _prefilled(model, jnp.asarray(text))
-    tokens = jnp.asarray(text[:, PREFILL_CHUNK:])
-    at_once = _pass(model, state, tokens, taps)[0]
-    steps = []
-    for i in range(PROBE):
-        found, state = _pass(model, state, tokens[:, i : i + 1], taps)
-        steps.append(found)
-    one_by_one = [np.concatenate(parts, axis=1) for parts in zip(*steps, strict=True)]
-    for i, (a, b) in enumerate(zip(at_once, one_by_one, strict=True)):
-        if (np.asarray(a).view(np.int32) != b.view(np.int32)).any():
-            return f"{i} ({model.config.kinds[i]})"
-    return None
-
-
-@jax.jit
-def _prefilled(model: Model, text: jax.Array) -> Any:
-    state = init_state(model.config, 1, text.shape[1], param_dtype(model.params))
-    length = jnp.full((1,), PREFILL_CHUNK, jnp.int32)
-    return prefill(model, state, text[:, :PREFILL_CHUNK], length, PREFILL_CHUNK)[0]
-
-
-@partial(jax.jit, static_argnames=("taps",))
-def _pass(model: Model, state: Any, tokens: jax.Array, taps: tuple[int, ...]) -> Any:
-    """Returns the output [1, T, d] of each layer for a chain of tokens, and the state
-    after them."""
-    T = tokens.shape[1]
-    nodes = chain_nodes(1, T, model.config.conv_taps)
-    _, tapped, records, state = forward_tapped(model, state, tokens, nodes, taps=taps)
-    path = jnp.arange(T, dtype=jnp.int32)[None]
-    return tapped, commit(state, records, path, jnp.full((1,), T, jnp.int32))
