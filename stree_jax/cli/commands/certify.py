@@ -121,7 +121,5 @@ def table(found: "Certificate") -> str:
             "gap within rounding is a tie."
         )
     if found.layer is not None:
-        lines.append(
-            f"Log-probabilities differ in their last bits from layer {found.layer} on."
-        )
+        lines.append(f"The first layer whose bits differ: {found.layer}.")
     return "\n".join(line.rstrip() for line in lines)
