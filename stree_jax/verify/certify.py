@@ -353,26 +353,23 @@ class Run:
             if waiting and None in places:
                 row = places.index(None)
                 b = places[row] = waiting.pop(0)
-                echo = {"drafter": self._echo_of([self.plain[0][b]]), "tree": "E"}
-                one, plan = begin(
-                    self.model,
-                    [self.prompts[b]],
-                    max_new_tokens=self.new,
-                    capacity=capacity,
-                    **self.options,
-                    **(echo if drafted else {"drafter": None}),
-                )
+                options: dict[str, Any] = {**self.options, "drafter": None}
+                if drafted:
+                    echo = self._echo_of([self.plain[0][b]])
+                    options |= {"drafter": echo, "tree": "E"}
+                options |= {"max_new_tokens": self.new, "capacity": capacity}
+                one, plan = begin(self.model, [self.prompts[b]], **options)
                 if batch is None:
                     spec = plan.spec
                     batch = vacant_jit(spec, one, rows=rows)
                 batch = admit_jit(spec, batch, jnp.int32(row), one)
             batch = advance_jit(spec, batch, jnp.int32(STAGGER))
-            for row in np.flatnonzero(np.asarray(batch.finish) != RUNNING):
-                b, places[row] = places[row], None
-                if b is not None:
+            for row in np.flatnonzero(np.asarray(batch.finish) != RUNNING).tolist():
+                ended, places[row] = places[row], None
+                if ended is not None:
                     values = np.asarray(batch.logprobs.raw)[row]
                     text = np.asarray(batch.tokens)[row, : self.new]
-                    done[b] = text.tolist(), values[: self.new]
+                    done[ended] = text.tolist(), values[: self.new]
         tokens, logprobs = zip(*(done[b] for b in sorted(done)), strict=True)
         return list(tokens), list(logprobs), None
 
