@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from stree_jax.cpu_kernels.mixer import mixer_outputs as mixer_outputs
     from stree_jax.cpu_kernels.mixer import mixer_unsupported as mixer_unsupported
     from stree_jax.cpu_kernels.panels import panels_unsupported as panels_unsupported
-    from stree_jax.cpu_kernels.product import MAX_ROWS as MAX_ROWS
     from stree_jax.cpu_kernels.product import int8_unsupported as int8_unsupported
     from stree_jax.cpu_kernels.product import product_unsupported as product_unsupported
     from stree_jax.cpu_kernels.selective import path_unsupported as path_unsupported
@@ -56,7 +55,7 @@ _NAMES = {
     "library": "available describe level",
     "mixer": "MixerMemory MixerTree MixerWeights mixer_outputs mixer_unsupported",
     "panels": "panels_unsupported",
-    "product": "MAX_ROWS int8_unsupported product_unsupported",
+    "product": "int8_unsupported product_unsupported",
     "selective": "path_unsupported selective_unsupported",
     "sizes": "at_most symbolic symbolic_size",
     "tokens": "token_walk",
