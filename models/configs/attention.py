@@ -8,7 +8,13 @@ import numpy as np
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels.limits import ATTENTION_BLOCK
 from stree_jax.models.base.shards import Run, run_width
-from stree_jax.models.configs.mixer import FLOAT, Arrays, Mixer, cache_dtype
+from stree_jax.models.configs.mixer import (
+    FLOAT,
+    Arrays,
+    Mixer,
+    cache_dtype,
+    check_shared,
+)
 from stree_jax.models.configs.params import ONES, ZEROS, Param, Table, conv_init
 from stree_jax.models.configs.rope import Rope, Temperature, check_rope
 from stree_jax.models.weights.padding import padded_rows
@@ -104,6 +110,7 @@ def kv_run(num_kv_heads: int, head_dim: int) -> Run:
 def attention_params(c: AttentionConfig, d_model: int) -> Table:
     """Returns the parameters by name. The rows of `qkv` are those of the output's gate,
     of q, k and v, and of the MLP inside."""
+    check_shared(c.num_heads, c.num_kv_heads)
     d_in = c.d_projected + c.d_gate + 2 * c.d_mlp
     d_out = c.num_heads * c.head_dim + c.d_mlp
     width, heads = c.d_out or d_model, head_runs(c)

@@ -5,7 +5,7 @@ from typing import Any
 
 from stree_jax.models.base.shards import Run, run_width
 from stree_jax.models.configs.attention import ATTENTION, AttentionConfig, head_runs
-from stree_jax.models.configs.mixer import FLOAT, Arrays, Mixer
+from stree_jax.models.configs.mixer import FLOAT, Arrays, Mixer, check_shared
 from stree_jax.models.configs.params import NORMAL, ONES, ZEROS, Param, Table, conv_init
 from stree_jax.models.configs.rope import Rope, check_rope
 from stree_jax.models.weights.padding import padded_rows
@@ -51,6 +51,7 @@ def cca_params(c: CCAConfig, d_model: int) -> Table:
     `head_conv_weight` has a matrix [hd, hd] for each head and tap. Axis 0 has the rows
     of all heads, and axis 1 the taps.
     """
+    check_shared(c.num_heads, c.num_kv_heads)
     runs = head_runs(c.heads)
     qk, kv = runs[:2], (Run(c.num_kv_heads, c.num_kv_heads, True),)
     width, channels = c.num_heads * c.head_dim, run_width(runs[:2])

@@ -7,7 +7,7 @@ import numpy as np
 
 from stree_jax.models.base.shards import Run
 from stree_jax.models.configs.attention import kv_run, scores_bytes
-from stree_jax.models.configs.mixer import FLOAT, Mixer
+from stree_jax.models.configs.mixer import FLOAT, Mixer, check_shared
 from stree_jax.models.configs.params import ONES, Param, Table
 from stree_jax.models.configs.rope import Rope, check_rope
 from stree_jax.models.weights.padding import padded_rows
@@ -39,6 +39,7 @@ class KVReaderConfig:
 
 def kv_reader_params(c: KVReaderConfig, d_model: int) -> Table:
     """Returns the parameters by name."""
+    check_shared(c.num_heads, c.num_kv_heads)
     width = c.num_heads * c.head_dim
     heads = (Run(width, c.num_heads),)
     return {

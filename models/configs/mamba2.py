@@ -9,7 +9,7 @@ import numpy as np
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels.limits import MAX_NODES
 from stree_jax.models.base.shards import Run
-from stree_jax.models.configs.mixer import FLOAT, Arrays, Mixer
+from stree_jax.models.configs.mixer import FLOAT, Arrays, Mixer, check_shared
 from stree_jax.models.configs.params import ONES, ZEROS, Param, Table, conv_init
 from stree_jax.models.weights.padding import padded_rows
 
@@ -121,6 +121,8 @@ def channel_runs(c: MambaConfig) -> dict[str, tuple[Run, ...]]:
 
 
 def mamba_params(c: MambaConfig, d_model: int) -> Table:
+    for shared in (c.n_groups, c.x_heads or c.num_heads):
+        check_shared(c.num_heads, shared)
     parts = channel_runs(c)
     first, inner, heads, xBC = (parts[k] for k in ("first", "inner", "heads", "xBC"))
     into = 2 * first + inner + xBC + heads

@@ -115,6 +115,12 @@ def cache_dtype(dtype: Any) -> np.dtype:
     return np.dtype(np.uint16) if found.itemsize == 2 else found
 
 
+def check_shared(heads: int, shared: int) -> None:
+    """Raises ValueError unless all `shared` heads or groups serve as many heads."""
+    if shared < 1 or heads % shared:
+        raise ValueError(f"{heads} heads cannot share {shared} evenly")
+
+
 def _divides(entry: Any, n: int) -> bool:
     if isinstance(entry, dict):
         return all(_divides(inner, n) for inner in entry.values())

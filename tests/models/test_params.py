@@ -1,5 +1,7 @@
 """Test the names, shapes and dtypes of parameters."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +36,27 @@ def test_shapes_are_those_of_the_parameters(name):
     config = (CONFIGS | FAMILIES)[name]
     made = jax.eval_shape(lambda: arrays(config, jnp.float32))
     assert param_shapes(config) == {k: v.shape for k, v in by_path(made).items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mamba2", {"n_groups": 3}),
+        ("mamba2", {"x_heads": 5}),
+        ("llama", {"num_kv_heads": 3}),
+        ("zaya", {"num_kv_heads": 3}),
+        ("gemma4", {"num_heads": 9}),
+    ],
+)
+def test_heads_that_cannot_be_shared_are_refused(name, options):
+    config = FAMILIES[name]
+    mixers = {
+        n: replace(c, **options)
+        for n, c in config.mixers.items()
+        if all(hasattr(c, field) for field in options)
+    }
+    with pytest.raises(ValueError, match="heads cannot share . evenly"):
+        param_shapes(config.with_mixers(**mixers))
 
 
 def test_some_parameters_stay_float32():
