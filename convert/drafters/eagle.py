@@ -36,13 +36,7 @@ from stree_jax.convert.drafters.names import (
     USED,
     head_ids,
 )
-from stree_jax.convert.drafters.plain_names import (
-    ATTENTION,
-    FC,
-    LAYER,
-    MLP,
-    eagle_name,
-)
+from stree_jax.convert.drafters.plain_names import ATTENTION, FC, LAYER, MLP, eagle_name
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.configs import Warn
 from stree_jax.convert.tensors.fields import ConfigFields

@@ -14,12 +14,7 @@ from stree_jax.common.checks import shown
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tokenizers.tokenizer import end_of_text, end_token, has_tokenizer
-from stree_jax.models import (
-    FORMATS,
-    Format,
-    ModelConfig,
-    param_shapes,
-)
+from stree_jax.models import FORMATS, Format, ModelConfig, param_shapes
 from stree_jax.models.stack import config_json
 from stree_jax.models.stack.param_table import param_at
 from stree_jax.models.weights.format import BFLOAT16, FLOAT32, Layout, Part

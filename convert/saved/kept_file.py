@@ -16,14 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from stree_jax.convert.base.errors import CheckpointError
-from stree_jax.models import (
-    Format,
-    ModelConfig,
-    abstract_params,
-    by_path,
-    nest,
-    stored,
-)
+from stree_jax.models import Format, ModelConfig, abstract_params, by_path, nest, stored
 from stree_jax.models.base.shards import Cut
 from stree_jax.models.configs.params import Path as ParamPath
 from stree_jax.models.sharding.parts import cut_at

@@ -32,13 +32,7 @@ from stree_jax.convert.saved.config import (
 from stree_jax.convert.saved.kept_file import check_kept, read_kept, write_kept
 from stree_jax.convert.saved.restore import restored
 from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
-from stree_jax.models import (
-    Format,
-    ModelConfig,
-    by_path,
-    format_named,
-    param_shapes,
-)
+from stree_jax.models import Format, ModelConfig, by_path, format_named, param_shapes
 from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.models.configs.params import Path as ParamPath
 from stree_jax.models.stack.sizes import weight_bytes

@@ -26,11 +26,7 @@ from stree_jax.models.mixers.kv_cache import (
     commit_attention,
 )
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
-from stree_jax.pallas_kernels import (
-    rounded_to,
-    tree_attention,
-    tree_conv,
-)
+from stree_jax.pallas_kernels import rounded_to, tree_attention, tree_conv
 
 
 def normed_heads(

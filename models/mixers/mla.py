@@ -29,10 +29,7 @@ from stree_jax.models.layers.rope import angles, rotated_pairs
 from stree_jax.models.mixers.kv_cache import append_rows
 from stree_jax.models.weights.linear import expert_product, linear, linear_summed
 from stree_jax.models.weights.parameters import stack_of
-from stree_jax.pallas_kernels import (
-    rounded_to,
-    tree_attention,
-)
+from stree_jax.pallas_kernels import rounded_to, tree_attention
 
 
 @struct.dataclass

@@ -28,13 +28,7 @@ from stree_jax.cpu_kernels import (
 )
 from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.weights.experts import Experts, abstract_experts, chosen_rows
-from stree_jax.models.weights.format import (
-    BFLOAT16,
-    FLOAT32,
-    Layout,
-    Packed,
-    Part,
-)
+from stree_jax.models.weights.format import BFLOAT16, FLOAT32, Layout, Packed, Part
 from stree_jax.models.weights.kept_format import KEPT, KEPT_INT8, KeptFormat, arrays_of
 from stree_jax.models.weights.panels import KINDS, PanelKind
 from stree_jax.models.weights.panels.gpu import gpu_product

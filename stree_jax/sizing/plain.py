@@ -2,11 +2,7 @@
 counts the same from the shapes of the program's arrays, for any drafter and tree."""
 
 from stree_jax.models import Format, ModelConfig
-from stree_jax.models.stack.sizes import (
-    record_bytes,
-    state_bytes,
-    weight_bytes,
-)
+from stree_jax.models.stack.sizes import record_bytes, state_bytes, weight_bytes
 from stree_jax.sizing.parts import STOPS, BufferSizes, Memory, Temporaries
 from stree_jax.sizing.passes import prefill_bytes, step_phases
 

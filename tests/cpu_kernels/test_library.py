@@ -16,12 +16,7 @@ import stree_jax
 from stree_jax import cpu_kernels
 from stree_jax.checkpoints.info import info
 from stree_jax.cpu_kernels import library as module
-from stree_jax.cpu_kernels.library import (
-    LEVELS,
-    PLATFORM_VARIABLES,
-    VARIABLE,
-    Library,
-)
+from stree_jax.cpu_kernels.library import LEVELS, PLATFORM_VARIABLES, VARIABLE, Library
 from tests.support.native import INSTRUCTIONS, built, use
 
 ROOT = Path(__file__).parents[2]

@@ -19,12 +19,7 @@ from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.convert.drafters import dflash, names
 from stree_jax.convert.drafters.kept import layout_of, with_rows
 from stree_jax.convert.drafters.names import EMBEDDING, HEAD
-from stree_jax.convert.drafters.plain_names import (
-    MASK,
-    MASK_FILE,
-    is_block,
-    plain_name,
-)
+from stree_jax.convert.drafters.plain_names import MASK, MASK_FILE, is_block, plain_name
 from stree_jax.convert.drafters.write import write_drafter
 from stree_jax.convert.drafters.write_dflash import config_fields, tensors
 from stree_jax.convert.families.tensors import noting_nonfinite
