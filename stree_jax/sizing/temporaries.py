@@ -20,15 +20,18 @@ import jax.numpy as jnp
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels.scan import MAX_NODES
 from stree_jax.models import (
+    Model,
     ModelConfig,
     init_records,
     init_state,
     param_dtype,
     reading_chunk,
 )
+from stree_jax.models.base.shards import VOCAB
 from stree_jax.models.layers.mixer import FLOAT, leaves_of, padded_rows
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.stack.memory import size_of
+from stree_jax.speculation.on_mesh import device_rows, parts_of
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
 
@@ -54,7 +57,8 @@ class Temporaries:
 
 
 def temporaries_of(spec: Spec, batch: int, drafting_caches: int = 0) -> Temporaries:
-    """Predicts the temporaries of a generation's steps, for the tree that needs most.
+    """Predicts the temporaries of a generation's steps, for the tree that needs most;
+    on a mesh, those of each device.
 
     Args:
       spec: arrays may be abstract (`jax.ShapeDtypeStruct`).
@@ -63,19 +67,22 @@ def temporaries_of(spec: Spec, batch: int, drafting_caches: int = 0) -> Temporar
         copies, see `DrafterBase.copies_caches`.
     """
     phases: dict[str, int] = {}
+    rows, spec = device_rows(spec.target, batch), parts_of(spec)
     for tree in spec.policy.menu:
-        for name, size in _phases(spec, tree, batch, drafting_caches).items():
+        for name, size in _phases(spec, tree, rows, drafting_caches).items():
             phases[name] = max(size, phases.get(name, 0))
     return Temporaries(phases)
 
 
 def reading_at_most(spec: Spec, batch: int, width: int) -> int:
-    """Predicts the temporaries of prefill for texts padded to `width`.
+    """Predicts the temporaries of prefill for texts padded to `width`; on a mesh, those
+    of each device.
 
     They consist of a pass over a chunk, its records, and the new SSM states if these
     are not written in place.
     """
     most = 0
+    batch, spec = device_rows(spec.target, batch), parts_of(spec)
     for model in (spec.target, *spec.drafter.models):
         dtype, chunk = param_dtype(model.params), reading_chunk(model.config, width)
         args = model.config, batch, chunk, dtype
@@ -105,8 +112,15 @@ def _phases(spec: Spec, tree: Topology, batch: int, caches: int) -> dict[str, in
         "replay and drafting": replay + drafting,
         # MTP layers need the copies until they are updated; draft models do not.
         "pass": passes + caches,
-        "logits": FLOAT * target.config.vocab_size * rows + caches,
+        "logits": FLOAT * _logits(target) * rows + caches,
     }
+
+
+def _logits(target: Model) -> int:
+    """Returns the numbers of a row of logits. A device of a mesh that divides the
+    vocabulary first computes its own part of them."""
+    own, parts = target.config.vocab_size, target.cut.of(VOCAB)
+    return own if parts == 1 else own * parts + own
 
 
 def _in_place(nodes: int) -> bool:
@@ -147,7 +161,7 @@ def _drafting(spec: Spec, tree: Topology, batch: int) -> int:
         return 0
     T, drafter = tree.size, spec.drafter
     rows = padded_rows(batch * drafter.logit_rows(tree))
-    size = FLOAT * spec.target.config.vocab_size * rows
+    size = FLOAT * spec.target.config.vocab_size * spec.target.cut.of(VOCAB) * rows
     for model in drafter.models:
         args = model.config, batch, T, param_dtype(model.params)
         records = jax.eval_shape(partial(init_records, *args))

@@ -112,6 +112,7 @@ ONE_MEANING = {
     "--dtype": "dtype of weights",
     "--dtypes": "dtypes of weights",
     "--file": "a file of the prompt or of the message",
+    "--earlier": "earlier answers to draft from: a file, or how many tokens to keep",
     "--figure": "the path of figures to write",
     "--json": "figures as JSON: printed; of a benchmark, which prints a table, a file",
     "--lengths": "tokens of a text",
