@@ -146,7 +146,7 @@ class DeltaRecord:
     qkv: jax.Array = leaf("record", part_axis=2)
 
 
-def with_given(pending: MixerPending[DeltaRecord]) -> DeltaReplayed:
+def replayed(pending: MixerPending[DeltaRecord]) -> DeltaReplayed:
     """Returns a pending path as an argument of `pallas_kernels.delta_replay`."""
     r = pending.record
     return DeltaReplayed(r.u, r.k, r.k_scale, r.a, pending.path, pending.length)
@@ -155,7 +155,7 @@ def with_given(pending: MixerPending[DeltaRecord]) -> DeltaReplayed:
 @traced_once
 def commit_delta(state: DeltaState, pending: MixerPending[DeltaRecord]) -> DeltaState:
     """Replays the accepted path into the state and the convolution's window."""
-    ssm, qkv = delta_replay(state.ssm, with_given(pending)), pending.record.qkv
+    ssm, qkv = delta_replay(state.ssm, replayed(pending)), pending.record.qkv
     return DeltaState(ssm, commit_window(state.conv, qkv, pending.path, pending.length))
 
 
@@ -372,9 +372,9 @@ def delta_nodes(
     """
     nodes, pending, h0 = pass_.nodes, pass_.pending, state.ssm
     if pending is not None and nodes.scan == "tree":
-        return delta_replay_scan(h0, with_given(pending), tokens, nodes.mask)
+        return delta_replay_scan(h0, replayed(pending), tokens, nodes.mask)
     if pending is not None:  # a chain during prefill: replay the previous chunk
-        h0 = delta_replay(h0, with_given(pending))
+        h0 = delta_replay(h0, replayed(pending))
     long = tokens.q.shape[1] > CHUNK
     if nodes.scan == "step":
         return *delta_steps(tokens, h0), h0

@@ -87,7 +87,7 @@ class LightningRecord:
     a: jax.Array = leaf("record", part_axis=2)
 
 
-def with_given(pending: MixerPending[LightningRecord]) -> Replayed:
+def replayed(pending: MixerPending[LightningRecord]) -> Replayed:
     """Returns a pending path as an argument of `pallas_kernels.replay`."""
     r = pending.record
     return Replayed(r.v, jnp.ones_like(r.a), r.a, r.k, pending.path, pending.length)
@@ -98,7 +98,7 @@ def commit_lightning(
     state: LightningState, pending: MixerPending[LightningRecord]
 ) -> LightningState:
     """Replays the accepted path into the state."""
-    return LightningState(replay(state.kv, with_given(pending)))
+    return LightningState(replay(state.kv, replayed(pending)))
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -157,7 +157,7 @@ class LightningModule(MixerModule):
             r = record = pass_.merged(record, LightningRecord(k, v, a))
             skip = jnp.zeros((c.num_heads,), jnp.float32)
             inputs = ScanInputs(r.v, jnp.ones_like(r.a), r.a, r.k, q, skip)
-            past = None if pending is None else with_given(pending)
+            past = None if pending is None else replayed(pending)
             y, kv = scan_nodes(inputs, state.kv, pass_.nodes, pass_.rows, past)
         with jax.named_scope("norm"):
             norm = ScaledNorm(c.norm_eps, parts=self.parts)

@@ -107,7 +107,7 @@ class Mamba1Record:
     A: jax.Array = leaf("record", part_axis=3)
 
 
-def with_given(pending: MixerPending[Mamba1Record]) -> SelectiveReplayed:
+def replayed(pending: MixerPending[Mamba1Record]) -> SelectiveReplayed:
     """Returns a pending path as an argument of `pallas_kernels.selective_replay`."""
     r = pending.record
     return SelectiveReplayed(r.x, r.dt, r.B, pending.path, pending.length)
@@ -118,7 +118,7 @@ def commit_mamba1(
     state: Mamba1State, pending: MixerPending[Mamba1Record]
 ) -> Mamba1State:
     """Replays the accepted path into the SSM state and the convolution's window."""
-    ssm = selective_replay(state.ssm, with_given(pending), pending.record.A[:, 0])
+    ssm = selective_replay(state.ssm, replayed(pending), pending.record.A[:, 0])
     inputs, path = pending.record.inputs, pending.path
     conv = commit_window(state.conv, inputs, path, pending.length)
     return Mamba1State(ssm, conv)
@@ -258,7 +258,7 @@ def scan_nodes(
         x, dt, B = (z[:, :1] for z in (inputs.x, inputs.dt, inputs.B))
         past = SelectiveReplayed(x, dt, B, none, none[:, 0])
     else:
-        past = with_given(pending)
+        past = replayed(pending)
     y, h = selective_replay_scan(
         *(h0, past, inputs, parents_of(nodes.mask), pass_.rows),
         chain=nodes.scan != "tree" and pass_.rows is None,

@@ -159,7 +159,7 @@ class MambaRecord:
     xBC: jax.Array = leaf("record", part_axis=2)
 
 
-def with_given(pending: MixerPending[MambaRecord]) -> Replayed:
+def replayed(pending: MixerPending[MambaRecord]) -> Replayed:
     """Returns a pending path as an argument of `pallas_kernels.replay`."""
     r = pending.record
     return Replayed(r.x, r.dt, r.a, r.B, pending.path, pending.length)
@@ -168,7 +168,7 @@ def with_given(pending: MixerPending[MambaRecord]) -> Replayed:
 @traced_once
 def commit_mamba(state: MambaState, pending: MixerPending[MambaRecord]) -> MambaState:
     """Replays the accepted path into the SSM state and the convolution's window."""
-    ssm, xBC = replay(state.ssm, with_given(pending)), pending.record.xBC
+    ssm, xBC = replay(state.ssm, replayed(pending)), pending.record.xBC
     return MambaState(ssm, commit_window(state.conv, xBC, pending.path, pending.length))
 
 
@@ -393,7 +393,7 @@ def equations(
         new = jax.lax.optimization_barrier(MambaRecord(x, dt, a, B, xBC))
         record = pass_.merged(record, new)
         r, D = record, weights.D
-        past = None if pending is None else with_given(pending)
+        past = None if pending is None else replayed(pending)
         scanned = ScanInputs(r.x, r.dt, r.a, r.B, C, D)
         y, ssm = scan_nodes(scanned, state.ssm, pass_.nodes, pass_.rows, past)
 
