@@ -14,6 +14,7 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
+from stree_jax.models.base.rounding import uncontracted
 from stree_jax.models.base.shards import total
 from stree_jax.models.layers.mixer import (
     FLOAT,
@@ -37,7 +38,7 @@ from stree_jax.models.mixers.moe import (
     with_given,
     without_padding,
 )
-from stree_jax.models.weights.linear import as_row, linear, uncontracted
+from stree_jax.models.weights.linear import as_row, linear
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from flax import linen as nn
 from jax import lax
 
 from stree_jax.cpu_kernels import at_most, cpu_kernel, floats, symbolic_size
+from stree_jax.models.base.rounding import uncontracted
 from stree_jax.models.base.shards import total
 from stree_jax.models.layers.mixer import FLOAT, Mixer, MixerModule, Sent
 from stree_jax.models.layers.nodes import Pass
@@ -24,7 +25,7 @@ from stree_jax.models.mixers.mlp import (
     mlp_params,
 )
 from stree_jax.models.weights.formats import stack_of
-from stree_jax.models.weights.linear import expert_product, linear, uncontracted
+from stree_jax.models.weights.linear import expert_product, linear
 
 PADDING = -1  # the expert of padding, which the kernels skip
 # Most rows (tokens times experts) computed at once if every expert runs on every token.
