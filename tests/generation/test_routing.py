@@ -1,5 +1,7 @@
 """Experts that rollouts used are returned, and a trainer replays them."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,13 +36,11 @@ LENGTHS = np.array([5, 3])
 SAMPLING = sampling_rows([Sampling(0.9, seed=seed) for seed in range(4)])
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request):
-    return MODELS[request.param]()
+# As users' programs are: without optimisation, XLA's own loops differ by their lengths.
+pytestmark = pytest.mark.usefixtures("optimised")
 
 
-@pytest.fixture(scope="module")
-def texts(model):
+def rollout(model):
     done = stree_jax.generate_tokens(
         model,
         PROMPTS,
@@ -56,6 +56,23 @@ def texts(model):
         routing=True,
     )
     return done.joined(PROMPTS, LENGTHS)
+
+
+@cache
+def made(name):
+    """Returns a model and the texts of its rollout."""
+    model = MODELS[name]()
+    return model, rollout(model)
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return made(request.param)[0]
+
+
+@pytest.fixture
+def texts(request, model):
+    return made(request.node.callspec.params["model"])[1]
 
 
 @jax.jit
@@ -86,7 +103,7 @@ def test_they_are_those_of_a_reread(model, texts):
 
 
 @pytest.mark.skipif(cpu_kernels.level() is None, reason="bits of the CPU kernels")
-def test_a_replay_has_the_rollouts_bits(model, texts, optimised):
+def test_a_replay_has_the_rollouts_bits(model, texts):
     found = logprobs(model, texts, texts.routing)
     assert found[texts.output].tolist() == texts.logprobs[texts.output].tolist()
     own = logprobs(model, texts, None)
