@@ -38,6 +38,7 @@ BENCHMARKS = {
     "peers": "decoding throughput compared with llama.cpp and transformers",
     "start": "from a command to its first tokens, compared with llama.cpp",
     "servers": "the HTTP server compared with llama.cpp's",
+    "bits": "tokens and bits that differ from plain decoding, over many texts",
     "kl": "next-token distributions by dtype, compared with the exact ones",
     "all": "the benchmarks of STree's tables and figures, and a report",
     "records": "print a record of earlier measurements",

@@ -29,7 +29,6 @@ from stree_jax.cpu_kernels.mixer import MixerWeights as MixerWeights
 from stree_jax.cpu_kernels.mixer import mixer_outputs as mixer_outputs
 from stree_jax.cpu_kernels.mixer import mixer_unsupported as mixer_unsupported
 from stree_jax.cpu_kernels.panels import panels_unsupported as panels_unsupported
-from stree_jax.cpu_kernels.product import MAX_ROWS as MAX_ROWS
 from stree_jax.cpu_kernels.product import int8_unsupported as int8_unsupported
 from stree_jax.cpu_kernels.product import product_unsupported as product_unsupported
 from stree_jax.cpu_kernels.selective import path_unsupported as path_unsupported

@@ -1,5 +1,6 @@
 """`certify`: every way of decoding is compared, and planted differences are found."""
 
+import itertools
 import json
 
 import jax
@@ -10,11 +11,14 @@ import pytest
 import stree_jax
 from stree_jax import cpu_kernels
 from stree_jax.cli.main import main
+from stree_jax.models.stack import network
 from stree_jax.speculation import step
 from stree_jax.verify import certify as module
-from stree_jax.verify.certify import certify, layer_difference, random_tree
+from stree_jax.verify.certify import certify, random_tree
+from stree_jax.verify.layers import PROBE, SHORT_CHUNK, layer_difference
 
 PROMPTS = ["import os", "class Node:"]
+TREE = 2 * PROBE - 1  # nodes of the tree of `layer_difference`
 SMALL = {"max_new_tokens": 16, "trees": ["chain:4", "random:9"]}
 
 
@@ -28,11 +32,12 @@ def test_every_way_has_the_tokens_of_plain_decoding(model):
     found = certify(model, PROMPTS, say=said.append, **SMALL)
     ways = [
         *("tree chain:4", "tree random:9", "drafter, tree auto"),
-        *("batch of 2, plain", "batch of 2, tree E", "two calls"),
-        *("two calls, tree E, saved between", "score"),
+        *("1 rows in turn, tree E", "score", "1 rows in turn, plain"),
+        *("batch of 2, plain", "batch of 2, tree E"),
+        *("two calls", "two calls, tree E, saved between"),
     ]
     assert [c.way for c in found.compared] == ways * 2
-    assert [c.kind for c in found.compared] == ["greedy"] * 8 + ["sampled"] * 8
+    assert [c.kind for c in found.compared] == ["greedy"] * 10 + ["sampled"] * 10
     assert said == [f"{c.way}, {c.kind}" for c in found.compared]
     assert found.equal_tokens and all(c.tokens == 32 for c in found.compared)
     assert found.layer is None
@@ -78,7 +83,7 @@ def test_a_pass_that_is_wrong_for_several_nodes_is_found(model, planted):
 
 
 def test_other_tokens_and_other_bits_are_counted(model):
-    run = module._Run(model, [[1, 2], [3]], 4, None, None)
+    run = module.Run(model, [[1, 2], [3]], 4, None, None)
     tokens, logprobs = run.plain[0], [x.copy() for x in run.plain[1]]
     logprobs[0][2] = np.nextafter(logprobs[0][2], np.float32(0))
     found = run.compared("bits", lambda: (tokens, logprobs, None))
@@ -89,24 +94,70 @@ def test_other_tokens_and_other_bits_are_counted(model):
     assert found.gap > 0
 
 
-def test_the_first_layer_that_differs_is_named(model, planted):
-    assert layer_difference(model, [1, 2, 3]) is None
+def nudged(x):
+    """Returns floats, each replaced by its neighbour."""
+    return jnp.nextafter(x, jnp.float32(4)) if x.dtype == jnp.float32 else x
 
-    seen = []
 
-    def recorded(forward):
-        def call(target, state, tokens, nodes, taps=()):
-            T = tokens.shape[1]
-            fill = jnp.zeros((1, T, 4), jnp.float32)
-            seen.append(T)
-            tapped = [fill + (i == 3) * (T > 1) for i in taps]
-            return fill, tapped, forward(target, state, tokens, nodes)[2], state
+def in_tree_order(T, path, out, record, state):
+    """A sum over the nodes before, in the order of the tree."""
+    return (nudged(out) if T == TREE else out), record, state
+
+
+def border_at_the_root(T, path, out, record, state):
+    """A sum over the cache that is cut where a pass of several tokens begins."""
+    return (nudged(out) if T > 1 else out), record, state
+
+
+def split_by_rows(T, path, out, record, state):
+    """A product that is cut otherwise for many rows."""
+    if T < PROBE or T > TREE:
+        return out, record, state
+    return nudged(out), jax.tree.map(nudged, record), state
+
+
+def rounded_once_more(T, path, out, record, state):
+    """A state that is rounded when a path of several tokens is replayed."""
+    return out, record, jax.tree.map(nudged, state) if path > 1 else state
+
+
+def folded_early(T, path, out, record, state):
+    """A state into which a short chunk is folded."""
+    return out, record, jax.tree.map(nudged, state) if T == SHORT_CHUNK else state
+
+
+@pytest.mark.parametrize(
+    ("mistake", "part"),
+    [
+        (in_tree_order, "its sums, in a tree"),
+        (border_at_the_root, "its sums, in a pass of 16 tokens"),
+        (split_by_rows, "its projections, in a pass of 16 tokens"),
+        (rounded_once_more, "its state, in a pass of 16 tokens"),
+        (folded_early, "its state, after a prompt in chunks of 8"),
+    ],
+)
+@pytest.mark.parametrize("layer", [2, 4])  # Mamba2, attention
+def test_the_first_layer_that_differs_is_named(model, planted, mistake, part, layer):
+    count = len(model.config.layers)
+
+    def made(run):
+        calls = itertools.cycle(range(count))
+
+        def call(module, block, embedding, h, pass_, *args):
+            found = run(module, block, embedding, h, pass_, *args)
+            path = 0 if pass_.pending is None else pass_.pending.path.shape[1]
+            return mistake(h.shape[1], path, *found) if next(calls) == layer else found
 
         return call
 
-    planted(module, "forward_tapped", recorded)
-    kind = model.config.kinds[3]
-    assert layer_difference(model, [1, 2, 3]) == f"3 ({kind})" and set(seen) == {1, 16}
+    planted(network, "_run", made)
+    found = layer_difference(model, [1, 2, 3])
+    assert found == f"{layer} ({model.config.kinds[layer]}): {part}"
+
+
+def test_equal_layers_have_no_name(model):
+    if cpu_kernels.level() is not None:
+        assert layer_difference(model, [1, 2, 3]) is None
 
 
 def test_random_trees():

@@ -10,7 +10,7 @@ from jax import lax
 
 from stree_jax.common.checks import check_not_forked, with_hints
 from stree_jax.common.unchecked import varying_axes
-from stree_jax.cpu_kernels import MAX_ROWS, symbolic_size
+from stree_jax.cpu_kernels import symbolic_size
 from stree_jax.generation.arguments import checked_tokens
 from stree_jax.models import (
     PREFILL_CHUNK,
@@ -27,6 +27,8 @@ from stree_jax.models import (
 from stree_jax.sampling.ranks import rank_of
 from stree_jax.speculation.on_mesh import rows_on, whole_on
 from stree_jax.speculation.tree import Tree, make_tree
+
+TEXTS_AT_ONCE = 16  # texts of which one pass reads a chunk
 
 
 @jax.jit
@@ -52,7 +54,7 @@ def read_chunks(
 ) -> jax.Array:
     """Reads texts chunk by chunk, and returns what a function makes of each chunk.
 
-    Many texts are read in groups, so that CPU kernels compute all of them.
+    Many texts are read in groups, to limit memory.
 
     Args:
       model: the model.
@@ -67,7 +69,7 @@ def read_chunks(
     Returns:
       The results [B, T, ...].
     """
-    (batch, T), rows = tokens.shape, MAX_ROWS // PREFILL_CHUNK
+    (batch, T), rows = tokens.shape, TEXTS_AT_ONCE
 
     def chunks(z: jax.Array) -> jax.Array:
         return z.reshape(z.shape[0], -1, PREFILL_CHUNK, *z.shape[2:]).swapaxes(0, 1)

@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 
 from stree_jax.common.checks import as_integer, decimal, shown, with_hints
-from stree_jax.cpu_kernels import MAX_ROWS, at_most
+from stree_jax.cpu_kernels import at_most
 from stree_jax.models import Nodes, tree_nodes
 
 # Maximum children per node of a `Budget`; sampled acceptance loops over all of them.
@@ -28,6 +28,7 @@ DEEPEST = 15  # maximum depth of a `Budget`; every step replays a path of this l
 # Masks grow with the square of the nodes, and no measured tree with more than 64 nodes
 # was faster than a smaller one.
 MAX_NODES = 1024
+MOST_SHARED = 1024  # nodes of a batch, up to which small trees are padded
 # Maximum number of nodes of a compiled step that smaller trees share. In a shared step
 # the smaller trees are padded, and the kernels do not skip all of the work on padding.
 MAX_SHARED_NODES = 16
@@ -216,8 +217,8 @@ def compiled_steps(
 ) -> list[tuple[Topology, tuple[int, ...]]]:
     """Returns the steps to compile for the trees that a policy may choose (its menu).
 
-    Small trees share one step, in which they are padded to its size, if the kernels
-    support that many nodes for the whole batch (`MAX_ROWS`).
+    Small trees share one step, in which they are padded to its size, if the whole
+    batch has at most `MOST_SHARED` nodes.
 
     Args:
       menu: the trees that a policy may choose.
@@ -243,7 +244,7 @@ def _shared_size(tree: Topology, rows: int) -> int:
     """Returns the number of nodes of the shared step that a tree uses in a batch of
     `rows`; 0 if its step is not shared."""
     size = tree.shared_size if isinstance(tree, Budget) else 0
-    return size if at_most(rows * size, MAX_ROWS) else 0
+    return size if at_most(rows * size, MOST_SHARED) else 0
 
 
 def _integers(what: str, **values: object) -> list[int]:

@@ -23,30 +23,29 @@ from flax import struct
 
 from stree_jax.common.checks import integer, with_hints
 from stree_jax.generation.arguments import encode_prompts
-from stree_jax.generation.generate import generate
+from stree_jax.generation.generate import Options, begin, generate
 from stree_jax.generation.past import Past
 from stree_jax.generation.result import Generation
 from stree_jax.generation.scoring import first_difference, score
 from stree_jax.models import (
     PREFILL_CHUNK,
     Model,
-    chain_nodes,
-    commit,
-    forward_tapped,
-    init_state,
-    param_dtype,
-    prefill,
 )
 from stree_jax.models.stack.config import required
 from stree_jax.sampling.best import log_softmax
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.settings import Sampling
 from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.batch_rows import admit_jit, vacant_jit
+from stree_jax.speculation.buckets import bucket
+from stree_jax.speculation.decoding import RUNNING
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.drafter import DrafterBase, Prompts, Update
 from stree_jax.speculation.drafters.table import AUTO, AnyDrafter
 from stree_jax.speculation.layout import tree_layout
+from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.tree import Topology, Tree, make_tree, resolve_tree
+from stree_jax.verify.layers import layer_difference
 
 PROMPTS = (
     "The capital of France is",
@@ -58,7 +57,10 @@ TREES = ("chain:4", "A", "E", "random:24", "random:64")
 GREEDY, SAMPLED = "greedy", "sampled"
 # One draft token in `MISTAKES` is wrong, and so is one of its siblings.
 MISTAKES = 8
-PROBE = 16  # tokens that `layer_difference` reads in one pass and in single steps
+STAGGER = 5  # steps between two prompts that enter a batch
+
+
+EchoState = tuple[jax.Array, jax.Array]  # texts [B, O], tokens of each so far [B]
 
 
 @struct.dataclass
@@ -76,26 +78,27 @@ class Echo(DrafterBase):
     texts: jax.Array
     V: int = struct.field(pytree_node=False)
 
-    def init(self, prompts: Prompts, past: Any) -> jax.Array:
-        """Returns the state: the number of tokens of each text so far, [B] int32."""
-        return jnp.zeros(prompts.lengths.shape, jnp.int32)
+    def init(self, prompts: Prompts, past: Any) -> EchoState:
+        """Returns the state: the texts, and the number of tokens of each so far."""
+        return self.texts, jnp.zeros(prompts.lengths.shape, jnp.int32)
 
-    def commit(self, state: jax.Array, update: Update) -> jax.Array:
-        return state + update.length
+    def commit(self, state: EchoState, update: Update) -> EchoState:
+        texts, done = state
+        return texts, done + update.length
 
     def propose(
         self,
-        state: jax.Array,
+        state: EchoState,
         root: jax.Array,
         tree: Topology,
         dist: Distribution,
         rule: Rule,
-    ) -> tuple[Draft, jax.Array]:
+    ) -> tuple[Draft, EchoState]:
         assert isinstance(tree, Tree)  # every way gives it a tree of fixed shape
-        layout = tree_layout(tree, tree.rows(root.shape[0]))
-        place = state[:, None] + layout.depth - 1
-        in_text = jnp.clip(place, 0, self.texts.shape[1] - 1)
-        right = jnp.take_along_axis(self.texts, in_text, axis=1)
+        layout, (texts, done) = tree_layout(tree, tree.rows(root.shape[0])), state
+        place = done[:, None] + layout.depth - 1
+        in_text = jnp.clip(place, 0, texts.shape[1] - 1)
+        right = jnp.take_along_axis(texts, in_text, axis=1)
         same = layout.parents[:, :, None] == layout.parents[:, None]
         rank = jnp.tril(same, -1).sum(-1, dtype=jnp.int32)
         mixed = (place.astype(jnp.uint32) * jnp.uint32(2654435761)) >> 8
@@ -145,9 +148,10 @@ class Certificate:
 
     Attributes:
       compared: a comparison for each way and kind of decoding.
-      layer: the first layer whose output differs between one pass over several tokens
-        and single steps, such as "3 (attention+mlp)". If None, the layers are equal,
-        and differences come from later: the logits, or sums over a batch.
+      layer: the first layer that reads a text otherwise in one pass, in a tree or in
+        chunks than in single steps, and where, such as "3 (attention): its sums, in a
+        tree"; see `layer_difference`. If None, the layers are equal, and differences
+        come from later: the logits, or sums over a batch.
     """
 
     compared: tuple[Compared, ...]
@@ -186,11 +190,11 @@ def certify(
     """Compares speculative decoding with plain decoding of each prompt alone: tokens,
     and log-probabilities bit by bit.
 
-    The ways of decoding are the trees, with drafts that are partly right; the
-    drafter with tree "auto"; all prompts as one batch, plain and with a tree; two calls
-    that continue each other (`past`), plain and with a tree and a saved state; and
-    `score` of the finished text. Every way is run greedily and with each seed at
-    temperature 1.
+    The ways of decoding are the trees, with drafts that are partly right; the drafter
+    with tree "auto"; all prompts as one batch, and in a batch of half as many rows that
+    they enter one after another, plain and with a tree; two calls that continue each
+    other (`past`), plain and with a tree and a saved state; and `score` of the finished
+    text. Every way is run greedily and with each seed at temperature 1.
 
     Args:
       model: the model.
@@ -216,11 +220,11 @@ def certify(
     new = integer("max_new_tokens", max_new_tokens, 2, 2**16, f"2..{2**16} new tokens")
     ids = encode_prompts(model, prompts)
     # A wrong argument is reported before anything runs.
-    shapes = {name: _shape(name) for name in trees}
+    shapes = {name: shape_of(name) for name in trees}
     samplings = [Sampling(temperature=1.0, seed=seed) for seed in seeds]
     compared = []
     for sampling in (None, *samplings):
-        run = _Run(model, ids, new, sampling, drafter)
+        run = Run(model, ids, new, sampling, drafter)
         for way, call in run.ways(shapes):
             if say is not None:
                 say(f"{way}, {run.kind}")
@@ -232,7 +236,7 @@ Result = tuple[list[list[int]], list[np.ndarray], float | None]
 """Tokens and log-probabilities of each text, and the acceptance length."""
 
 
-class _Run:
+class Run:
     """Plain decoding of some prompts, and other ways of decoding them."""
 
     def __init__(
@@ -246,30 +250,35 @@ class _Run:
         self.model, self.prompts, self.drafter = model, prompts, drafter
         self.kind = GREEDY if sampling is None else SAMPLED
         self.new = new
-        self.decode = partial(
-            generate, model, sampling=sampling, stop_tokens=(), logprobs=0
-        )
+        self.options = Options(sampling=sampling, stop_tokens=(), logprobs=0)
+        self.decode = partial(generate, model, **self.options)
         self.plain = self._each(lambda b: {"drafter": None})
 
     def ways(
-        self, trees: Mapping[str, Any]
+        self, trees: Mapping[str, Any], few: bool = False
     ) -> Iterator[tuple[str, Callable[[], Result]]]:
         """Yields the ways of decoding by name.
 
         Args:
           trees: the trees by name.
+          few: True to leave out those that read texts as others do.
         """
         for name, tree in trees.items():
             yield f"tree {name}", partial(self._each, partial(self._echo, tree))
         drafter = {"drafter": self.drafter, "tree": "auto"}
         if self.drafter is not None:
             yield "drafter, tree auto", partial(self._each, lambda b: drafter)
+        rows = -(-len(self.prompts) // 2)
+        yield f"{rows} rows in turn, tree E", partial(self._staggered, rows, True)
+        yield "score", self._scored
+        if few:
+            return
+        yield f"{rows} rows in turn, plain", partial(self._staggered, rows, False)
         yield f"batch of {len(self.prompts)}, plain", partial(self._batch, {})
         texts = {"tree": "E", "drafter": self._echo_of(self.plain[0])}
         yield f"batch of {len(self.prompts)}, tree E", partial(self._batch, texts)
         yield "two calls", partial(self._continued, drafted=False)
         yield "two calls, tree E, saved between", partial(self._continued, drafted=True)
-        yield "score", self._scored
 
     def compared(self, way: str, call: Callable[[], Result]) -> Compared:
         """Runs a way of decoding, and compares its texts with plain decoding's."""
@@ -328,6 +337,41 @@ class _Run:
         """Decodes all prompts as one batch."""
         options = {"drafter": None} | options
         return _joined([self.decode(self.prompts, max_new_tokens=self.new, **options)])
+
+    def _staggered(self, rows: int, drafted: bool) -> Result:
+        """Decodes the prompts in a batch of fewer rows, as the server does: a prompt
+        enters between steps, when a row is free."""
+        longest = max(map(len, self.prompts))
+        capacity = bucket(longest) + bucket(self.new) + 8 * PREFILL_CHUNK
+        done: dict[int, tuple[list[int], np.ndarray]] = {}
+        places: list[int | None] = [None] * rows
+        waiting = list(range(len(self.prompts)))
+        batch: Any = None
+        spec: Any = None
+        while len(done) < len(self.prompts):
+            # At most one enters, so that no two rows are at the same place.
+            if waiting and None in places:
+                row = places.index(None)
+                b = places[row] = waiting.pop(0)
+                options: dict[str, Any] = {**self.options, "drafter": None}
+                if drafted:
+                    echo = self._echo_of([self.plain[0][b]])
+                    options |= {"drafter": echo, "tree": "E"}
+                options |= {"max_new_tokens": self.new, "capacity": capacity}
+                one, plan = begin(self.model, [self.prompts[b]], **options)
+                if batch is None:
+                    spec = plan.spec
+                    batch = vacant_jit(spec, one, rows=rows)
+                batch = admit_jit(spec, batch, jnp.int32(row), one)
+            batch = advance_jit(spec, batch, jnp.int32(STAGGER))
+            for row in np.flatnonzero(np.asarray(batch.finish) != RUNNING).tolist():
+                ended, places[row] = places[row], None
+                if ended is not None:
+                    values = np.asarray(batch.logprobs.raw)[row]
+                    text = np.asarray(batch.tokens)[row, : self.new]
+                    done[ended] = text.tolist(), values[: self.new]
+        tokens, logprobs = zip(*(done[b] for b in sorted(done)), strict=True)
+        return list(tokens), list(logprobs), None
 
     def _continued(self, drafted: bool) -> Result:
         """Decodes each prompt by two calls. If sampled, the second draws with its own
@@ -405,7 +449,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
-def _shape(name: str) -> Tree:
+def shape_of(name: str) -> Tree:
     """Returns the tree with a name as in `certify`.
 
     Raises:
@@ -427,49 +471,3 @@ def random_tree(nodes: int, seed: int = 0) -> list[int]:
     it, so that the tree is both deep and wide."""
     rng = np.random.default_rng(seed)
     return [-1, *(int(rng.integers(max(0, n - 6), n)) for n in range(1, nodes))]
-
-
-def layer_difference(model: Model, prompt: Sequence[int]) -> str | None:
-    """Finds the first layer whose output depends on the number of tokens in a pass.
-
-    The last tokens of a text are read in one pass, and in passes of one token. The text
-    is the prompt, repeated if necessary.
-
-    Returns:
-      The index of the layer, from 0, with the names of its mixers, such as "3
-      (attention+mlp)"; None if all bits are equal.
-    """
-    if model.mesh is not None:
-        return None
-    text = np.resize(np.asarray(prompt, np.int32), PREFILL_CHUNK + PROBE)[None]
-    taps = tuple(range(len(model.config.layers)))
-    state = _prefilled(model, jnp.asarray(text))
-    tokens = jnp.asarray(text[:, PREFILL_CHUNK:])
-    at_once = _pass(model, state, tokens, taps)[0]
-    steps = []
-    for i in range(PROBE):
-        found, state = _pass(model, state, tokens[:, i : i + 1], taps)
-        steps.append(found)
-    one_by_one = [np.concatenate(parts, axis=1) for parts in zip(*steps, strict=True)]
-    for i, (a, b) in enumerate(zip(at_once, one_by_one, strict=True)):
-        if (np.asarray(a).view(np.int32) != b.view(np.int32)).any():
-            return f"{i} ({model.config.kinds[i]})"
-    return None
-
-
-@jax.jit
-def _prefilled(model: Model, text: jax.Array) -> Any:
-    state = init_state(model.config, 1, text.shape[1], param_dtype(model.params))
-    length = jnp.full((1,), PREFILL_CHUNK, jnp.int32)
-    return prefill(model, state, text[:, :PREFILL_CHUNK], length, PREFILL_CHUNK)[0]
-
-
-@partial(jax.jit, static_argnames=("taps",))
-def _pass(model: Model, state: Any, tokens: jax.Array, taps: tuple[int, ...]) -> Any:
-    """Returns the output [1, T, d] of each layer for a chain of tokens, and the state
-    after them."""
-    T = tokens.shape[1]
-    nodes = chain_nodes(1, T, model.config.conv_taps)
-    _, tapped, records, state = forward_tapped(model, state, tokens, nodes, taps=taps)
-    path = jnp.arange(T, dtype=jnp.int32)[None]
-    return tapped, commit(state, records, path, jnp.full((1,), T, jnp.int32))

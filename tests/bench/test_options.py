@@ -27,6 +27,7 @@ NEEDED = {
             "prompts",
             "capacity",
             "devices",
+            "bits",
             "kl",
             "records",
             "schemas",

@@ -53,10 +53,10 @@ def test_a_named_kernel_runs_or_raises(monkeypatch):
         linear(x[:1], weight, implementation="native")
     monkeypatch.undo()
     if INSTRUCTIONS is not None:
-        with pytest.raises(ValueError, match="native: wants 1 to 1024 rows, got 1025"):
-            linear(x, weight, implementation="native")
-        assert "stree_product" in lowered(linear, (x[:1024], weight), "cpu")
-    assert "stree_product" not in lowered(linear, (x, weight), "cpu")
+        with pytest.raises(ValueError, match="native: wants at least one row"):
+            linear(x[:0], weight, implementation="native")
+        assert "stree_product" in lowered(linear, (x, weight), "cpu")
+    assert "stree_product" not in lowered(linear, (x[:0], weight), "cpu")
 
 
 def test_rows_of_an_int8_table_have_the_scales_of_their_groups():

@@ -121,3 +121,14 @@ def test_a_row_has_the_same_bits_in_any_batch(name):
     together = read(model, text, 16)[0]
     for b in range(3):
         assert same(read(model, text[b : b + 1], 16)[0], together[b : b + 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["granite", "lightning"])
+def test_a_row_has_the_same_bits_in_a_large_batch(name, dtype):
+    """A pass of the batch has 1,104 rows."""
+    model = model_of(name, dtype)
+    text = text_of(model, rows=23)
+    together = read(model, text, 48)[0]
+    for b in (0, 22):
+        assert same(read(model, text[b : b + 1], 48)[0], together[b : b + 1])

@@ -18,10 +18,10 @@ NOTES = notes(
     """
 Every text is decoded plainly first, alone. The other ways get drafts that are partly
 right, so that paths of every kind are accepted and rejected: trees, tree auto with the
-drafter, batches, a text continued by a second call, and the scores of the finished
-text. The table counts the texts with equal tokens, and those whose log-probabilities
-are equal, too, bit for bit. The exit code is 1 if tokens differ, or with --bits also if
-a bit does.""",
+drafter, batches whose texts begin together or in turn, a text continued by a second
+call, and the scores of the finished text. The table counts the texts with equal tokens,
+and those whose log-probabilities are equal, too, bit for bit. The exit code is 1 if
+tokens differ, or with --bits also if a bit does.""",
     "stree-jax certify --model model-Q4_K_M.gguf",
     "stree-jax certify --model OWNER/NAME --prompts prompts.txt --json > found.json",
 )
@@ -121,7 +121,5 @@ def table(found: "Certificate") -> str:
             "gap within rounding is a tie."
         )
     if found.layer is not None:
-        lines.append(
-            f"Log-probabilities differ in their last bits from layer {found.layer} on."
-        )
+        lines.append(f"The first layer whose bits differ: {found.layer}.")
     return "\n".join(line.rstrip() for line in lines)
