@@ -372,8 +372,8 @@ class LanguageModel(nn.Module):
         args = (nodes, state, records, rows, pending, valid_count, taps)
         h = self.embed(tokens)
         inputs = self.per_layer(tokens, h) if per_layer_sizes(self.config)[0] else ()
-        args = *args, inputs, experts
-        h, tapped, out, state = run_layers(self.layers, blocks, h, *args)
+        more = inputs, experts
+        h, tapped, out, state = run_layers(self.layers, blocks, h, *args, *more)
         return self.norm(h, valid_count), tapped, out, state
 
     def predict(
