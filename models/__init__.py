@@ -46,6 +46,7 @@ from stree_jax.models.stack.model import forward_tapped as forward_tapped
 from stree_jax.models.stack.model import forward_tree as forward_tree
 from stree_jax.models.stack.model import logits_of as logits_of
 from stree_jax.models.stack.model import param_dtype as param_dtype
+from stree_jax.models.stack.network import Experts as Experts
 from stree_jax.models.stack.network import Tapped as Tapped
 from stree_jax.models.stack.network import Taps as Taps
 from stree_jax.models.stack.param_table import param_at as param_at
@@ -57,6 +58,10 @@ from stree_jax.models.stack.prefill import prefill as prefill
 from stree_jax.models.stack.prefill import read_observed as read_observed
 from stree_jax.models.stack.prefill import read_text as read_text
 from stree_jax.models.stack.prefill import reading_chunk as reading_chunk
+from stree_jax.models.stack.routing import empty_routing as empty_routing
+from stree_jax.models.stack.routing import expert_taps as expert_taps
+from stree_jax.models.stack.routing import experts_of as experts_of
+from stree_jax.models.stack.routing import with_experts as with_experts
 from stree_jax.models.stack.shapes import abstract_params as abstract_params
 from stree_jax.models.stack.shapes import cast_params as cast_params
 from stree_jax.models.stack.shapes import init_params as init_params

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
+from stree_jax.models.base.rounding import uncontracted
 from stree_jax.models.base.shards import ALONE, Group, mean_of_neighbours
 from stree_jax.models.layers.params import affine_params, declare, norm_params
-from stree_jax.models.weights.linear import as_row, uncontracted
+from stree_jax.models.weights.linear import as_row
 
 
 def rms_norm(
