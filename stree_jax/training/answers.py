@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,15 @@ class Rows:
     tokens: np.ndarray
     start: np.ndarray
     end: np.ndarray
+
+
+class Stretch(NamedTuple):
+    """A stretch of `Answers`."""
+
+    tokens: np.ndarray
+    states: np.ndarray
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -137,9 +147,7 @@ def read_answers(
     Raises:
       ValueError: there are too few answers, or a file is invalid.
     """
-    parts: list[tuple[list[np.ndarray], list[np.ndarray], list[int], list[int]]]
-    parts = [([], [], [], []), ([], [], [], [])]
-    seen = 0
+    found: list[Stretch] = []
     for file in files:
         rows = read_rows(file, target.config.num_tokens)
         if not len(rows.tokens):
@@ -150,18 +158,19 @@ def read_answers(
         states = keep_tapped(target, tokens, work / f"{file.stem}.states", taps)
         for i, (start, end) in enumerate(zip(rows.start, rows.end, strict=True)):
             begin = max(int(end) - T, 0)
+            part = slice(begin, begin + T)
             # The last draft of a root is a token of the answer.
             first, last = max(int(start) - 1 - begin, 1), int(end) - begin - 1 - M
             if first <= last:
-                held = seen % HELD_OUT_EVERY == 0
-                found = tokens[i, begin : begin + T], states[i, begin : begin + T]
-                for values, value in zip(parts[held], (*found, first, last)):
-                    values.append(value)
-                seen += 1
-    if seen < 2:
-        raise ValueError(f"{files[0].parent}: want 2 answers at least, got {seen}")
-    learnt, held_out = (
-        Answers(np.stack(tokens), states, np.array(first), np.array(last))
-        for tokens, states, first, last in parts
-    )
-    return learnt, held_out
+                found.append(Stretch(tokens[i, part], states[i, part], first, last))
+    if len(found) < 2:
+        folder = files[0].parent
+        raise ValueError(f"{folder}: want at least 2 answers, got {len(found)}")
+    held = [x for i, x in enumerate(found) if i % HELD_OUT_EVERY == 0]
+    learnt = [x for i, x in enumerate(found) if i % HELD_OUT_EVERY]
+    return _joined(learnt), _joined(held)
+
+
+def _joined(stretches: Sequence[Stretch]) -> Answers:
+    tokens, states, first, last = zip(*stretches, strict=True)
+    return Answers(np.stack(tokens), states, np.array(first), np.array(last))

@@ -73,8 +73,8 @@ class DSparkSize:
         are longer than the training examples safe.
       causal: True if a slot does not attend to later slots of the block. Then a block
         may be cut to the levels that a tree needs.
-      draft_vocab: D, the number of tokens that can be drafted: the most frequent ones of
-        the text that the drafter learns from. If None, all.
+      draft_vocab: D, the number of tokens that can be drafted: the most frequent ones
+        of the text that the drafter learns from. If None, all.
     """
 
     layers: int = 2

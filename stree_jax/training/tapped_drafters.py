@@ -1,11 +1,11 @@
 """Trains drafters that read a frozen target's residual streams.
 
-First the target reads windows of a text, and windows of text that it generated itself,
-or answers that it wrote before (see `training.answers`). Its hidden states, and the residual streams that the drafter will read, are stored in
-files. A training example is a stretch: `TrainConfig.length` consecutive tokens of a
-window. Some random tokens of the stretch are roots. Below each root the drafter
-predicts the next M tokens (the drafts of the root), given the tokens of the text and
-not its own predictions.
+First the target reads windows of a text, and windows of text that it generated itself;
+or answers that it wrote before (`training.answers`). Its hidden states, and the
+residual streams that the drafter will read, are stored in files. A training example is
+a stretch: `TrainConfig.length` consecutive tokens of a window. Some random tokens of
+the stretch are roots. Below each root the drafter predicts the next M tokens (the
+drafts of the root), given the tokens of the text and not its own predictions.
 
 Letters: B stretches, T tokens of a stretch, A roots in a stretch, M drafts of a root, m
 residual streams, d width, V tokens of the vocabulary.
