@@ -92,7 +92,7 @@ class DSparkSize:
         config = replace(dspark_config(target.config, self, mask), target=name)
         if self.draft_vocab is None:
             return Blocks(config)
-        ids = draft_vocabulary(target, self.draft_vocab, tokens)
+        ids = draft_vocabulary(target, self.draft_vocab, tokens.tolist())
         config = trimmed_dflash_config(config, len(ids), target.config.logits_divisor)
         return Blocks(config, tuple(ids.tolist()))
 
