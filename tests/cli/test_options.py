@@ -108,6 +108,7 @@ ONE_MEANING = {
     "--chat-template": "a Jinja file in place of the model's template",
     "--context": "tokens of a prompt and its answer together",
     "--count": "prompts of each file",
+    "--draft-vocab": "number of tokens that can be drafted",
     "--drafter": "what proposes draft tokens; for ngrams, whose text is counted",
     "--dtype": "dtype of weights",
     "--dtypes": "dtypes of weights",
