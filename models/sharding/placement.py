@@ -53,7 +53,11 @@ def automatic(mesh: Mesh) -> Mesh:
 
 
 def cut_for(
-    config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False, axes: Cut = WHOLE
+    config: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    dtype: Any,
+    whole: bool = False,
+    axes: Cut = WHOLE,
 ) -> Cut:
     """Returns how the devices of a mesh divide a model.
 

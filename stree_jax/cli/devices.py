@@ -16,8 +16,8 @@ from stree_jax.cli.options import DEVICES, add, group
 CONNECT_S = 60
 PROCESS_OPTIONS = ("coordinator", "processes", "process_id")
 # Options that may differ between processes: paths differ between machines.
-LOCAL_OPTIONS = ("process_id", "model", "adapter", "drafter", "ngrams", "file")
-LOCAL_OPTIONS += ("earlier",)
+PATH_OPTIONS = "model", "adapter", "drafter", "ngrams", "file", "earlier"
+LOCAL_OPTIONS = "process_id", *PATH_OPTIONS
 
 
 def add_mesh_option(p: argparse.ArgumentParser) -> None:
