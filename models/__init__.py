@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from stree_jax.models.stack.model import forward_tree as forward_tree
     from stree_jax.models.stack.model import logits_of as logits_of
     from stree_jax.models.stack.model import param_dtype as param_dtype
+    from stree_jax.models.stack.network import Experts as Experts
     from stree_jax.models.stack.network import Tapped as Tapped
     from stree_jax.models.stack.network import Taps as Taps
     from stree_jax.models.stack.param_table import param_at as param_at
@@ -69,6 +70,10 @@ if TYPE_CHECKING:
     from stree_jax.models.stack.prefill import prefill as prefill
     from stree_jax.models.stack.prefill import read_observed as read_observed
     from stree_jax.models.stack.prefill import read_text as read_text
+    from stree_jax.models.stack.routing import empty_routing as empty_routing
+    from stree_jax.models.stack.routing import expert_taps as expert_taps
+    from stree_jax.models.stack.routing import experts_of as experts_of
+    from stree_jax.models.stack.routing import with_experts as with_experts
     from stree_jax.models.stack.shapes import abstract_params as abstract_params
     from stree_jax.models.stack.shapes import cast_params as cast_params
     from stree_jax.models.stack.shapes import init_params as init_params
@@ -116,9 +121,10 @@ _NAMES = {
         " param_dtype"
     ),
     "stack.chunks": "PREFILL_CHUNK chunk_of reading_chunk whole_blocks",
-    "stack.network": "Tapped Taps",
+    "stack.network": "Experts Tapped Taps",
     "stack.param_table": "param_at param_shapes",
     "stack.prefill": "Observer extend prefill read_observed read_text",
+    "stack.routing": "empty_routing expert_taps experts_of with_experts",
     "stack.shapes": "abstract_params cast_params init_params",
     "stack.state": (
         "Pending Records State cache_rows commit grow init_records init_state shortened"

@@ -235,3 +235,48 @@ def test_more_queries_need_larger_caches():
     few, many = (Request(context=512, queries=n).room(4) for n in (2, 20))
     assert many.capacity > 20 * 512 > few.capacity > 2 * 512
     assert replace(many, capacity=0) == replace(few, capacity=0)
+
+
+def test_a_plan_for_a_mesh_needs_no_devices(target, ample):
+    """Limit and bytes are those of each device of the mesh."""
+    found = plan(target, 100 * MB, drafter=None, mesh="data=2,model=4", **ASKED)
+    alone = plan(target, 100 * MB, drafter=None, **ASKED)
+    assert (found.mesh, alone.mesh) == ({"data": 2, "model": 4}, None)
+    ours, whole = found.best.memory, alone.best.memory
+    assert ours.state < whole.state / 4 and ours.caches < whole.caches
+    assert whole.weights / 8 < ours.weights < whole.weights
+    assert 0 < found.best.copied < ours.weights and alone.best.copied == 0
+    told = found.as_json()
+    assert told["mesh"] == found.mesh and "mesh" not in alone.as_json()
+    assert told["choices"][0]["copied_weights"] == found.best.copied
+
+
+@pytest.mark.parametrize(("batch", "groups"), [(3, 1), (4, 2)])
+def test_rows_are_divided_if_they_divide_evenly(target, batch, groups):
+    asked = ASKED | {"batch": batch}
+    one, two = (
+        plan(target, 100 * MB, drafter=None, mesh=mesh, **asked).best.memory
+        for mesh in ("data=1", "data=2")
+    )
+    assert one.state == groups * two.state and one.caches == groups * two.caches
+    assert one.temporaries.total == groups * two.temporaries.total
+    assert one.reading == groups * two.reading
+
+
+@pytest.mark.parametrize(
+    ("mesh", "problem"),
+    [
+        ("rows=2", "mesh: want data=N"),
+        (3, "mesh: want a text"),
+        ("model=7", "mesh: no layer of this model divides by model=7"),
+    ],
+)
+def test_meshes_that_cannot_be(target, mesh, problem):
+    with pytest.raises(ValueError, match=problem) as error:
+        plan(target, 100 * MB, mesh=mesh, **ASKED)
+    assert "\n" not in str(error.value)
+
+
+def test_compiling_for_a_mesh_needs_its_devices(target):
+    with pytest.raises(ValueError, match="is 2 devices, there are 1"):
+        plan(target, 100 * MB, drafter=None, mesh="data=2", check=True, **ASKED)

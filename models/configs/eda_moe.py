@@ -76,6 +76,9 @@ class EDAMoEMixer(Mixer[EDAMoEConfig]):
     def source(self, c: EDAMoEConfig) -> str:
         return ROUTER if c.averages else ""
 
+    def experts(self, c: EDAMoEConfig) -> tuple[int, int]:
+        return c.num_experts + 1, 1
+
     def part(self, c: EDAMoEConfig, n: int) -> EDAMoEConfig:
         return replace(c, d_hidden=c.d_hidden // n)
 

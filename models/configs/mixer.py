@@ -35,9 +35,8 @@ class Mixer(Generic[C]):
       long_chunks: True if prefill is faster with more than `PREFILL_CHUNK` tokens per
         pass.
       skips_padding: True if padding costs no time in this mixer's CPU kernels.
-      sends: for a channel mixer that returns an array [B, Tq, ...] in place of a
-        record, the `source` by which the mixers of later layers find it. It is not
-        kept after the pass. If empty, the mixer returns None.
+      sends: for a channel mixer that sends an array to later layers (`Sent.value`), the
+        `source` by which their mixers find it. If empty, it sends none.
     """
 
     kind: str
@@ -80,6 +79,11 @@ class Mixer(Generic[C]):
         per-layer input; or "", nothing.
         """
         return ""
+
+    def experts(self, c: C) -> tuple[int, int]:
+        """Returns the number of experts from which a token chooses, and how many of
+        them it chooses. (0, 0) for a mixer without experts."""
+        return 0, 0
 
     def conv_taps(self, c: C) -> int:
         """Returns K, the taps of the mixer's convolution; 1 without a convolution."""

@@ -50,6 +50,9 @@ class MLPMoEMixer(Mixer[MLPMoEConfig]):
             **{name: norm_params("rms", d_model) for name in NORMS},
         }
 
+    def experts(self, c: MLPMoEConfig) -> tuple[int, int]:
+        return MOE.experts(c.moe)
+
     def part(self, c: MLPMoEConfig, n: int) -> MLPMoEConfig:
         return replace(c, mlp=MLP_MIXER.part(c.mlp, n), moe=MOE.part(c.moe, n))
 

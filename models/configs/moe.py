@@ -113,6 +113,9 @@ class MoEMixer(Mixer[MoEConfig]):
     def params(self, c: MoEConfig, d_model: int) -> Table:
         return moe_params(c, d_model)
 
+    def experts(self, c: MoEConfig) -> tuple[int, int]:
+        return c.num_experts, c.top_k
+
     def part(self, c: MoEConfig, n: int) -> MoEConfig:
         shared = None if c.shared is None else MLP_MIXER.part(c.shared, n)
         return replace(c, d_hidden=c.d_hidden // n, shared=shared)

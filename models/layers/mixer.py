@@ -164,6 +164,21 @@ class MixerState(Protocol):
         ...
 
 
+class Sent(NamedTuple):
+    """What a channel mixer may return in place of a record. It is not kept after the
+    pass.
+
+    Attributes:
+      value: [B, Tq, ...], for mixers of later layers, see `Mixer.sends`. None if they
+        receive nothing.
+      experts: [B, Tq, k] int32. The experts that each queried node uses; unspecified
+        for padding. None for a mixer without experts.
+    """
+
+    value: jax.Array | None = None
+    experts: jax.Array | None = None
+
+
 class MixerModule(nn.Module):
     """The Flax module of a mixer, or one device's share of it.
 

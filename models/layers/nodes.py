@@ -71,7 +71,7 @@ class Pass(Generic[Record]):
     The mixer returns its output [B, Tq, d] float32, the record of all T nodes, and the
     state after the path `pending`. If the record in `pending` has more than T rows, the
     returned record may be that one with its first T rows overwritten. For a channel
-    mixer, record and state are None; see also `Mixer.sends`.
+    mixer, the state is None, and in place of a record is a `mixer.Sent` or None.
 
     Attributes:
       nodes: topology of all T nodes.
@@ -86,6 +86,9 @@ class Pass(Generic[Record]):
         layer's state, which includes `pending`, and its record of all T nodes, as a
         pair, or None and the array that it sent; or the layer's per-layer input
         [B, Tq, P] float32. None for most layers.
+      experts: for a mixture of experts, [B, Tq, n] int32 with n >= k: the experts that
+        each queried node has to use; -1 where its router chooses. If None, routers
+        choose all. (Of a layer: a dictionary of these arrays by the mixer's name.)
     """
 
     nodes: Nodes
@@ -94,6 +97,7 @@ class Pass(Generic[Record]):
     length: jax.Array
     valid_count: jax.Array | None = None
     source: Any = None
+    experts: Any = None
 
     def nodes_only(self, x: jax.Array) -> jax.Array:
         """Returns x [B, Tq, ...] with padding set to 0.

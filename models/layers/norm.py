@@ -9,10 +9,11 @@ from flax import linen as nn
 
 from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.base.collectives import mean_of_neighbours
+from stree_jax.models.base.rounding import uncontracted
 from stree_jax.models.base.shards import ALONE, Group
 from stree_jax.models.configs.params import affine_params, norm_params
 from stree_jax.models.layers.params import declare
-from stree_jax.models.weights.linear import as_row, uncontracted
+from stree_jax.models.weights.linear import as_row
 
 
 def rms_norm(

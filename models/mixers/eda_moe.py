@@ -13,14 +13,21 @@ from flax import linen as nn
 from jax import lax
 
 from stree_jax.models.base.collectives import total
+from stree_jax.models.base.rounding import uncontracted
 from stree_jax.models.configs.eda_moe import EDAMoEConfig, eda_moe_params
-from stree_jax.models.layers.mixer import MixerModule
+from stree_jax.models.layers.mixer import MixerModule, Sent
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.layers.params import declare
 from stree_jax.models.mixers.mlp import activate
-from stree_jax.models.mixers.moe import PADDING, weighted_experts, without_padding
-from stree_jax.models.weights.linear import as_row, linear, uncontracted
+from stree_jax.models.mixers.moe import (
+    PADDING,
+    sent_experts,
+    weighted_experts,
+    with_given,
+    without_padding,
+)
+from stree_jax.models.weights.linear import as_row, linear
 
 
 class EDAMoE(MixerModule):
@@ -31,9 +38,9 @@ class EDAMoE(MixerModule):
     @nn.compact
     def __call__(
         self, u: jax.Array, pass_: Pass[Any], state: None = None, record: None = None
-    ) -> tuple[jax.Array, jax.Array, None]:
-        """Runs the mixer on u [B, T, d]; see `Pass` for the contract. In place of a
-        record, returns the router's vector [B, T, R] float32."""
+    ) -> tuple[jax.Array, Sent, None]:
+        """Runs the mixer on u [B, T, d]; see `Pass` for the contract. It sends the
+        router's vector [B, T, R] float32, and the chosen class as the expert."""
         c, count, d_model = self.config, pass_.valid_count, u.shape[-1]
         p = declare(self, eda_moe_params(c, d_model), self.dtype)
         with jax.named_scope("router"):
@@ -43,15 +50,16 @@ class EDAMoE(MixerModule):
                 _, earlier = pass_.source
                 average = earlier * as_row(p["router_average"], 3)
                 vector = vector + uncontracted(average)
-            chosen, weight = chosen_expert(self.logits(p, vector, count), p)
-            skips = chosen == c.num_experts
+            logits = self.logits(p, vector, count)
+            chosen, weight = chosen_expert(logits, p, pass_.experts)
+            sent, skips = sent_experts(u, chosen, vector), chosen == c.num_experts
         with jax.named_scope("moe"):
             chosen = jnp.where(skips, PADDING, chosen)
             chosen = without_padding(chosen, u.shape[1], count)
             args = u.reshape(-1, d_model), chosen, weight, p["into"], p["down"]
             y = weighted_experts(*args, gated=True, activation="silu")
             y = jnp.where(skips, 0.0, total(y, self.parts))
-        return y.reshape(u.shape), vector, None
+        return y.reshape(u.shape), sent, None
 
     def logits(
         self, p: dict[str, Any], vector: jax.Array, count: jax.Array | None
@@ -67,9 +75,17 @@ class EDAMoE(MixerModule):
         return x.reshape(-1, x.shape[-1])
 
 
-def chosen_expert(logits: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """Returns the class [n, 1] int32 that each token chooses by its logits [n, E + 1],
-    and the probability [n, 1] float32 of this class."""
+def chosen_expert(
+    logits: jax.Array, p: dict[str, Any], given: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the class [n, 1] int32 of each token, and its probability [n, 1] float32.
+
+    Args:
+      logits: [n, E + 1] float32, by which tokens choose.
+      p: the mixer's parameters.
+      given: the classes that tokens have to use, see `with_given`.
+    """
     share = jax.nn.softmax(logits, axis=-1)
     chosen = lax.top_k(share + p["router_bias"][None], 1)[1]
+    chosen = with_given(chosen, given)
     return chosen, jnp.take_along_axis(share, chosen, axis=1)

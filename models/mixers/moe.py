@@ -9,13 +9,14 @@ from jax import lax
 
 from stree_jax.cpu_kernels import at_most, cpu_kernel, floats, symbolic_size
 from stree_jax.models.base.collectives import total
+from stree_jax.models.base.rounding import uncontracted
 from stree_jax.models.configs.mlp import Activation
 from stree_jax.models.configs.moe import MoEConfig, moe_params
-from stree_jax.models.layers.mixer import MixerModule
+from stree_jax.models.layers.mixer import MixerModule, Sent
 from stree_jax.models.layers.nodes import Pass
 from stree_jax.models.layers.params import declare
 from stree_jax.models.mixers.mlp import MLP, activate, activate_gated
-from stree_jax.models.weights.linear import expert_product, linear, uncontracted
+from stree_jax.models.weights.linear import expert_product, linear
 from stree_jax.models.weights.parameters import stack_of
 
 PADDING = -1  # the expert of padding, which the kernels skip
@@ -25,7 +26,10 @@ MAX_ROWS_AT_ONCE = 4096
 
 
 def route(
-    logits: jax.Array, bias: jax.Array | None, c: MoEConfig
+    logits: jax.Array,
+    bias: jax.Array | None,
+    c: MoEConfig,
+    given: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses the experts of each token.
 
@@ -33,16 +37,18 @@ def route(
       logits: [n, E] float32, of the router.
       bias: [E] float32, correction bias of a sigmoid router, or None.
       c: the config.
+      given: the experts that tokens have to use, see `with_given`.
 
     Returns:
       The experts [n, k] int32 of each token, and their weights [n, k] float32.
     """
     if c.router == "softmax":
-        if not c.normalize:
-            weight, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), c.top_k)
-            return chosen, weight
-        best, chosen = lax.top_k(logits, c.top_k)
-        return chosen, jax.nn.softmax(best, axis=-1)
+        score = logits if c.normalize else jax.nn.softmax(logits, axis=-1)
+        best, chosen = lax.top_k(score, c.top_k)
+        if given is not None:
+            chosen = with_given(chosen, given)
+            best = jnp.take_along_axis(score, chosen, axis=1)
+        return chosen, jax.nn.softmax(best, axis=-1) if c.normalize else best
     score = jax.nn.sigmoid(logits)
     choice = score if bias is None else score + bias[None]
     if c.groups > 1:
@@ -53,11 +59,31 @@ def route(
         inside = (kept[:, None] == places).any(axis=-1)
         grouped = jnp.where(inside[..., None], grouped, -jnp.inf)
         choice = grouped.reshape(choice.shape)
-    chosen = lax.top_k(choice, c.top_k)[1]
+    chosen = with_given(lax.top_k(choice, c.top_k)[1], given)
     weight = jnp.take_along_axis(score, chosen, axis=1)
     if c.normalize:
         weight = weight / (weight.sum(axis=-1, keepdims=True) + c.normalize_eps)
     return chosen, weight * c.scale
+
+
+def with_given(chosen: jax.Array, given: jax.Array | None) -> jax.Array:
+    """Returns the experts [n, k] int32 that tokens use: those of `given`, and `chosen`
+    where it is -1.
+
+    Args:
+      chosen: [n, k] int32, the experts that the router chose.
+      given: [B, T, k'] int32 with B T = n and k' >= k, or None, see `Pass.experts`.
+    """
+    if given is None:
+        return chosen
+    given = given.reshape(-1, given.shape[-1])[:, : chosen.shape[1]]
+    return jnp.where(given < 0, chosen, given)
+
+
+def sent_experts(u: jax.Array, chosen: jax.Array, value: Any = None) -> Sent:
+    """Returns what a mixture of experts sends, for its input u [B, T, d] and the
+    experts [B T, k] that it used."""
+    return Sent(value, chosen.reshape(*u.shape[:2], -1))
 
 
 def without_padding(
@@ -84,16 +110,18 @@ class MoE(MixerModule):
         pass_: Pass[Any] | None = None,
         state: None = None,
         record: None = None,
-    ) -> tuple[jax.Array, None, None]:
+    ) -> tuple[jax.Array, Sent, None]:
         """Runs the experts on u [B, T, d]; see `Pass` for the contract."""
         c, d_model = self.config, u.shape[-1]
-        valid_count = None if pass_ is None else pass_.valid_count
+        valid_count, given = None, None
+        if pass_ is not None:
+            valid_count, given = pass_.valid_count, pass_.experts
         p = declare(self, moe_params(c, d_model), self.dtype)
         with jax.named_scope("moe"):
             x = u.reshape(-1, d_model)
             added = p.get("router_bias") if c.router == "softmax" else None
             logits = linear(x, p["router"], added, valid_count=valid_count)
-            chosen, weight = route(logits, p.get("router_bias"), c)
+            chosen, weight = route(logits, p.get("router_bias"), c, given)
             chosen = without_padding(chosen, u.shape[1], valid_count)
             if c.d_latent:
                 # Without the barrier XLA:CPU fuses the transpose at the end of `linear`
@@ -116,7 +144,7 @@ class MoE(MixerModule):
                 gate = linear(u, p["shared_gate"], valid_count=valid_count)
                 shared = shared * jax.nn.sigmoid(gate)
             y = y + shared
-        return y, None, None
+        return y, sent_experts(u, chosen), None
 
 
 def _unsupported(

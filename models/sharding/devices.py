@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from stree_jax.common.checks import decimal, shown, with_hints
 from stree_jax.models.base.shards import DATA, MODEL
@@ -66,6 +66,13 @@ def make_mesh(text: str) -> Mesh:
     kinds = (AxisType.Auto,) * len(axes)
     sizes, names = tuple(axes.values()), tuple(axes)
     return jax.make_mesh(sizes, names, axis_types=kinds, devices=devices[:wanted])
+
+
+def abstract_mesh(text: str) -> AbstractMesh:
+    """Returns the mesh that `make_mesh` makes, without devices: for shapes."""
+    axes = axes_named(text)
+    kinds = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
 
 
 def connect(coordinator: str, processes: int, process_id: int) -> None:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from stree_jax.models.base.shards import (
     MODEL,
+    VOCAB,
     WHOLE,
     Cut,
     Names,
@@ -54,7 +55,11 @@ def automatic(mesh: Mesh) -> Mesh:
 
 
 def cut_for(
-    config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False, axes: Cut = WHOLE
+    config: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    dtype: Any,
+    whole: bool = False,
+    axes: Cut = WHOLE,
 ) -> Cut:
     """Returns how the devices of a mesh divide a model.
 
@@ -117,6 +122,25 @@ def spec_of(param: Param | None, parts: int, ndim: int, axis: str = MODEL) -> P:
     if param is None or parts == 1:
         return P()
     return P(*(axis if place == param.axis else None for place in range(ndim)))
+
+
+def whole_parts(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[str]:
+    """Returns the names of the mixers, and "vocabulary", that do not divide over a
+    mesh's axis "model", so that every device has them whole."""
+    n = axis_size(mesh, MODEL)
+    cut = cut_of(config, n)
+    owners = {name: name for name in config.mixers} | {VOCAB: "vocabulary"}
+    return [name for owner, name in owners.items() if n > 1 and cut.of(owner) == 1]
+
+
+def copied_params(model: Model) -> Params:
+    """Returns the parameters that every device of the mesh has whole."""
+
+    def copied(path: Path) -> bool:
+        return cut_at(model.config, model.cut, path)[1] == 1
+
+    flat = by_path(model.params)
+    return nest({path: x for path, x in flat.items() if copied(path)})
 
 
 def param_specs(model: Model) -> Params:

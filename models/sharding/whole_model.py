@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stree_jax.common.checks import flag, shown, with_hints
@@ -154,7 +154,7 @@ def _traced(weight: Any, param: Param | None, parts: int, mesh: Mesh, axis: str)
 
 
 def _abstract(
-    weight: Any, param: Param | None, parts: int, mesh: Mesh, axis: str
+    weight: Any, param: Param | None, parts: int, mesh: Mesh | AbstractMesh, axis: str
 ) -> Any:
     """Returns the shapes and shardings of a parameter on a mesh."""
 
@@ -170,7 +170,7 @@ def _abstract(
     return jax.tree.map(placing, weight)
 
 
-def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> Model:
+def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh | AbstractMesh) -> Model:
     """Returns the shapes of the model that `shard` would return.
 
     Raises:
@@ -181,7 +181,7 @@ def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> Model:
         path: _abstract(leaf, *cut_at(config, cut, path), mesh, cut.axis)
         for path, leaf in by_path(abstract_params(config, dtype)).items()
     }
-    return Model(nest(flat), config, mesh=mesh, cut=cut)
+    return Model(nest(flat), config, mesh=cast(Mesh, mesh), cut=cut)
 
 
 @with_hints

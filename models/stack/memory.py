@@ -1,5 +1,6 @@
 """Counts the bytes of a model and its state before they are allocated."""
 
+import math
 from typing import Any
 
 import jax
@@ -23,5 +24,16 @@ def weights_read(model: Model) -> int:
 
 
 def size_of(tree: Any) -> int:
-    """Counts the bytes of a pytree of arrays or `jax.ShapeDtypeStruct`s."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Counts the bytes of a pytree of arrays or `jax.ShapeDtypeStruct`s.
+
+    Of an array that is sharded over a mesh, only the part of one device counts: these
+    are the bytes that each device holds.
+    """
+    return sum(map(_bytes_of, jax.tree.leaves(tree)))
+
+
+def _bytes_of(leaf: Any) -> int:
+    known = not isinstance(leaf, jax.core.Tracer)
+    sharding = getattr(leaf, "sharding", None) if known else None
+    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+    return int(math.prod(shape) * leaf.dtype.itemsize)

@@ -24,7 +24,7 @@ from stree_jax.models.layers.nodes import Nodes
 from stree_jax.models.layers.params import parameter_count
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model_json import Static, register_model
-from stree_jax.models.stack.network import LanguageModel, Tapped, Taps
+from stree_jax.models.stack.network import Experts, LanguageModel, Tapped, Taps
 from stree_jax.models.stack.state import (
     Pending,
     Records,
@@ -196,6 +196,7 @@ def forward_tapped(
     previous: jax.Array | None = None,
     valid_count: jax.Array | None = None,
     taps: Taps = (),
+    experts: Experts | None = None,
 ) -> tuple[jax.Array, Tapped, Records, State]:
     """Runs one forward pass over the nodes of a tree.
 
@@ -218,14 +219,17 @@ def forward_tapped(
         and the rest is padding. If None, all are valid. Without `rows`,
         `nodes.valid_count` is used instead.
       taps: indices of layers, from 0, whose residual stream is returned; -1 for the
-        embedding. An MTP model returns none.
+        embedding; and `ExpertsOf`. An MTP model returns none.
+      experts: the experts that the nodes have to use. If None, routers choose. Not for
+        an MTP model.
 
     Returns:
       Hidden states [B, Tq, d] float32, the input of `logits_of`; for each tap i the
-      residual stream [B, Tq, d] float32 after layer i, before any further norm; the
-      records of all T nodes; and the state after `pending`. If the records in `pending`
-      have more than T rows, a layer's new records may be those with the first T rows
-      overwritten. Outputs of padding rows are unspecified.
+      residual stream [B, Tq, d] float32 after layer i, before any further norm, or the
+      experts [B, Tq, k] int32 of an `ExpertsOf`; the records of all T nodes; and the
+      state after `pending`. If the records in `pending` have more than T rows, a
+      layer's new records may be those with the first T rows overwritten. Outputs of
+      padding rows are unspecified.
 
     Raises:
       ValueError: `rows` and `pending` are both given.
@@ -235,7 +239,7 @@ def forward_tapped(
     module, variables = model.module, {"params": model.params}
     args = (nodes, state, records, rows, pending)
     if previous is None:
-        return module.apply(variables, tokens, *args, valid_count, taps)
+        return module.apply(variables, tokens, *args, valid_count, taps, experts)
     return module.apply(variables, tokens, previous, *args, method="predict")
 
 

@@ -3,11 +3,11 @@
 `models.layers.mixer` explains the terms state, record and pending path.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from stree_jax.models.configs.params import (
     shared_params,
 )
 from stree_jax.models.layers.embedding import embedded
+from stree_jax.models.layers.mixer import Sent
 from stree_jax.models.layers.nodes import Nodes, Pass
 from stree_jax.models.layers.norm import Affine, Norm
 from stree_jax.models.layers.params import declare
@@ -49,9 +50,26 @@ from stree_jax.models.stack.state import (
 )
 from stree_jax.models.weights.linear import as_row, linear, scaled
 
+
+class ExpertsOf(NamedTuple):
+    """A tap of the experts [B, T, k] int32 that the nodes use in a layer.
+
+    Attributes:
+      layer: index of the layer, from 0.
+      mixer: name of the mixture of experts.
+    """
+
+    layer: int
+    mixer: str
+
+
 # Some drafters read the target's residual stream after certain layers.
-Taps = tuple[int, ...]  # indices of these layers, from 0; -1 for the embedding
-Tapped = tuple[jax.Array, ...]  # [B, T, d] float32 for each layer in a `Taps`
+# Indices of these layers, from 0; -1 for the embedding
+Taps = tuple[int | ExpertsOf, ...]
+# [B, T, d] float32 for each layer in a `Taps`, and what `ExpertsOf` says
+Tapped = tuple[jax.Array, ...]
+# The experts [B, T, k] that the nodes have to use, see `Pass.experts`
+Experts = Mapping[ExpertsOf, jax.Array]
 
 LayerInput = tuple[jax.Array, Pass[Any], LayerState, LayerRecord | None]
 LayerOutput = tuple[jax.Array, LayerRecord, LayerState]
@@ -142,7 +160,9 @@ def mixer_args(
     if pending is not None:
         pending = replace(pending, record=pending.record.get(name))
     own_record = None if record is None else record.get(name)
-    return replace(pass_, pending=pending), state.get(name), own_record
+    experts = None if pass_.experts is None else pass_.experts.get(name)
+    pass_ = replace(pass_, pending=pending, experts=experts)
+    return pass_, state.get(name), own_record
 
 
 @struct.dataclass
@@ -192,6 +212,7 @@ def run_layers(
     valid_count: jax.Array | None = None,
     taps: Taps = (),
     inputs: Iterable[jax.Array] = (),
+    experts: Experts | None = None,
 ) -> tuple[jax.Array, Tapped, Records, State]:
     """Runs all layers on the residual stream.
 
@@ -201,13 +222,15 @@ def run_layers(
       h: [B, Tq, d] float32, the embeddings.
       nodes, state, records, rows, pending, valid_count, taps: see `forward_tapped`.
       inputs: the per-layer inputs [B, Tq, P] float32 of the layers that read one.
+      experts: see `forward_tapped`.
 
     Returns:
       The residual stream [B, Tq, d] after all layers; and tapped streams, records and
       state as from `forward_tapped`.
     """
     length = state.length if pending is None else state.length + pending.length
-    out_records, out_states, streams, embedding = [], [], {-1: h}, h
+    out_records, out_states, embedding = [], [], h
+    streams: dict[int | ExpertsOf, jax.Array] = {-1: h}
     each, seen = iter(inputs), dict[str, Any]()
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         last = None if pending is None else pending.layer(i)
@@ -215,11 +238,19 @@ def run_layers(
         source = layer.config.source(layer.block)
         read = next(each) if source == INPUTS else seen.get(source)
         pass_ = Pass(nodes, rows, last, length, valid_count, read)
+        if experts is not None:
+            names = layer.block.mixers
+            given = {name: experts.get(ExpertsOf(i, name)) for name in names}
+            pass_ = replace(pass_, experts=given)
         args = (h, pass_, state.layers[i], record)
         h, found, layer_state = _run(layer, block, embedding, *args)
         out_records.append({name: found[name] for name in layer_state})
         out_states.append(layer_state)
         for name, value in found.items():
+            if isinstance(value, Sent):
+                if value.experts is not None:
+                    streams[ExpertsOf(i, name)] = value.experts
+                value = value.value
             sent = mixer_of(layer.config.mixers[name]).sends
             seen[sent or name] = layer_state.get(name), value
         if i in taps:
@@ -326,6 +357,7 @@ class LanguageModel(nn.Module):
         pending: Pending | None = None,
         valid_count: jax.Array | None = None,
         taps: Taps = (),
+        experts: Experts | None = None,
     ) -> tuple[jax.Array, Tapped, Records, State]:
         """Runs the model; arguments and results as in `forward_tapped`."""
         in_turn = cycle(self.shared)
@@ -336,7 +368,8 @@ class LanguageModel(nn.Module):
         args = (nodes, state, records, rows, pending, valid_count, taps)
         h = self.embed(tokens)
         inputs = self.per_layer(tokens, h) if per_layer_sizes(self.config)[0] else ()
-        h, tapped, out, state = run_layers(self.layers, blocks, h, *args, inputs)
+        more = inputs, experts
+        h, tapped, out, state = run_layers(self.layers, blocks, h, *args, *more)
         return self.norm(h, valid_count), tapped, out, state
 
     def predict(

@@ -17,7 +17,7 @@ from stree_jax.models.stack.model import (
     forward_tapped,
     param_dtype,
 )
-from stree_jax.models.stack.network import Tapped, Taps
+from stree_jax.models.stack.network import Experts, Tapped, Taps
 from stree_jax.models.stack.state import (
     Pending,
     Records,
@@ -61,6 +61,7 @@ def extend(
     tokens: jax.Array,
     length: jax.Array,
     previous: jax.Array | None = None,
+    experts: Experts | None = None,
 ) -> tuple[jax.Array, State]:
     """Runs tokens through the model and commits them.
 
@@ -69,7 +70,7 @@ def extend(
       state: the state before the tokens.
       tokens: [B, T] int32, padded on the right.
       length: [B] int32, number of valid tokens; 0 leaves a row unchanged.
-      previous: see `forward_hidden`.
+      previous, experts: see `forward_hidden`.
 
     Returns:
       The hidden states [B, T, d] float32, and the state after the tokens.
@@ -77,8 +78,9 @@ def extend(
     tokens = _filled(tokens, length)
     batch, T = tokens.shape
     nodes = chain_nodes(batch, T, model.config.conv_taps, length=length)
-    options = dict(previous=previous)
-    hidden, records, state = forward_hidden(model, state, tokens, nodes, **options)
+    hidden, records, state = forward_hidden(
+        model, state, tokens, nodes, previous=previous, experts=experts
+    )
     path = nodes.depth  # row j of a chain is its j-th token
     return hidden, commit(state, records, path, length)
 

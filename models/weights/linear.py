@@ -113,14 +113,3 @@ def as_row(v: jax.Array, ndim: int) -> jax.Array:
 def scaled(x: jax.Array, multiplier: float) -> jax.Array:
     """Returns x * multiplier, without an operation if the multiplier is 1."""
     return x if multiplier == 1.0 else x * multiplier
-
-
-def uncontracted(product: jax.Array) -> jax.Array:
-    """Returns a product [...] float32 that is rounded before it is added to a sum.
-
-    XLA:CPU may compile a product and a sum to one instruction that rounds once, in some
-    programs only, even across a barrier. It does not do so across a bound. Infinities
-    become the largest finite numbers.
-    """
-    most = jnp.finfo(jnp.float32).max
-    return jnp.clip(product, -most, most)

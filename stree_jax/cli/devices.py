@@ -16,7 +16,8 @@ from stree_jax.cli.options import DEVICES, add, group
 CONNECT_S = 60
 PROCESS_OPTIONS = ("coordinator", "processes", "process_id")
 # Options that may differ between processes: paths differ between machines.
-LOCAL_OPTIONS = ("process_id", "model", "adapter", "drafter", "ngrams", "file")
+PATH_OPTIONS = "model", "adapter", "drafter", "ngrams", "file", "earlier"
+LOCAL_OPTIONS = "process_id", *PATH_OPTIONS
 
 
 def add_mesh_option(p: argparse.ArgumentParser) -> None:
@@ -35,9 +36,10 @@ def add_process_options(p: argparse.ArgumentParser) -> None:
     add(devices, "--process-id", int, None, number)
 
 
-def join(args: argparse.Namespace, prompt: str) -> None:
+def join(args: argparse.Namespace, *texts: Any) -> None:
     """Connects this process to the others if the options ask for several, and checks
-    that all have the same options and prompt. Only process 0 prints."""
+    that all have the same options and texts, such as the prompt. Only process 0
+    prints."""
     given = [name for name in PROCESS_OPTIONS if getattr(args, name) is not None]
     if not given:
         return
@@ -57,7 +59,7 @@ def join(args: argparse.Namespace, prompt: str) -> None:
     finally:
         timer.cancel()
     shared = {k: v for k, v in vars(args).items() if k not in LOCAL_OPTIONS}
-    check_agreed(sorted(shared.items(), key=str), prompt)
+    check_agreed(sorted(shared.items(), key=str), *texts)
 
 
 def give_up(args: argparse.Namespace) -> None:

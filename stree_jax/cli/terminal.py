@@ -25,6 +25,7 @@ from stree_jax.cli.common import print_status, vocabulary_of
 from stree_jax.cli.comparison import closing_line, median_run, timed_in_turn
 from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.cli.devices import join, mesh_of
+from stree_jax.cli.earlier_file import earlier_answers, earlier_tokens
 from stree_jax.cli.loaded import remembered
 from stree_jax.cli.speeds import compile_times, speed_line, tokens_per_s
 from stree_jax.cli.streams import noticing_ctrl_c
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 OF_PROGRAMS = (
     *("command", "model", "drafter", "tree", "rule", "dtype", "n", "max_new_tokens"),
     *("context", "memory", "ngrams", "draft_vocab", "logprobs", "stop", "adapter"),
-    *("json_schema", "regex"),
+    *("json_schema", "regex", "earlier"),
 )
 PATIENCE_S = 1.0  # seconds without output, after which a status line is printed
 
@@ -131,6 +132,7 @@ def planned(args: argparse.Namespace, request: Request) -> Planned:
         args.memory,
         drafter=found.drafter,
         dtypes=[found.weights],
+        mesh=mesh_of(args),
         **asdict(request),
     )
 
@@ -355,10 +357,13 @@ def run_generate(args: argparse.Namespace) -> int:
     plainly = options_of(args) | Options(n=args.n, logprobs=args.logprobs)
     if args.explain and (args.json or args.n > 1):
         raise ValueError("--explain: shows one text; leave out --json and --n")
+    texts = earlier_answers(args)
     prompt = read_prompt(args)
-    join(args, prompt)
+    join(args, prompt, texts)
     target, tokenizer, drafting = load_models(args, request_of(args, prompt))
     options = plainly | drafting
+    if texts:
+        options |= Options(earlier=earlier_tokens(target, texts, drafting))
     began = time.perf_counter()
     quiet = args.json or args.n > 1 or args.explain
     with compile_times() as compiled, noticing_ctrl_c() as pressed:

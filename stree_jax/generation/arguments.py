@@ -71,23 +71,12 @@ def check_loaded(model: Any) -> None:
         raise ValueError(f"model: it is an argument of jax.jit; {INSIDE_JIT}")
 
 
-def check_mesh(model: Model, source: Source, limit: int | None) -> None:
-    """Checks that a drafter's models are on the target's devices.
-
-    Args:
-      model: the target.
-      source: the drafter.
-      limit: the memory limit, which a mesh does not support.
-
-    Raises:
-      ValueError: the drafter is on another mesh, or there is a memory limit on a mesh.
-    """
+def check_mesh(model: Model, source: Source) -> None:
+    """Raises ValueError unless a drafter's models are on the target's devices."""
     if any(x.mesh is not None and x.mesh != model.mesh for x in source.models):
         raise ValueError(
             "drafter: it is on another mesh than the model; load both on one"
         )
-    if model.mesh is not None and limit is not None:
-        raise ValueError("memory: limits are for one device; leave it out with a mesh")
 
 
 def warn_of_drafter(target: Model, drafter: AnyDrafter | Source) -> None:

@@ -134,7 +134,7 @@ def checked(
     limit = None if memory is None else bytes_named(memory)
     source = source_of(drafter, model.config)
     source.check(model)
-    check_mesh(model, source, limit)
+    check_mesh(model, source)
     spec = spec_for(model, source, tree, rule, times)
     warn_of_drafter(model, source)
     n = integer("n", n, 1, 2**16, f"1..{2**16} samples per prompt")
@@ -200,6 +200,8 @@ def checked(
     if limit is not None:
         task = GenerateTask(model, source.value, tree, rule, keep_past)
         spec, spare = fitted(task, start, limit)
+        if model.mesh is not None:  # step times measured here may have decided
+            check_agreed(spec.policy.menu)
         if times is not None and isinstance(spec.policy, AdaptivePolicy):
             spec = step_times.with_times(spec, times)
     at_first = spec
@@ -314,11 +316,11 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
         needed. Calls with texts of different lengths then share compiled programs.
       take_past: True to reuse the memory of `past` instead of copying it. `past` cannot
         be used in another call afterwards.
-      memory: limit on the bytes used on the device, weights included: "8GB", "500MiB"
-        or a number. Without `tree`, the tree that is expected to be fastest within the
-        limit is chosen. If nothing fits, an error is raised before anything runs. With
-        `keep_past`, later calls with `take_past` stay within the limit as well, until
-        `capacity` is used up.
+      memory: limit on the bytes used on the device (on each device of a mesh), weights
+        included: "8GB", "500MiB" or a number. Without `tree`, the tree that is expected
+        to be fastest within the limit is chosen. If nothing fits, an error is raised
+        before anything runs. With `keep_past`, later calls with `take_past` stay within
+        the limit as well, until `capacity` is used up.
 
     Returns:
       The texts, tokens and statistics.

@@ -16,6 +16,7 @@ from stree_jax.models import (
     PREFILL_CHUNK,
     Model,
     check_model,
+    experts_of,
     extend,
     forward_tree,
     init_state,
@@ -49,6 +50,7 @@ def read_chunks(
     read: Callable[..., tuple[Any, jax.Array]],
     carry: Any,
     extra: Any,
+    routing: jax.Array | None = None,
 ) -> jax.Array:
     """Reads texts chunk by chunk, and returns what a function makes of each chunk.
 
@@ -61,6 +63,8 @@ def read_chunks(
         `extra` to the next carry and a result [B, chunk, ...].
       carry: the first carry, a pytree of arrays [B, ...].
       extra: a pytree of arrays [B, T, ...].
+      routing: [B, T, L, k] int32. The experts that the tokens have to use, see
+        `models.stack.routing`; or None.
 
     Returns:
       The results [B, T, ...].
@@ -71,7 +75,7 @@ def read_chunks(
         return z.reshape(z.shape[0], -1, PREFILL_CHUNK, *z.shape[2:]).swapaxes(0, 1)
 
     def of_group(group: Any) -> jax.Array:
-        tokens, carry, extra = group
+        tokens, carry, extra, routing = group
         size = tokens.shape[0]
         full = jnp.full((size,), PREFILL_CHUNK, jnp.int32)
 
@@ -81,25 +85,26 @@ def read_chunks(
         # compile the definitions, too.
         @jax.checkpoint
         def one_chunk(both: Any, parts: Any) -> tuple[Any, jax.Array]:
-            (state, carry), (part, extra) = both, parts
-            hidden, state = extend(model, state, part, full)
+            (state, carry), (part, extra, routing) = both, parts
+            given = None if routing is None else experts_of(model.config, routing)
+            hidden, state = extend(model, state, part, full, experts=given)
             carry, found = read(carry, hidden, extra)
             return (state, carry), found
 
         empty = init_state(model.config, size, T, param_dtype(model.params))
         empty = lax.pcast(empty, varying_axes((model, tokens)), to="varying")
-        parts = chunks(tokens), jax.tree.map(chunks, extra)
+        parts = jax.tree.map(chunks, (tokens, extra, routing))
         _, found = lax.scan(one_chunk, (empty, carry), parts)
         return found.swapaxes(0, 1).reshape(size, T, *found.shape[3:])
 
     if symbolic_size(batch) or batch <= rows:
-        return of_group((tokens, carry, extra))
+        return of_group((tokens, carry, extra, routing))
 
     def groups(z: jax.Array) -> jax.Array:
         padded = jnp.pad(z, ((0, -batch % rows), *[(0, 0)] * (z.ndim - 1)))
         return padded.reshape(-1, rows, *z.shape[1:])
 
-    found = lax.map(of_group, jax.tree.map(groups, (tokens, carry, extra)))
+    found = lax.map(of_group, jax.tree.map(groups, (tokens, carry, extra, routing)))
     return found.reshape(-1, *found.shape[2:])[:batch]
 
 

@@ -13,7 +13,9 @@ import numpy as np
 
 from stree_jax.common.checks import shown
 from stree_jax.constraints.rows import constraint_rows, constraints_by_row
-from stree_jax.models import Model
+from stree_jax.models import Model, empty_routing, expert_taps
+from stree_jax.models.stack.network import ExpertsOf
+from stree_jax.models.stack.routing import UNKNOWN, routed_experts
 from stree_jax.sampling.constraints import Constraints
 from stree_jax.sampling.requests import StopAutomata
 from stree_jax.sampling.settings import Sampling, SamplingRows, sampling_rows
@@ -148,6 +150,37 @@ def stop_table(model: Model, stop_tokens: Any, batch: int) -> jax.Array:
     return (
         stops if by_row else jnp.broadcast_to(stops.reshape(1, -1), (batch, stops.size))
     )
+
+
+def given_routing(model: Model, routing: Any, batch: int, T: int) -> jax.Array:
+    """Returns the experts [B, T, L, k] int32 that tokens have to use.
+
+    Raises:
+      ValueError: the model has no experts, or a type, a shape or a known value is
+        wrong.
+    """
+    taps = check_experts(model)
+    shape = empty_routing(model.config, batch, T).shape
+    table = integers("routing", routing, f"an array of integers {shape}")
+    if table.shape != shape:
+        what = "texts, tokens, layers with experts, experts per token"
+        raise ValueError(f"routing: want {shape} ({what}), got {table.shape}")
+    for i, tap in enumerate(taps):
+        most = routed_experts(model.config, tap.mixer)[0]
+        check_range("routing", table[:, :, i], UNKNOWN, most - 1)
+    return jnp.maximum(jnp.asarray(table, jnp.int32), UNKNOWN)
+
+
+def check_experts(model: Model) -> tuple[ExpertsOf, ...]:
+    """Returns the model's mixtures of experts.
+
+    Raises:
+      ValueError: it has none.
+    """
+    taps = expert_taps(model.config)
+    if not taps:
+        raise ValueError("routing: the model has no experts; leave it out")
+    return taps
 
 
 def check_automata(automata: StopAutomata, batch: int, num_tokens: int) -> None:

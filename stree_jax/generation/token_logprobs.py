@@ -15,12 +15,14 @@ from stree_jax.generation.arguments import checked_tokens
 from stree_jax.generation.scoring import read_chunks
 from stree_jax.generation.token_arguments import (
     counts,
+    given_routing,
     repeated_constraints,
     rows_of_constraint,
     rows_of_sampling,
     stop_table,
 )
 from stree_jax.models import PREFILL_CHUNK, Model, check_model, logits_of
+from stree_jax.models.stack.routing import UNKNOWN
 from stree_jax.sampling.best import log_softmax
 from stree_jax.sampling.constraints import NONE, Constraints
 from stree_jax.sampling.distribution import Distribution, marks_of
@@ -43,6 +45,7 @@ def token_logprobs(
     constraint: Constraint | Sequence[Constraint | None] | Constraints | None = None,
     prompt_lengths: Any = None,
     stop_tokens: Any = None,
+    routing: Any = None,
 ) -> jax.Array:
     """Returns the log-probability of each token of each text, given those before it.
 
@@ -69,6 +72,10 @@ def token_logprobs(
         (Without it, those of `SamplingRows` count the prompt, too.)
       stop_tokens: with `constraint`, the tokens that may end the output, as in
         `generate_tokens`. If None, the model's stop tokens.
+      routing: [B, T, L, k] ints, the experts that each token uses in each of the
+        model's L mixtures, as in `Texts.routing`; -1 where routers choose. Their
+        weights are still those of the model's routers, and have a gradient. If None,
+        routers choose all experts.
 
     Returns:
       [B, T] float32. 0 for the first token, which nothing precedes, for tokens of
@@ -113,12 +120,22 @@ def token_logprobs(
         requests = replace(requests, stop_tokens=stops)
     elif stop_tokens is not None:
         raise ValueError("stop_tokens: only used with a constraint")
-    padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)), mode="edge")
-    found = _token_logprobs(model, padded, requests, prompt)[:, : T - 1]
+    if routing is not None:
+        routing = given_routing(model, routing, batch, T)
+        routing = _whole_chunks(routing, constant_values=UNKNOWN)
+    padded = _whole_chunks(tokens, mode="edge")
+    found = _token_logprobs(model, padded, requests, prompt, routing)[:, : T - 1]
     found = jnp.pad(found, ((0, 0), (1, 0)))
     place = jnp.arange(T, dtype=jnp.int32)[None]
     first = jnp.int32(1) if prompt is None else prompt[:, None]
     return jnp.where((place >= first) & (place < lengths[:, None]), found, 0.0)
+
+
+def _whole_chunks(table: jax.Array, **options: Any) -> jax.Array:
+    """Pads an array [B, T, ...] to a multiple of the chunk."""
+    missing = -table.shape[1] % PREFILL_CHUNK
+    widths = ((0, 0), (0, missing), *((0, 0),) * (table.ndim - 2))
+    return jnp.pad(table, widths, **options)
 
 
 def _constraints(model: Model, constraint: Any, batch: int) -> Constraints | None:
@@ -135,14 +152,22 @@ def _constraints(model: Model, constraint: Any, batch: int) -> Constraints | Non
 
 @jax.jit
 def _token_logprobs(
-    model: Model, tokens: jax.Array, requests: Requests, prompt: jax.Array | None
+    model: Model,
+    tokens: jax.Array,
+    requests: Requests,
+    prompt: jax.Array | None,
+    routing: jax.Array | None,
 ) -> jax.Array:
     """Returns the log-probability [B, T] of the token after each token [B, T]."""
-    return rows_on(model, _chunks, tokens, requests, prompt)
+    return rows_on(model, _chunks, tokens, requests, prompt, routing)
 
 
 def _chunks(
-    model: Model, tokens: jax.Array, requests: Requests, prompt: jax.Array | None
+    model: Model,
+    tokens: jax.Array,
+    requests: Requests,
+    prompt: jax.Array | None,
+    routing: jax.Array | None,
 ) -> jax.Array:
     (batch, T), V = tokens.shape, model.config.num_tokens
     counted, so_far, states = tokens, None, None
@@ -182,7 +207,7 @@ def _chunks(
         return (so_far, by_row), found
 
     parts = jnp.roll(tokens, -1, axis=1), counted, states
-    return read_chunks(model, tokens, read, (so_far, by_row), parts)
+    return read_chunks(model, tokens, read, (so_far, by_row), parts, routing)
 
 
 def _states(

@@ -15,6 +15,7 @@ from stree_jax.generation.past import Past
 from stree_jax.generation.stop_automata import automata_of, searched_pieces
 from stree_jax.generation.token_arguments import (
     check_automata,
+    check_experts,
     counts,
     known,
     repeated_constraints,
@@ -70,12 +71,14 @@ class Texts:
       logprobs: [B, S + O] float32. Log-probability of each output token under the
         distribution from which it was drawn, 0 elsewhere. None if the result has no
         log-probabilities.
+      routing: `GeneratedTokens.routing`.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     output: jax.Array
     logprobs: jax.Array | None
+    routing: jax.Array | None = None
 
 
 @register_for_export
@@ -96,6 +99,10 @@ class GeneratedTokens:
       margin: [B] float32. Smallest gap between the two best scores at any choice.
       logprobs: log-probabilities of the tokens, if requested.
       past: the states after the texts, if requested.
+      routing: [B, S + O, L, k] int32, if requested: the experts that each token of
+        prompt and output uses in each of the model's L mixtures of experts, in the
+        places of `joined`. -1 for tokens that this call did not read: the last one of a
+        text, those that `past` had read, and padding.
     """
 
     tokens: jax.Array
@@ -106,6 +113,7 @@ class GeneratedTokens:
     margin: jax.Array
     logprobs: LogProbs | None = None
     past: TokensPast | None = None
+    routing: jax.Array | None = None
 
     @property
     def stopped(self) -> jax.Array:
@@ -143,7 +151,7 @@ class GeneratedTokens:
         found = None
         if self.logprobs is not None:
             found = at_output(self.logprobs.processed, jnp.float32(0))
-        return Texts(tokens, lengths + self.length, output, found)
+        return Texts(tokens, lengths + self.length, output, found, self.routing)
 
     def __repr__(self) -> str:
         shape = getattr(self.tokens, "shape", None)
@@ -175,6 +183,7 @@ def generate_tokens(
     earlier: EarlierTexts | None = None,
     past: Any = None,
     keep_past: bool = False,
+    routing: bool = False,
 ) -> GeneratedTokens:
     """Generates tokens, as one pure function that can be used inside `jax.jit`.
 
@@ -218,6 +227,8 @@ def generate_tokens(
         rows. The prompts are then the whole texts: the result of
         `GeneratedTokens.joined`, followed by new tokens.
       keep_past: True to return a `past`; static.
+      routing: True to return the experts that the tokens use, for `token_logprobs`;
+        static. For models with experts.
 
     Returns:
       The generated tokens, as `GeneratedTokens` with B n rows.
@@ -243,6 +254,8 @@ def generate_tokens(
     max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, MOST_TOKENS, what)
     n = integer("n", n, 1, 2**16, f"1..{2**16} samples per prompt, static under jit")
     keep_past = flag("keep_past", keep_past)
+    if routing := flag("routing", routing):
+        check_experts(model)
     if logprobs is not None:
         what = f"0..{V} best tokens, static under jit"
         logprobs = integer("logprobs", logprobs, 0, V, what)
@@ -277,12 +290,14 @@ def generate_tokens(
         top_logprobs=logprobs,
         past=states,
         earlier=earlier_rows(earlier, spec.drafter, batch, V),
+        routing=routing,
     )
     done = advance(spec, decoding, jnp.int32(FOREVER))
     return GeneratedTokens(
         *(done.tokens, done.length, done.finish, done.calls, done.origin, done.margin),
         logprobs=done.logprobs,
         past=_past(spec, done) if keep_past else None,
+        routing=done.routing,
     )
 
 

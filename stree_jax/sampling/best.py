@@ -8,6 +8,7 @@ from jax import lax
 
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints
 from stree_jax.models.base.argmax import argmax
+from stree_jax.models.base.rounding import uncontracted
 
 
 def tempered(temperature: jax.Array, logits: jax.Array) -> jax.Array:
@@ -15,7 +16,9 @@ def tempered(temperature: jax.Array, logits: jax.Array) -> jax.Array:
     that the largest is 0."""
     # Shift before the division, so that a tiny temperature cannot overflow.
     z = logits - logits.max(axis=-1, keepdims=True)
-    return z / jnp.where(temperature == 0, 1.0, temperature)[:, None, None]
+    # XLA makes a product of the division.
+    divisor = jnp.where(temperature == 0, 1.0, temperature)[:, None, None]
+    return uncontracted(z / divisor)
 
 
 def _best_shapes(

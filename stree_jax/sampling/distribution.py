@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax.models.base.rounding import uncontracted
 from stree_jax.sampling import threefry
 from stree_jax.sampling.best import (
     best_drawn,
@@ -213,8 +214,9 @@ class Distribution:
             return logits
         repetition = _by_row(own.repetition)
         less = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        less = uncontracted(less)
         times = (counts >> 1).astype(jnp.float32)  # in the output
-        less -= _by_row(own.frequency) * times
+        less -= uncontracted(_by_row(own.frequency) * times)
         less -= jnp.where(times > 0, _by_row(own.presence), 0.0)
         return jnp.where(counts > 0, less, logits)
 

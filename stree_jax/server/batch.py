@@ -53,7 +53,7 @@ from stree_jax.speculation.loop import (
     init_decoding_jit,
     resume_decoding_jit,
 )
-from stree_jax.speculation.on_mesh import everywhere
+from stree_jax.speculation.on_mesh import everywhere, past_laid_out
 from stree_jax.speculation.step import Spec
 
 _SAMPLED = Sampling(temperature=1.0, seed=0)
@@ -175,7 +175,9 @@ class Batch:
         keeps = self.sizes.prefix_memory > 0 and not request.private
         if keeps:
             found = self.prefixes.find(ids)
-        past = None if found.restored is None else found.restored()
+        past = None
+        if found.restored is not None:
+            past = past_laid_out(self.model, found.restored())
         kept = self._positions(request, found) if keeps else []
         before = found.length
         for end in self._ends(before, [*kept, len(ids) - 1]):

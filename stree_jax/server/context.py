@@ -12,6 +12,7 @@ from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
 from stree_jax.models import Model, param_dtype
 from stree_jax.models.stack.memory import size_of
 from stree_jax.models.stack.state import init_state
+from stree_jax.speculation.on_mesh import device_rows, parts_of
 
 UNKNOWN_CONTEXT = 2048  # tokens; the default for models that name no length
 MAX_CONTEXT = 32768  # tokens; prompt lookup searches the whole context at each step
@@ -59,7 +60,8 @@ def default_context(
         return context or UNKNOWN_CONTEXT
     weights = size_of(model.params)
     most = max(CACHE_BYTES, weights) if limit is None else (limit - weights) // 2
-    state = partial(init_state, model.config, rows, dtype=param_dtype(model.params))
+    config, own = parts_of(model).config, device_rows(model, rows)
+    state = partial(init_state, config, own, dtype=param_dtype(model.params))
     context = min(context, MAX_CONTEXT)
     while context > UNKNOWN_CONTEXT:
         if size_of(jax.eval_shape(partial(state, capacity=context))) <= most:

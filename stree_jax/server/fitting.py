@@ -26,13 +26,14 @@ from stree_jax.speculation.step import Spec
 MIN_CONTEXT = 128  # tokens
 
 
-def smaller(wish: Sizes, named: Sequence[str]) -> Iterator[Sizes]:
+def smaller(wish: Sizes, named: Sequence[str], shards: int = 1) -> Iterator[Sizes]:
     """Yields the wanted sizes and smaller ones, in order of preference: first less
     memory for prefixes, which only save time, then fewer rows, then a smaller context.
 
     Args:
       wish: the wanted sizes.
       named: fields that must not change.
+      shards: groups of devices over which the rows are spread; divides `wish.rows`.
     """
 
     def halves(name: str, least: int) -> list[int]:
@@ -43,8 +44,10 @@ def smaller(wish: Sizes, named: Sequence[str]) -> Iterator[Sizes]:
 
     most, fixed = wish.prefix_memory, "prefix_memory" in named
     memory = [most] if fixed or not most else [most, most // 4, most // 16, 0]
-    fields = halves("context", MIN_CONTEXT), halves("rows", 1), memory
+    fields = halves("context", MIN_CONTEXT), halves("rows", shards), memory
     for context, rows, kept in product(*fields):
+        if rows % shards:
+            continue
         yield replace(wish, context=context, rows=rows, prefix_memory=kept)
 
 

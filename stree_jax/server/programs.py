@@ -39,6 +39,7 @@ from stree_jax.speculation.loop import (
     init_decoding_jit,
     resume_decoding_jit,
 )
+from stree_jax.speculation.on_mesh import laid_out, past_laid_out
 from stree_jax.speculation.step import Spec
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
@@ -89,11 +90,12 @@ def batch_shapes(model: Model, spec: Spec, sizes: Sizes) -> BatchShapes:
     requests = requests_of(TextRequest([0], 1, GREEDY), stops, key_of(0), V)
     text = _text(layout.widths[0])
     one = init_decoding_jit.shapes(spec, *text, requests, **_sizes(layout), past=None)
-    whole = vacant_jit.shapes(spec, one, rows=sizes.rows)
+    one = laid_out(spec, one)
+    whole = laid_out(spec, vacant_jit.shapes(spec, one, rows=sizes.rows))
     lists = jax.eval_shape(
         partial(logprobs.empty, sizes.rows, layout.output_size, sizes.top_logprobs)
     )
-    past = jax.eval_shape(past_of, whole, NUMBER)
+    past = past_laid_out(model, jax.eval_shape(past_of, whole, NUMBER))
     return BatchShapes(layout, requests, one, whole, lists, past)
 
 

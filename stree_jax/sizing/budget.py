@@ -26,6 +26,7 @@ from stree_jax.speculation.buckets import bucket
 from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.drafters.table import AnyDrafter
 from stree_jax.speculation.loop import commit_jit, deepest
+from stree_jax.speculation.on_mesh import everywhere
 from stree_jax.speculation.start import Start
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Auto, Topology
@@ -71,10 +72,14 @@ class LoadedTask(Task[RequestT, Setup]):
     def plainest(self) -> Setup:
         """The setup that needs least memory: plain decoding, or the named tree."""
         if self.tree is None:
-            spec = spec_for(self.model, None, None, self.rule, None)
-            return Setup("plain decoding", spec)
-        spec = spec_for(self.model, self.drafter, self.tree, self.rule, None)
-        return Setup(f"tree {self.tree}", spec)
+            return self._setup("plain decoding", None, None)
+        return self._setup(f"tree {self.tree}", self.drafter, self.tree)
+
+    def _setup(self, name: str, drafter: Any, tree: Any) -> Setup:
+        """Returns a setup, on the model's mesh if it has one."""
+        spec = spec_for(self.model, drafter, tree, self.rule, None)
+        mesh = self.model.mesh
+        return Setup(name, spec if mesh is None else everywhere(mesh, spec))
 
     def least(self, request: RequestT) -> Setup:
         return self.plainest
@@ -88,9 +93,7 @@ class LoadedTask(Task[RequestT, Setup]):
                 if one.source == "none":
                     yield self.plainest
                 else:
-                    asked = self.model, one.drafter, one.tree, self.rule
-                    spec = spec_for(*asked, None)
-                    yield Setup(str(one), spec)
+                    yield self._setup(str(one), one.drafter, one.tree)
             except ValueError:  # `spec_for`: the acceptance rule excludes this tree
                 continue
 
@@ -186,7 +189,9 @@ def needs(spec: Spec, start: Start, keep: bool) -> Iterator[int]:
     yield held + analysed(lowered_steps(spec, decoding)).added + _beside(start)
     if keep:
         last = decoding.pending
-        end = commit_jit.lower(decoding.state, last.records, last.path, last.length)
+        place = {"mesh": spec.target.mesh, "cut": spec.target.cut}
+        path = last.records, last.path, last.length
+        end = commit_jit.lower(decoding.state, *path, **place)
         yield held + analysed(end).added
         yield _prefill(spec, start.continued(spec))
 

@@ -4,7 +4,7 @@ Nothing is loaded or allocated: models may consist of `jax.ShapeDtypeStruct`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from stree_jax.speculation.drafters.table import (
 )
 from stree_jax.speculation.gain import Acceptance, Seconds, expected_tau, greedy_tree
 from stree_jax.speculation.gain import step_time as seconds_of_step
+from stree_jax.speculation.on_mesh import device_rows, parts_of
 from stree_jax.speculation.source import Source
 from stree_jax.speculation.tree import Auto, Tree, chain, resolve_tree
 
@@ -190,7 +191,9 @@ def _pace(target: models.Model, source: Source, room: BufferSizes) -> _Pace:
             verify = _between(found.by_size)
             level = found.level if source.by_level else 0.0
             return _Pace(verify, found.draft, level, measured=True)
-    whole = _seconds(models.without_mtp(target), room)
+    rows = device_rows(target, room.batch)  # a mesh is as fast as each of its devices
+    part = parts_of(models.without_mtp(target))
+    whole = _seconds(part, replace(room, batch=rows))
     verify = PassTime(whole * (1 - EXTRA_NODE), whole * EXTRA_NODE)
     work = source.work(target)
     level = sum(_seconds(model, room) for model in work.models)

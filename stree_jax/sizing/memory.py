@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from stree_jax.models import Model, ModelConfig, abstract_params
+from stree_jax.models.sharding import whole_model
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.requests import Requests
 from stree_jax.sizing.parts import STOPS, BufferSizes, Memory
@@ -22,14 +24,19 @@ from stree_jax.speculation import loop, specs
 from stree_jax.speculation.accept import NAIVE, Rule, resolve_rule
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
+from stree_jax.speculation.on_mesh import models_laid_out
 from stree_jax.speculation.source import Source
 from stree_jax.speculation.start import Start
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology, resolve_tree
 
 
-def abstract_model(config: ModelConfig, dtype: Any) -> Model:
+def abstract_model(
+    config: ModelConfig, dtype: Any, mesh: Mesh | AbstractMesh | None = None
+) -> Model:
     """Returns the model that `load` would return, as `jax.ShapeDtypeStruct`s."""
+    if mesh is not None:
+        return whole_model.abstract_model(config, dtype, mesh)
     return Model(abstract_params(config, dtype), config)
 
 
@@ -56,6 +63,7 @@ def abstract_program(
         return specs.make_spec(target, source, tree, rule)
 
     spec = jax.eval_shape(spec_of, target, source_of(drafter, target.config))
+    spec = models_laid_out(spec)
     least = loop.cache_capacity(1, room.max_new_tokens, loop.deepest(spec.policy))
     if room.capacity < least:
         raise ValueError(

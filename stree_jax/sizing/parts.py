@@ -45,7 +45,7 @@ class Temporaries:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a generation's loop, by part.
+    """Bytes of a generation's loop, by part; on a mesh, those of each device.
 
     Attributes:
       weights: weights of the target.

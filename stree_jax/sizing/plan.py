@@ -10,11 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from stree_jax import models
 from stree_jax.common.checks import DEFAULT_NEW_TOKENS, flag, shown, with_hints
 from stree_jax.convert.saved.config import weights_named
 from stree_jax.models import Format, ModelConfig, check_model
+from stree_jax.models.sharding.devices import abstract_mesh, make_mesh
+from stree_jax.models.sharding.placement import automatic, copied_params
 from stree_jax.models.stack.config import blocks
+from stree_jax.models.stack.memory import size_of
 from stree_jax.sizing.candidates import Candidate, by_speed, described
 from stree_jax.sizing.fit import Count, Task, fastest
 from stree_jax.sizing.memory import abstract_model, compiled_bytes, memory_of
@@ -42,6 +47,8 @@ class Choice:
       measured: whether `step_s` comes from steps timed here (`stree_jax.tune`).
       capacity: capacity of the caches, as `generate` takes it.
       memory: predicted bytes by part.
+      copied: bytes of the target's weights that every device of a mesh holds whole; 0
+        without a mesh.
     """
 
     drafter: str
@@ -53,6 +60,7 @@ class Choice:
     measured: bool
     capacity: int
     memory: Memory
+    copied: int = 0
 
     def tokens_per_s(self, batch: int) -> float:
         """Returns the expected tokens per second of all rows together."""
@@ -70,11 +78,14 @@ class Planned:
       request: the workload.
       limit: the memory limit in bytes.
       choices: one or more setups, the one that is expected to be fastest first.
+      mesh: axes of the mesh and their sizes. Limit and bytes are then those of each
+        device. None for one device.
     """
 
     request: Request
     limit: int
     choices: tuple[Choice, ...]
+    mesh: dict[str, int] | None = None
 
     @property
     def best(self) -> Choice:
@@ -94,7 +105,12 @@ class Planned:
             }
 
         choices = [one(choice) for choice in self.choices]
-        return {"limit": self.limit, **asdict(self.request), "choices": choices}
+        facts: dict[str, Any] = {"limit": self.limit, **asdict(self.request)}
+        if self.mesh is not None:
+            facts["mesh"] = self.mesh
+            for found, choice in zip(choices, self.choices, strict=True):
+                found["copied_weights"] = choice.copied
+        return facts | {"choices": choices}
 
 
 @with_hints
@@ -110,6 +126,7 @@ def plan(
     dtypes: Sequence[str | Format] = ("float32", "bfloat16"),
     acceptance: Acceptance | None = None,
     check: bool = False,
+    mesh: str | Mesh | None = None,
 ) -> Planned:
     """Finds the setups that decode a workload fastest within a memory limit. Nothing is
     allocated.
@@ -129,6 +146,10 @@ def plan(
         stored with heads are used, or assumed rates.
       check: if True, the fastest candidates are compiled (seconds to a minute each) to
         read the compiler's memory analysis, until one fits.
+      mesh: a mesh, or its axes such as "data=2,model=4", whose devices share the
+        target's weights and the rows as in `shard`. `memory`, and all bytes of the
+        result, are then those of each device. This machine needs the devices only for
+        `check`. If None, the model's own mesh or one device.
 
     Raises:
       ValueError: wrong arguments, or nothing fits; see `fit.refusal`.
@@ -145,13 +166,28 @@ def plan(
     _check_plan(dtypes, acceptance)
     check = flag("check", check)
     config = model if isinstance(model, ModelConfig) else model.config
+    mesh = getattr(model, "mesh", None) if mesh is None else mesh
+    devices = None if mesh is None else _devices(mesh, check)
     wishes = (
-        _wish(config, drafter, _format(model, dtype), request, acceptance)
+        _wish(config, drafter, _format(model, dtype), request, acceptance, devices)
         for dtype in dtypes
     )
     found = fastest(_PlanTask(check), wishes, limit, 1 if check else KEPT)
     choices = tuple(one.request.choice(one.candidate) for one in found)
-    return Planned(request, limit, choices)
+    axes = None if devices is None else dict(devices.shape)
+    return Planned(request, limit, choices, axes)
+
+
+def _devices(mesh: Any, check: bool) -> Mesh | AbstractMesh:
+    """Returns the mesh to plan for. Only programs that are compiled need devices."""
+    if isinstance(mesh, str):
+        return make_mesh(mesh) if check else abstract_mesh(mesh)
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            "mesh: want a text such as 'data=2,model=4', or a mesh of "
+            f"stree_jax.make_mesh, got {shown(mesh)}"
+        )
+    return automatic(mesh)
 
 
 def _format(model: ModelConfig | models.Model, dtype: str | Format) -> Format:
@@ -203,7 +239,9 @@ class _Wish(Request):
         named = way.source, way.heads, way.tree, self.dtype
         program = self.program(way)
         facts = way.tau, way.step_s, way.measured, program[-1].capacity
-        return Choice(*named, *facts, memory_of(*program))
+        target = self.target
+        copied = 0 if target.mesh is None else size_of(copied_params(target))
+        return Choice(*named, *facts, memory_of(*program), copied)
 
 
 @dataclass(frozen=True)
@@ -251,11 +289,13 @@ def _wish(
     dtype: Format,
     request: Request,
     acceptance: Acceptance | None,
+    mesh: Mesh | AbstractMesh | None,
 ) -> _Wish:
     """Returns the request with its target in one dtype, and its candidates."""
     source = abstract_source(drafter, dtype, config)
     own_layers = config.mtp if source.needs_mtp else ()
-    target = abstract_model(replace(config, mtp=blocks(own_layers)), dtype)
+    own = replace(config, mtp=blocks(own_layers))
+    target = abstract_model(own, dtype, mesh)
     source.check(target)
     room = request.room(Auto().depth)
     ways = by_speed(target, source, room, acceptance)

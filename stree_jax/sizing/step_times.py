@@ -38,6 +38,7 @@ from stree_jax.speculation.adaptive.policy import (
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import model_key
 from stree_jax.speculation.loop import advance_jit
+from stree_jax.speculation.on_mesh import everywhere, laid_out
 from stree_jax.speculation.step import Spec
 
 FILE = "steps.json"  # in the cache folder
@@ -107,6 +108,8 @@ _announced: set[str] = set()  # models and drafters whose measurement was logged
 def with_times(spec: Spec, times: StepTimes) -> Spec:
     """Returns the spec with these times in its policy."""
     assert isinstance(spec.policy, AdaptivePolicy)
+    if spec.target.mesh is not None:  # where the compiled programs want them
+        times = everywhere(spec.target.mesh, times)
     return replace(spec, policy=replace(spec.policy, times=times))
 
 
@@ -354,7 +357,7 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
                 continue
             if len(seconds[way]) > 1 and max(seconds[way]) < AGREE * min(seconds[way]):
                 continue
-            at = _forced_copy(decoding, way)
+            at = laid_out(spec, _forced_copy(decoding, way))
             if not compiled:
                 at, _ = _timed_steps(spec, at, 1)
                 compiled, began = True, time.perf_counter()

@@ -21,7 +21,7 @@ from stree_jax.sampling.settings import no_filters
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
 from stree_jax.speculation.drafter import DraftState, kept
-from stree_jax.speculation.on_mesh import place_of, with_shards
+from stree_jax.speculation.on_mesh import laid_out, place_of, with_shards
 from stree_jax.speculation.policy import Policy, has_rows
 from stree_jax.speculation.step import Spec
 
@@ -78,7 +78,7 @@ def vacant(spec: Spec, one: Decoding, rows: int) -> Decoding:
     finish = jnp.full((rows,), OUT_OF_LENGTH, jnp.int32)
     d = replace(d, policy=spec.policy.init(rows), choice=jnp.int32(OPEN), finish=finish)
     place = place_of(spec.target.mesh, spec.target.cut, finish)
-    return d if place is None else with_shards(d, spec.policy, place)
+    return d if place is None else laid_out(spec, with_shards(d, spec.policy, place))
 
 
 def admit(spec: Spec, decoding: Decoding, row: jax.Array, one: Decoding) -> Decoding:
@@ -101,7 +101,7 @@ def admit(spec: Spec, decoding: Decoding, row: jax.Array, one: Decoding) -> Deco
 
     d = jax.tree.map(written, _by_row(spec.policy, decoding), decoding, one)
     # End a run of plain steps: the new text may have candidates to draft.
-    return replace(d, choice=jnp.full_like(decoding.choice, OPEN))
+    return laid_out(spec, replace(d, choice=jnp.full_like(decoding.choice, OPEN)))
 
 
 def cancel(decoding: Decoding, rows: jax.Array) -> Decoding:

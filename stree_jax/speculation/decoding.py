@@ -65,6 +65,9 @@ class Decoding:
       gained: [B, M + 2] int32. `gained[b, n]` target passes added n tokens to row b.
         Tokens that `closed` adds are not counted.
       margin: [B] float32. Smallest `Accepted.margin` of the tokens of the output.
+      routing: [B, S + O, L, k] int32. The experts that the target used for the tokens
+        of the text, see `models.stack.routing`; S is the width of the prompts. None if
+        it is not requested.
     """
 
     requests: Requests
@@ -85,6 +88,7 @@ class Decoding:
     used: jax.Array
     gained: jax.Array
     margin: jax.Array
+    routing: jax.Array | None = None
 
     @property
     def calls(self) -> jax.Array:
@@ -302,11 +306,13 @@ def closed(d: Decoding) -> Decoding:
     constraint allows a single token, and again a single one until the text is complete,
     the target has no choice.
 
-    The target does not read these tokens. Batches with log-probabilities are not
-    changed, because the raw ones need a pass.
+    The target does not read these tokens. Batches with log-probabilities or routing are
+    not changed, because these need a pass.
     """
     constraints = d.requests.constraints
-    if constraints is None or d.constraint_state is None or d.logprobs is not None:
+    if constraints is None or d.constraint_state is None:
+        return d
+    if d.logprobs is not None or d.routing is not None:
         return d
     tokens = constraints.closing_after(d.constraint_state)
     length = (tokens >= 0).sum(axis=1, dtype=jnp.int32)

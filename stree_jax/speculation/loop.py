@@ -18,16 +18,20 @@ from jax.sharding import Mesh
 
 from stree_jax.common.programs import Jitted
 from stree_jax.models import (
+    ModelConfig,
     Observer,
     Pending,
     Records,
     State,
     Tapped,
     commit,
+    empty_routing,
+    expert_taps,
     init_records,
     param_dtype,
     read_observed,
     shortened,
+    with_experts,
 )
 from stree_jax.models.base.shards import WHOLE, Cut
 from stree_jax.sampling import logprobs
@@ -71,6 +75,7 @@ def init_decoding(
     top_logprobs: int | None = None,
     past: tuple[State, DraftState] | None = None,
     earlier: jax.Array | None = None,
+    routing: bool = False,
 ) -> Decoding:
     """Prefills the prompts and returns a batch that is ready for its first step.
 
@@ -92,11 +97,13 @@ def init_decoding(
         prompt, or None.
       earlier: [Bp, E] int32. Tokens of earlier texts, from which prompt lookup drafts,
         see `EarlierTexts`; or None.
+      routing: True to keep the experts of the texts' tokens, `Decoding.routing`.
     """
     if capacity is None:
         width, resumed, M = token_ids.shape[1], past is not None, deepest(spec.policy)
         capacity = cache_capacity(width, max_new_tokens, M, resumed=resumed)
-    begin = partial(_begin, (max_new_tokens, capacity, samples, top_logprobs))
+    sizes = max_new_tokens, capacity, samples, top_logprobs
+    begin = partial(_begin, sizes, routing)
     texts = token_ids, lengths, requests, earlier
     place = place_of(spec.target.mesh, spec.target.cut, token_ids)
     if place is None:
@@ -106,6 +113,7 @@ def init_decoding(
 
 def _begin(
     sizes: tuple[int, int, int, int | None],
+    routing: bool,
     spec: Spec,
     token_ids: jax.Array,
     lengths: jax.Array,
@@ -118,7 +126,8 @@ def _begin(
     Args:
       sizes: the arguments max_new_tokens, capacity, samples and top_logprobs of
         `init_decoding`, as one hashable value.
-      spec, token_ids, lengths, requests, earlier, past: as in `init_decoding`.
+      routing, spec, token_ids, lengths, requests, earlier, past: as in
+        `init_decoding`.
     """
     max_new_tokens, capacity, samples, top_logprobs = sizes
     target, menu, M = spec.target, spec.policy.menu, deepest(spec.policy)
@@ -126,12 +135,20 @@ def _begin(
     read_first = spec.policy.reads_prompts(spec.drafter, requests.sampling is not None)
     prompts = Prompts(token_ids, lengths, capacity, M + 1, read_first, earlier)
     observer = _observer(spec.drafter, spec.drafter.init(prompts, drafted))
+    if routing:
+        Bp, S = token_ids.shape
+        places = empty_routing(target.config, Bp, S + max_new_tokens)
+        first = jnp.zeros_like(lengths) if read is None else read.length
+        observer = _with_routing(observer, target.config, places, first)
     states = (
         *read_observed(target, token_ids, lengths, capacity, read, observer),
         jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)[:, 0],
     )
     repeated = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), states)
     state, drafting, root = repeated
+    experts = None
+    if routing:
+        drafting, experts, _ = drafting
     batch, dtype = root.shape[0], param_dtype(target.params)
     zeros = jnp.zeros((batch,), jnp.int32)
     finish = jnp.where(requests.max_new_tokens > 0, RUNNING, OUT_OF_LENGTH)
@@ -163,6 +180,7 @@ def _begin(
         used=jnp.zeros((batch, len(menu)), jnp.int32),
         gained=jnp.zeros((batch, M + 2), jnp.int32),
         margin=jnp.full((batch,), jnp.inf, jnp.float32),
+        routing=experts,
     )
 
 
@@ -187,6 +205,39 @@ def _observer(drafter: DrafterBase, drafting: DraftState) -> Observer:
         return drafter.observe(drafting, Update(tokens, length, hidden, tapped))
 
     return Observer(observe, drafting, drafter.taps)
+
+
+def _with_routing(
+    observer: Observer, config: ModelConfig, routing: jax.Array, first: jax.Array
+) -> Observer:
+    """Returns an observer that also keeps the experts of the prompts' tokens.
+
+    Args:
+      observer: what observes the prefill otherwise.
+      config: the target's.
+      routing: [Bp, S + O, L, k] int32, see `Decoding.routing`.
+      first: [Bp] int32. Position of the first token that is read.
+
+    Returns:
+      The observer of (the value of `observer`, the routing, the position [Bp] of the
+      next token).
+    """
+    count = len(observer.taps)
+
+    def observe(
+        value: tuple[DraftState, jax.Array, jax.Array],
+        tokens: jax.Array,
+        hidden: jax.Array,
+        tapped: Tapped,
+        length: jax.Array,
+    ) -> tuple[DraftState, jax.Array, jax.Array]:
+        inner, routing, place = value
+        routing = with_experts(routing, tapped[count:], place, length)
+        inner = observer.observe(inner, tokens, hidden, tapped[:count], length)
+        return inner, routing, place + length
+
+    taps = *observer.taps, *expert_taps(config)
+    return Observer(observe, (observer.value, routing, first), taps)
 
 
 def tokens_of(token_ids: jax.Array, lengths: jax.Array, vocab_size: int) -> jax.Array:

@@ -160,6 +160,59 @@ def decoding_specs(d: Decoding, policy: Policy, place: Place) -> Decoding:
     )
 
 
+def device_rows(model: Model, batch: int) -> int:
+    """Returns how many of a batch's rows each device decodes."""
+    place = place_of(model.mesh, model.cut, jax.ShapeDtypeStruct((batch,), jnp.int32))
+    if place is None or place.rows is None:
+        return batch
+    return batch // axis_size(place.mesh or _context(), place.rows)
+
+
+def laid_out(spec: Spec, d: Decoding) -> Decoding:
+    """Gives a batch the shardings that the decoding loop gives it, if the target is on
+    a mesh. Arrays inside `jax.jit` are constrained; shapes get a `sharding`."""
+    place = place_of(spec.target.mesh, spec.target.cut, d.length)
+    if place is None or place.mesh is None:
+        return d
+    return _sharded(place.mesh, d, decoding_specs(d, spec.policy, place))
+
+
+def models_laid_out(tree: Any) -> Any:
+    """Gives the shapes of models on a mesh the shardings of their parameters.
+    `jax.eval_shape` returns shapes without."""
+
+    def put(x: Any) -> Any:
+        if not _is_model(x) or x.mesh is None:
+            return x
+        return x.replace(params=_sharded(x.mesh, x.params, param_specs(x)))
+
+    return jax.tree.map(put, tree, is_leaf=_is_model)
+
+
+def past_laid_out(model: Model, past: Any) -> Any:
+    """Moves the states of target and drafter to the devices that continue them, if the
+    model is on a mesh."""
+    leaves = jax.tree.leaves(past)
+    place = place_of(model.mesh, model.cut, leaves[0]) if leaves else None
+    if place is None or place.mesh is None:
+        return past
+    return _sharded(place.mesh, past, row_specs(past, place))
+
+
+def _sharded(mesh: Mesh, tree: Any, specs: Any) -> Any:
+    """Gives arrays, tracers or shapes the shardings of partition specs."""
+
+    def put(x: Any, spec: P) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        if isinstance(x, jax.core.Tracer):
+            return jax.lax.with_sharding_constraint(x, sharding)
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map(put, tree, specs)
+
+
 def with_shards(d: Decoding, policy: Policy, place: Place) -> Decoding:
     """Gives what all rows have in common, such as the policy's statistics, an axis of
     shards, for a new batch on a mesh."""
@@ -327,6 +380,8 @@ def everywhere(mesh: Mesh, tree: Any) -> Any:
     sharding = NamedSharding(mesh, P())
 
     def whole(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         # Across processes only the numbers of a key array can be put on devices.
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             numbers, impl = jax.random.key_data(leaf), jax.random.key_impl(leaf)

@@ -22,7 +22,7 @@ from stree_jax.speculation.loop import (
     init_decoding_jit,
     resume_decoding_jit,
 )
-from stree_jax.speculation.on_mesh import everywhere
+from stree_jax.speculation.on_mesh import everywhere, laid_out
 from stree_jax.speculation.step import Spec
 
 Text = Sequence[int]
@@ -106,22 +106,18 @@ class Start:
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             read = partial(self._reader(spec), past=self.past, **self._sizes(spec))
             inputs = *jax.device_put((padded, lengths)), self.requests, self.earlier
-            if spec.target.mesh is not None:
-                inputs = everywhere(spec.target.mesh, inputs)
-            *texts, earlier = inputs
+            *texts, earlier = _everywhere(spec, inputs)
             return read(spec, *texts, earlier=earlier)
 
     def lowered(self, spec: Spec) -> Any:
         """Lowers the program that `begun` runs, and returns it for compilation."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            read = partial(
-                self._reader(spec).lower,
-                past=self.past,
-                earlier=self.earlier,
-                **self._sizes(spec),
-            )
-            return read(spec, *self._abstract_texts(spec), self.requests)
+            inputs = *self._abstract_texts(spec), self.requests, self.earlier
+            *texts, earlier = _everywhere(spec, inputs)
+            read = self._reader(spec).lower
+            known = {"past": self.past, "earlier": earlier} | self._sizes(spec)
+            return read(spec, *texts, **known)
 
     def shapes(self, spec: Spec) -> Decoding:
         """Returns the shapes of the result of `begun`, without running it."""
@@ -135,7 +131,7 @@ class Start:
             return init_decoding(spec, ids, lengths, requests, **known)
 
         inputs = self._abstract_texts(spec), self.requests, self.past, self.earlier
-        return jax.eval_shape(begin, spec, *inputs)
+        return laid_out(spec, jax.eval_shape(begin, spec, *inputs))
 
     def continued(self, spec: Spec) -> "Start":
         """Returns an abstract later turn that takes over the past of this one.
@@ -177,3 +173,10 @@ class Start:
         count, width = len(self.text), self.width(deepest(spec.policy))
         ids = jax.ShapeDtypeStruct((count, width), jnp.int32)
         return ids, jax.ShapeDtypeStruct((count,), jnp.int32)
+
+
+def _everywhere(spec: Spec, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the inputs of prefill, on every device of the target's mesh."""
+    mesh = spec.target.mesh
+    found: tuple[Any, ...] = inputs if mesh is None else everywhere(mesh, inputs)
+    return found

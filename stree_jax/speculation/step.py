@@ -35,9 +35,11 @@ from stree_jax.models import (
     State,
     Tapped,
     Taps,
+    expert_taps,
     forward_tapped,
     logits_of,
     tree_nodes,
+    with_experts,
     written_over,
 )
 from stree_jax.models.configs import mixer_of
@@ -155,10 +157,14 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
             draft = with_forced(draft, dist)
     draft = of_running(draft, d, spec.target)
     with jax.named_scope("verify"):
-        seen = verify(spec.target, d.state, draft, d.pending, spec.drafter.taps)
+        taps = spec.drafter.taps
+        if d.routing is not None:
+            taps = *taps, *expert_taps(spec.target.config)
+        seen = verify(spec.target, d.state, draft, d.pending, taps)
     with jax.named_scope("accept"):
         accepted, stop = cut_at_stops(d, spec.rule.accept(draft, seen.logits, dist))
-        update = update_of(accepted, stop.finish, seen.hidden, seen.taps)
+        tapped = seen.taps[: len(spec.drafter.taps)]
+        update = update_of(accepted, stop.finish, seen.hidden, tapped)
         policy, choice = spec.policy.update(d.policy, d.choice, draft, accepted)
         trees = trees_of(spec, d, draft)
         after = record_step(d, draft, seen.logits, accepted, stop, dist, trees)
@@ -166,6 +172,10 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
             tree.size > 1 for tree in spec.policy.menu
         ):  # else every token by a pass
             after = closed(after)
+        if d.routing is not None:
+            experts = on_path(seen.taps[len(tapped) :], accepted)
+            position = seen.state.length, accepted.length
+            after = replace(after, routing=with_experts(d.routing, experts, *position))
         return replace(
             after,
             state=seen.state,
@@ -228,11 +238,14 @@ def update_of(
       taps: [B, T, d] float32 for each tapped layer. Its residual stream at the nodes.
     """
     length = jnp.where(finish == RUNNING, accepted.length, 0)
+    (hidden, *tapped) = on_path((hidden, *taps), accepted)
+    return Update(accepted.tokens, length, hidden, tuple(tapped))
+
+
+def on_path(tables: Tapped, accepted: Accepted) -> Tapped:
+    """Returns arrays [B, T, ..] of the nodes at the nodes of the accepted path."""
     path = accepted.path[..., None]
-    on_path, *tapped = (
-        jnp.take_along_axis(table, path, axis=1) for table in (hidden, *taps)
-    )
-    return Update(accepted.tokens, length, on_path, tuple(tapped))
+    return tuple(jnp.take_along_axis(table, path, axis=1) for table in tables)
 
 
 def pending_of(accepted: Accepted, records: Records, buffers: Pending) -> Pending:

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.checkpoints.draft_tokens import draft_vocabulary
 from stree_jax.models import Model as BareModel
 from stree_jax.models import ModelConfig
 from stree_jax.models.drafters.dflash import (
@@ -38,8 +39,11 @@ from stree_jax.models.drafters.dflash import (
     empty_context,
     init_dflash,
     run_block,
+    trimmed_dflash_config,
 )
 from stree_jax.models.drafters.dflash_pairs import confidence, no_memory, pair_bias
+from stree_jax.models.drafters.trimming import head_name
+from stree_jax.models.weights.parameters import as_weight
 from stree_jax.training.tapped_drafters import (
     attention_of,
     check_least,
@@ -69,6 +73,8 @@ class DSparkSize:
         are longer than the training examples safe.
       causal: True if a slot does not attend to later slots of the block. Then a block
         may be cut to the levels that a tree needs.
+      draft_vocab: D, the number of tokens that can be drafted: the most frequent ones
+        of the text that the drafter learns from. If None, all.
     """
 
     layers: int = 2
@@ -78,11 +84,17 @@ class DSparkSize:
     rank: int = 128
     window: int = 128
     causal: bool = True
+    draft_vocab: int | None = None
 
-    def subject(self, target: ModelConfig, tokens: np.ndarray, name: str) -> "Blocks":
+    def subject(self, target: BareModel, tokens: np.ndarray, name: str) -> "Blocks":
         """Returns the drafter to train, see `StretchSize`."""
-        config = dspark_config(target, self, rarest_token(tokens, target))
-        return Blocks(replace(config, target=name))
+        mask = rarest_token(tokens, target.config)
+        config = replace(dspark_config(target.config, self, mask), target=name)
+        if self.draft_vocab is None:
+            return Blocks(config)
+        ids = draft_vocabulary(target, self.draft_vocab, tokens.tolist())
+        config = trimmed_dflash_config(config, len(ids), target.config.logits_divisor)
+        return Blocks(config, tuple(ids.tolist()))
 
 
 def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashConfig:
@@ -193,46 +205,66 @@ def block_scores(
 
     Returns:
       Log-probabilities [B A, M, V] of the target, of the drafter, and of the drafter
-      without the Markov head; and the confidences [B A, M], None for a DFlash drafter.
+      without the Markov head, V being the rows of the drafter's head if it has one; and
+      the confidences [B A, M], None for a DFlash drafter.
     """
     states, tokens, places = batch["states"], batch["tokens"], batch["places"]
-    M, V = drafter.config.drafts, output.config.num_tokens
+    M, head = drafter.config.drafts, drafter.params.get("head")
+    V = output.config.num_tokens if head is None else len(head)
     rows, slots = draft_slots(batch, M)
     previous = tokens[rows, slots]
     hidden = block_states(drafter, output, states[:, :, 1:], previous[..., 0], places)
     hidden = hidden.reshape(-1, *hidden.shape[2:])
     alone, logits, sure = forced(drafter, output, hidden, previous.reshape(-1, M))
     one, other = (jax.nn.log_softmax(x[..., :V]) for x in (logits, alone))
-    return target_log_probs(output, batch, M), one, other, sure
+    return target_log_probs(output, batch, M, head), one, other, sure
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A block drafter in training; it implements `StretchSubject`."""
+    """A block drafter in training; it implements `StretchSubject`.
+
+    Attributes:
+      config: its architecture.
+      ids: the tokens of its head, ascending. The head's rows are those of the target's
+        head and are not trained. If empty, it uses the whole head of the target.
+    """
 
     config: DFlashConfig
+    ids: tuple[int, ...] = ()
 
     @property
     def drafts(self) -> int:
         return self.config.drafts
 
     def init(self, key: jax.Array) -> Params:
-        return init_dflash(self.config, key, jnp.float32)
+        params = init_dflash(self.config, key, jnp.float32)
+        return {name: p for name, p in params.items() if name != "head"}
 
     def cast(self, params: Params, dtype: Any) -> Params:
         return cast_dflash(self.config, params, dtype)
 
-    def drafter(self, params: Params) -> DFlash:
-        return DFlash(params, self.config)
+    def drafter(self, params: Params, output: BareModel) -> DFlash:
+        if not self.ids:
+            return DFlash(params, self.config)
+        ids = jnp.asarray(self.ids, jnp.int32)
+        head = as_weight(output.params[head_name(output.config)]).rows(ids)
+        head = head.astype(params["fc"].dtype)
+        return DFlash(params | {"head": head}, self.config, ids)
 
     def log_probs(
         self, params: Params, batch: Batch, output: BareModel
     ) -> tuple[jax.Array, jax.Array]:
-        return block_scores(self.drafter(params), output, batch)[:2]
+        return block_scores(self._in_training(params, output), output, batch)[:2]
+
+    def _in_training(self, params: Params, output: BareModel) -> DFlash:
+        """Returns the drafter, whose logits are those of its head's rows."""
+        return replace(self.drafter(params, output), ids=None)
 
     def loss(self, params: Params, batch: Batch, teacher: BareModel) -> jax.Array:
         """Returns the mean loss of the drafts, in nats; see `StretchSubject`."""
-        p, q, alone, sure = block_scores(self.drafter(params), teacher, batch)
+        drafter = self._in_training(params, teacher)
+        p, q, alone, sure = block_scores(drafter, teacher, batch)
         kl, apart = divergences(p, q)
         if sure is None:
             return weighted(kl + apart)

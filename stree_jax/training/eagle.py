@@ -76,9 +76,10 @@ class EagleSize:
     mlp: int | None = None
     window: int = 128
 
-    def subject(self, target: ModelConfig, tokens: np.ndarray, name: str) -> "Levels":
+    def subject(self, target: BareModel, tokens: np.ndarray, name: str) -> "Levels":
         """Returns the drafter to train, see `StretchSize`."""
-        return Levels(replace(eagle_config(target, self), target=name), self.drafts)
+        config = eagle_config(target.config, self)
+        return Levels(replace(config, target=name), self.drafts)
 
 
 def eagle_config(target: ModelConfig, size: EagleSize) -> EagleConfig:
@@ -212,13 +213,13 @@ class Levels:
     def cast(self, params: Params, dtype: Any) -> Params:
         return cast_eagle(self.config, params, dtype)
 
-    def drafter(self, params: Params) -> Eagle:
+    def drafter(self, params: Params, output: BareModel) -> Eagle:
         return Eagle(params, self.config)
 
     def log_probs(
         self, params: Params, batch: Batch, output: BareModel
     ) -> tuple[jax.Array, jax.Array]:
-        model = eagle_model(self.drafter(params), output)
+        model = eagle_model(self.drafter(params, output), output)
         hidden = handed_down(model, batch, self.drafts)
         logits = logits_of(model, hidden.reshape(-1, *hidden.shape[2:]))
         q = jax.nn.log_softmax(logits[..., : output.config.num_tokens])

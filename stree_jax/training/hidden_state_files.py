@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 from tqdm import tqdm
 
 from stree_jax.convert.base.files import read_text
@@ -25,10 +26,10 @@ from stree_jax.models import (
     Taps,
     chain_nodes,
     forward_hidden,
-    forward_tapped,
     init_state,
     param_dtype,
 )
+from stree_jax.models.stack.prefill import Observer, prefill, reading_chunk
 
 # Windows per forward pass, and texts that are generated together
 READ_AT_ONCE, SPEAK_AT_ONCE = 8, 128
@@ -64,12 +65,24 @@ def keep_hidden(target: Model, windows: np.ndarray, file: Path) -> np.ndarray:
 @partial(jax.jit, static_argnums=2)
 def tapped_states(model: Model, tokens: jax.Array, taps: Taps) -> jax.Array:
     """Returns the hidden states and, for each tap, the residual streams, joined to [B,
-    L, 1 + m, d] float32, after each token of [B, L], starting from empty states."""
-    batch, L = tokens.shape
-    state = init_state(model.config, batch, 1, param_dtype(model.params))
-    nodes = chain_nodes(batch, L, model.config.conv_taps)
-    hidden, tapped, *_ = forward_tapped(model, state, tokens, nodes, taps=taps)
-    return jnp.stack([hidden, *tapped], axis=2)
+    L, 1 + m, d] float32, after each token of [B, L], starting from empty states.
+
+    The text is read in chunks, because CPU kernels take a limited number of rows."""
+    (batch, L), config = tokens.shape, model.config
+    chunk = reading_chunk(config, L)
+    S = -(-L // chunk) * chunk
+    Found = tuple[jax.Array, jax.Array]  # the chunk's first token, and all states
+
+    def observe(value: Found, _: Any, hidden: jax.Array, tapped: Any, __: Any) -> Found:
+        new = jnp.stack([hidden, *tapped], axis=2)
+        start, found = value
+        return start + chunk, lax.dynamic_update_slice_in_dim(found, new, start, axis=1)
+
+    found = jnp.zeros((batch, S, 1 + len(taps), config.d_model), jnp.float32)
+    observer = Observer(observe, (jnp.zeros((), jnp.int32), found), taps)
+    state = init_state(config, batch, S, param_dtype(model.params))
+    tokens, lengths = jnp.pad(tokens, ((0, 0), (0, S - L))), jnp.full((batch,), L)
+    return prefill(model, state, tokens, lengths, chunk, observer)[1][1][:, :L]
 
 
 def keep_tapped(

@@ -1,11 +1,11 @@
 """Trains drafters that read a frozen target's residual streams.
 
-First the target reads windows of a text, and windows of text that it generated itself.
-Its hidden states, and the residual streams that the drafter will read, are stored in
-files. A training example is a stretch: `TrainConfig.length` consecutive tokens of a
-window. Some random tokens of the stretch are roots. Below each root the drafter
-predicts the next M tokens (the drafts of the root), given the tokens of the text and
-not its own predictions.
+First the target reads windows of a text, and windows of text that it generated itself;
+or answers that it wrote before (`training.answers`). Its hidden states, and the
+residual streams that the drafter will read, are stored in files. A training example is
+a stretch: `TrainConfig.length` consecutive tokens of a window. Some random tokens of
+the stretch are roots. Below each root the drafter predicts the next M tokens (the
+drafts of the root), given the tokens of the text and not its own predictions.
 
 Letters: B stretches, T tokens of a stretch, A roots in a stretch, M drafts of a root, m
 residual streams, d width, V tokens of the vocabulary.
@@ -36,6 +36,10 @@ from stree_jax.models import (
 from stree_jax.models import Model as BareModel
 from stree_jax.models.drafters.heads import head_of
 from stree_jax.models.stack.boundaries import boundary_count, tap_of
+from stree_jax.models.stack.network import capped
+from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.weight import Weight
+from stree_jax.training.answers import answer_files, answer_tokens, read_answers
 from stree_jax.training.hidden_state_files import (
     GENERATED,
     PROMPT,
@@ -73,14 +77,20 @@ class StretchSubject(Subject, Protocol):
         """M, the number of tokens that the drafter predicts below a root."""
         ...
 
-    def drafter(self, params: Params) -> Any:
-        """Returns the drafter with trained parameters."""
+    def drafter(self, params: Params, output: BareModel) -> Any:
+        """Returns the drafter with trained parameters.
+
+        Args:
+          params: the parameters.
+          output: the target's embedding and head.
+        """
         ...
 
     def log_probs(
         self, params: Params, batch: Batch, output: BareModel
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes the log-probabilities [B A, M, V] of the target and of the drafter.
+        """Computes the log-probabilities [B A, M, V] of the target and of the drafter;
+        with a draft vocabulary, of its tokens only.
 
         Args:
           params: the drafter's parameters.
@@ -100,13 +110,11 @@ class StretchSize(Protocol):
         """M, the number of tokens that the drafter predicts below a root."""
         ...
 
-    def subject(
-        self, target: ModelConfig, tokens: np.ndarray, name: str
-    ) -> StretchSubject:
+    def subject(self, target: Model, tokens: np.ndarray, name: str) -> StretchSubject:
         """Returns the drafter to train.
 
         Args:
-          target: the target's architecture.
+          target: the target.
           tokens: [n] ints, the text.
           name: the target's hub id, or "".
 
@@ -219,16 +227,24 @@ def draft_slots(batch: Batch, drafts: int) -> tuple[jax.Array, jax.Array]:
     return rows, batch["places"][..., None] + later
 
 
-def target_log_probs(output: BareModel, batch: Batch, drafts: int) -> jax.Array:
+def target_log_probs(
+    output: BareModel, batch: Batch, drafts: int, head: jax.Array | None = None
+) -> jax.Array:
     """Returns the log-probabilities [B A, M, V] of the target for each draft.
 
     Args:
       output: the target's embedding and head.
       batch: see `StretchSubject.log_probs`.
       drafts: M.
+      head: [D, d], rows of the target's head. If given, the result [B A, M, D] is of
+        their tokens, as if there were no others.
     """
-    V = output.config.num_tokens
-    logits = logits_of(output, batch["states"][:, :, 0].astype(jnp.float32))[..., :V]
+    c, hidden = output.config, batch["states"][:, :, 0].astype(jnp.float32)
+    V = c.num_tokens if head is None else len(head)
+    if head is None:
+        logits = logits_of(output, hidden)[..., :V]
+    else:
+        logits = capped(linear(hidden, head) / c.logits_divisor, c.logits_cap)
     p = jax.nn.log_softmax(jax.lax.stop_gradient(logits))
     return p[draft_slots(batch, drafts)].reshape(-1, drafts, V)
 
@@ -251,6 +267,20 @@ def weighted(losses: jax.Array) -> jax.Array:
 # Examples
 
 
+class Source(Protocol):
+    """Tokens from one source, with the target's states."""
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape of the states, which identifies the source."""
+        ...
+
+    def cut(self, rng: np.random.Generator, length: int, roots: int, M: int) -> Batch:
+        """Returns a random stretch of `length` tokens with random roots; M is the
+        number of drafts of a root."""
+        ...
+
+
 @dataclass(frozen=True)
 class Stretches:
     """Windows of text from one source, with the target's states. `cut` takes stretches
@@ -267,6 +297,10 @@ class Stretches:
     tokens: np.ndarray
     states: np.ndarray
     first: int
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.states.shape)
 
     def cut(self, rng: np.random.Generator, length: int, roots: int, M: int) -> Batch:
         """Returns a random stretch of `length` tokens with random roots.
@@ -288,8 +322,8 @@ class Stretches:
 
 def stretch_examples(
     train: TrainConfig,
-    learnt: Sequence[Stretches],
-    held: Sequence[Stretches],
+    learnt: Sequence[Source],
+    held: Sequence[Source],
     roots: int,
     drafts: int,
 ) -> Examples:
@@ -298,12 +332,12 @@ def stretch_examples(
 
     Args:
       train: the training settings; `length` is T.
-      learnt, held: windows of each source, for training and for evaluation.
+      learnt, held: the sources, for training and for evaluation.
       roots: A.
       drafts: M.
     """
 
-    def batch(rng: np.random.Generator, sources: Sequence[Stretches]) -> Batch:
+    def batch(rng: np.random.Generator, sources: Sequence[Source]) -> Batch:
         size = train.length, roots, drafts
         rows = [sources[i % len(sources)].cut(rng, *size) for i in range(train.batch)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
@@ -315,7 +349,7 @@ def stretch_examples(
 
     count = max(len(held) * HELD_OUT // train.batch, 1)
     rng = np.random.default_rng([train.seed, 0, 1])
-    settings = {"sources": [list(s.states.shape) for s in learnt], "roots": roots}
+    settings = {"sources": [s.shape for s in learnt], "roots": roots}
     return Examples(batches, [batch(rng, held) for _ in range(count)], settings)
 
 
@@ -386,45 +420,92 @@ def train_drafter(
     """
     job.check()
     check_amounts(job.train.length, size.drafts, amounts)
+    files = answer_files(job.text)
+    if files and amounts.own_tokens:
+        raise ValueError("--own-tokens: leave it out, because --text has answers")
     loaded = target if isinstance(target, Model) else load(target, dtype=dtype)
-    data = prepare_for(job, loaded, str(target))
-    name = published_name(target)
-    subject = size.subject(loaded.config, np.asarray(data.train), name)
-    params = _train(job, loaded, data, subject, amounts)
-    return subject.drafter(params), boundary_count(loaded.config)
+    if files:
+        text = answer_tokens(files, loaded.config.num_tokens)
+        read = partial(_read_answers, job, loaded, files)
+    else:
+        data = prepare_for(job, loaded, str(target))
+        text, read = np.asarray(data.train), partial(_read_text, job, loaded, data)
+    subject = size.subject(loaded, text, published_name(target))
+    taps = tuple(tap_of(loaded.config, b) for b in subject.config.boundaries)
+    learnt, held = read(taps, amounts, size.drafts)
+    output = _in_float32(head_of(loaded))
+    params = _train(job, output, subject, learnt, held, amounts.roots)
+    return subject.drafter(params, output), boundary_count(loaded.config)
+
+
+def _in_float32(model: BareModel) -> BareModel:
+    """Returns a model whose quantized matrices are float32, which training needs for
+    gradients through the head."""
+    params = {
+        name: p.matrix() if isinstance(p, Weight) else p
+        for name, p in model.params.items()
+    }
+    return model.replace(params=params)
+
+
+def _read_text(
+    job: Job,
+    target: BareModel,
+    data: TrainingData,
+    taps: Taps,
+    amounts: Amounts,
+    drafts: int,
+) -> tuple[Sequence[Source], Sequence[Source]]:
+    """Returns the text and, if wanted, text of the target, with the target's states:
+    the sources for training, and for evaluation."""
+    read = partial(_read, target, taps, amounts.window)
+    own = bool(amounts.own_tokens)
+    held = read(data.heldout, job.work / "heldout", HELD_OUT, HELD_OUT * own)
+    windows = max(math.ceil(amounts.tokens / amounts.window), 1)
+    own_texts = math.ceil(amounts.own_tokens / GENERATED)
+    return read(data.train, job.work / "train", windows, own_texts), held
+
+
+def _read_answers(
+    job: Job,
+    target: BareModel,
+    files: Sequence[Path],
+    taps: Taps,
+    amounts: Amounts,
+    drafts: int,
+) -> tuple[Sequence[Source], Sequence[Source]]:
+    """Returns answers with the target's states, for training and for evaluation."""
+    work = job.work / "answers"
+    learnt, held = read_answers(target, taps, files, work, job.train.length, drafts)
+    return [learnt], [held]
 
 
 def _train(
     job: Job,
-    target: BareModel,
-    data: TrainingData,
+    output: BareModel,
     subject: StretchSubject,
-    amounts: Amounts,
+    learnt: Sequence[Source],
+    held: Sequence[Source],
+    roots: int,
 ) -> Params:
-    """Trains on a text, and returns the parameters in bfloat16, see `train_drafter`."""
+    """Trains on examples, prints how often the drafter and the target agree, and
+    returns the parameters in bfloat16; see `train_drafter`."""
     drafts = subject.drafts
-    taps = tuple(tap_of(target.config, b) for b in subject.config.boundaries)
-    own = bool(amounts.own_tokens)
-    read = partial(_read, target, taps, amounts.window)
-    held = read(data.heldout, job.work / "heldout", HELD_OUT, HELD_OUT * own)
-    windows = max(math.ceil(amounts.tokens / amounts.window), 1)
-    own_texts = math.ceil(amounts.own_tokens / GENERATED)
-    learnt = read(data.train, job.work / "train", windows, own_texts)
-    examples = stretch_examples(job.train, learnt, held, amounts.roots, drafts)
+    examples = stretch_examples(job.train, learnt, held, roots, drafts)
     settings = {"drafter": repr(subject.config), "drafts": drafts}
     params, _ = learn(
         subject,
         job.train,
         replace(examples, settings=examples.settings | settings),
         job.work / "saves",
-        teacher=head_of(target),
+        teacher=output,
         minutes=job.minutes,
         save_minutes=job.save_minutes,
     )
     rounded = subject.cast(params, jnp.bfloat16)
     last = held[-1:]
-    final = stretch_examples(job.train, last, last, amounts.roots, drafts).heldout
-    right, accepted = agreement(subject, rounded, head_of(target), final)
+    final = stretch_examples(job.train, last, last, roots, drafts).heldout
+    right, accepted = agreement(subject, rounded, output, final)
     for k in range(drafts):
         shares = f"first guess {right[k]:.1%}, accepted {accepted[k]:.1%}"
         print(f"stree-jax: draft {k + 1}: {shares}", file=sys.stderr)

@@ -124,7 +124,8 @@ def _whole(model: Model, tokens: jax.Array) -> list[Piece]:
 
 
 def _tree(model: Model, tokens: jax.Array) -> list[Piece]:
-    """Every token has a sibling, before or after it, with the token before it."""
+    """Returns one piece: a tree in which every token of the text but the first has a
+    sibling, the last token once more, in the row before or after its own."""
     place = np.arange(PROBE, dtype=np.int32)
     path = 2 * place - (place % 3 == 1)
     path[0] = 0

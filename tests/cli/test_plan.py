@@ -54,6 +54,17 @@ def test_heads_and_dtype(capsys):
     assert choices[0]["drafter"] == "heads" and 1 <= choices[0]["heads"] <= 4
 
 
+def test_a_mesh_is_planned_without_its_devices(capsys):
+    mesh = ["--memory", "100MB", *ASKED, "--mesh", "data=2,model=4"]
+    code, out, _ = run(capsys, *mesh, "--json")
+    best = json.loads(out)["choices"][0]
+    assert code == 0 and sum(best["parts"].values()) == best["bytes"]
+    code, out, _ = run(capsys, *mesh)
+    assert code == 0 and f"{best['copied_weights'] / 1e6:.2f} MB" in out
+    assert "each device of data=2,model=4" in out
+    assert out.endswith("whole on every device: attention\n")
+
+
 @pytest.mark.parametrize(
     ("args", "word"),
     [
@@ -61,6 +72,8 @@ def test_heads_and_dtype(capsys):
         (["--memory", "1MB", "--drafter", "none"], "too few"),
         (["--memory", "8GB", "--model", "/nowhere"], "no such directory"),
         (["--memory", "8GB", "--context", "1"], "context"),
+        (["--memory", "8GB", "--mesh", "rows=2"], "mesh: want data=N"),
+        (["--memory", "8GB", "--mesh", "model=2", "--check"], "there are 1"),
     ],
 )
 def test_one_line_for_what_cannot_be(args, word, capsys):

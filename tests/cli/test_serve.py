@@ -139,7 +139,7 @@ def test_a_folder_for_no_prefixes(capsys, tmp_path):
     [
         (["--mesh", "data=99"], "mesh: data=99 is 99 devices"),
         (["--mesh", "rows=2"], "mesh: "),
-        (["--mesh", "model=1", "--memory", "8GB"], "--memory: limits are for one dev"),
+        (["--mesh", "model=1", "--memory", "1MB"], "--memory: 1.00 MB is too little"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_before_loading(capsys, options, message):

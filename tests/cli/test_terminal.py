@@ -267,3 +267,53 @@ def test_a_typed_prompt_is_asked_for(monkeypatch, capsys):
     args = cli.build_parser().parse_args(["generate"])
     assert terminal.read_prompt(args) == "def f"
     assert "reading the prompt from standard input" in capsys.readouterr().err
+
+
+def test_earlier_answers_are_drafted(capsys, tmp_path):
+    """Texts and records are drafted, and the text stays what it is."""
+    text, records = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    words = ["generate", "def add(a, b):", "--max-new-tokens", "16", "--json"]
+    words += ["--drafter", "lookup", "--tree", "chain:7"]
+    plain = json.loads(run(capsys, *words)[1])
+    text.write_text(plain["text"])
+    records.write_text(json.dumps({"prompt": "x\n", "completion": plain["text"]}))
+    for file in (text, records):
+        found = json.loads(run(capsys, *words, "--earlier", file)[1])
+        assert found["tokens"] == plain["tokens"]
+        assert found["target_calls"] < plain["target_calls"]
+        assert found["tokens_by_origin"]["earlier text"] > 4
+    assert plain["tokens_by_origin"]["earlier text"] == 0
+    sampled = ["--earlier", text, "--temperature", "0.8"]
+    assert json.loads(run(capsys, *words, *sampled)[1])["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.txt", b"abc\xff\xfe", "not UTF-8 text"),
+        ("a.txt", b"", "contains no text"),
+        ("a.txt", b" \n", "contains no text"),
+        ("a.txt", b"a " * 2**23 + b"a", "want at most 16777216"),
+        ("a.jsonl", b'{"prompt": ', "not JSON"),
+        ("a.json.gz", b"abc", "cannot be unpacked"),
+        ("a.bin", b"abc", "to read it as text, name it .txt"),
+        ("a.txt", None, "no such file"),
+        (".", None, "want a file, got a folder"),
+    ],
+)
+def test_files_of_earlier_answers_that_cannot_be_read(
+    capsys, tmp_path, name, content, problem
+):
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    err = refused(capsys, "generate", "x", "--earlier", file)
+    assert "--earlier: " in err and problem in err
+
+
+@pytest.mark.parametrize("options", [["none"], ["demo-drafter", "--tree", "E"]])
+def test_drafters_that_do_not_use_earlier_answers(capsys, tmp_path, options):
+    file = tmp_path / "a.txt"
+    file.write_text("return x")
+    words = ["generate", "x", "--earlier", file, "--drafter", *options]
+    assert "--earlier: " in refused(capsys, *words)

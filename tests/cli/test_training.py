@@ -163,6 +163,10 @@ def test_an_eagle_drafter_in_the_public_layout(prepared, capsys):
         (["--kind", "dspark", "--taps", "2"], "--taps: want 1..1, got 2"),
         (["--kind", "dspark", "--window", "-1"], "--window: want at least 0, got -1"),
         (["--kind", "eagle"], "unknown value 'eagle'"),
+        (["--draft-vocab", "9"], "--draft-vocab: only with --kind dspark or dflash"),
+        (["--kind", "eagle3", "--draft-vocab", "9"], "--draft-vocab: only with --kind"),
+        (["--kind", "dspark", "--draft-vocab", "0"], "draft vocabulary: want "),
+        (["--dtype", "int8"], "--dtype: only with --kind dspark or dflash or eagle3"),
     ],
 )
 def test_bad_options_of_kinds_write_nothing(option, problem, prepared, capsys):

@@ -11,6 +11,7 @@ import stree_jax
 from stree_jax import Sampling, cpu_kernels
 from stree_jax.generation.stop_automata import stop_automata
 from stree_jax.sampling import sampling_arrays, sampling_rows
+from tests.support.tiny import tiny
 
 MOST = 20
 SAMPLING = Sampling(0.8, top_p=0.9)
@@ -107,6 +108,36 @@ def test_scores_of_a_rollout_are_its_own_bits(model, rollout, processed, optimis
     own = done.logprobs.processed if processed else done.logprobs.raw
     assert found[joined.output].tolist() == own[done.mask].tolist()
     assert not found[:, 0].any()
+
+
+@pytest.mark.skipif(cpu_kernels.level() is None, reason="bits of the CPU kernels")
+@pytest.mark.parametrize("tree", [None, "chain:2"])
+def test_bits_are_equal_at_all_temperatures(tree, optimised):
+    model, prompts = tiny(3, ("mamba", "mamba")), jnp.array([[8, 9, 10]])
+
+    @jax.jit
+    def rollout(sampling):
+        done = stree_jax.generate_tokens(
+            model,
+            prompts,
+            max_new_tokens=MOST,
+            stop_tokens=(),
+            sampling=sampling,
+            logprobs=0,
+            n=2,
+            tree=tree,
+            drafter=tree and "lookup",
+        )
+        return done.joined(prompts)
+
+    for seed, temperature in enumerate((0, 0.7, 0.9, 1.3, 0.7, 0.9)):
+        own = [Sampling(temperature, min_p=0.01, seed=seed + row) for row in range(2)]
+        rows = sampling_rows(own)
+        texts = rollout(rows)
+        found = stree_jax.token_logprobs(
+            model, texts.tokens, texts.lengths, sampling=rows
+        )
+        assert found[texts.output].tolist() == texts.logprobs[texts.output].tolist()
 
 
 def test_left_padding_gives_the_same_tokens(model, texts):

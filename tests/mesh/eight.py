@@ -1,7 +1,11 @@
 """Program run by test_mesh.py with eight devices. It prints results as JSON."""
 
+import contextlib
 import json
+import logging
+import re
 import sys
+from collections import Counter
 from functools import partial
 
 import jax
@@ -14,10 +18,17 @@ from bench.devices import exchanges, on_a_device
 from bench.method import Run
 from bench.registry import parse_bench
 from stree_jax.generation.generate import begin
-from stree_jax.models import cast_params
+from stree_jax.models import cache_rows, cast_params
+from stree_jax.models.sharding.devices import abstract_mesh
 from stree_jax.models.sharding.whole_model import abstract_model
+from stree_jax.models.stack.memory import size_of
 from stree_jax.server.batch import Batch
+from stree_jax.server.fitting import ServeTask, smaller
+from stree_jax.server.programs import batch_shapes
 from stree_jax.server.rows import Sizes, TextRequest
+from stree_jax.sizing import memory as sizing
+from stree_jax.sizing.fit import fastest
+from stree_jax.speculation.batch_rows import refilled
 from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.on_mesh import to_host
@@ -124,6 +135,106 @@ def held():
     }
 
 
+def bytes_of_each(tree):
+    """Returns the bytes of arrays on a device, of which all devices have as many."""
+    found = Counter()
+    for x in jax.tree.leaves(tree):
+        for shard in x.addressable_shards:
+            found[shard.device.id] += shard.data.nbytes
+    (size,) = set(found.values()) or {0}
+    return size
+
+
+def planned():
+    """Returns the predicted bytes of weights, state, records and drafting, and those
+    that each device has: for rows that divide over `data`, and for others."""
+    found = {}
+    for name, drafter in (("bamba", "lookup"), ("qwen3.5", "mtp"), ("zamba2", None)):
+        model = random_model(FAMILIES[name], 1)
+        cut = stree_jax.shard(model, mesh_of(MESH))
+        abstract = sizing.abstract_model(
+            model.config, jnp.float32, abstract_mesh("data=2,model=4")
+        )
+        for rows in (4, 3):
+            tree = None if drafter is None else "A"
+            ids = prompts(model.config, rows)
+            d, _ = begin(cut, ids, max_new_tokens=2, drafter=drafter, tree=tree)
+            room = sizing.BufferSizes(rows, cache_rows(d.state), d.tokens.shape[1])
+            memory = sizing.memory_of(abstract, drafter, tree or "chain:0", room)
+            told = [memory.weights + memory.drafter_weights]
+            told += [memory.state + memory.caches, memory.records, memory.drafting]
+            parts = cut.params, d.state, d.pending, d.drafting
+            found[f"{name} {rows}"] = [told, [*map(bytes_of_each, parts)]]
+    return found
+
+
+def limited():
+    """Generates within a limit, and counts how often each program is compiled."""
+    model = random_model(FAMILIES["bamba"], 1)
+    cut, ids = stree_jax.shard(model, mesh_of(MESH)), prompts(model.config, 4)
+    options = {"max_new_tokens": 6, "drafter": "lookup"}
+    with compilations() as counts:
+        many = stree_jax.generate(cut, ids, memory="100MB", **options)
+    one = stree_jax.generate(model, ids, **options)
+    return {"same": one.tokens == many.tokens, "compiled": counts}
+
+
+@contextlib.contextmanager
+def compilations():
+    """Counts compilations by the name of the function."""
+    compiled = Compiled()
+    logging.getLogger("jax").addHandler(compiled)
+    jax.config.update("jax_log_compiles", True)
+    try:
+        yield compiled.counts
+    finally:
+        jax.config.update("jax_log_compiles", False)
+        logging.getLogger("jax").removeHandler(compiled)
+
+
+class Compiled(logging.Handler):
+    """Counts compilations by the name of the function."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def emit(self, record):
+        line = record.getMessage()
+        found = re.match(r"Finished XLA compilation of jit\((\w+)\)", line)
+        if found:
+            self.counts[found[1]] += 1
+
+
+def served_within():
+    """Chooses the sizes of a server on a mesh within a limit, and compares the bytes of
+    its arrays with those of a batch."""
+    model = tiny(1, layers=("mamba", "attention", "mlp"))
+    cut = stree_jax.shard(model, stree_jax.make_mesh("data=2,model=4"))
+    wish = Sizes(rows=4, context=256, steps=3, prefix_memory=10**6)
+    task = ServeTask(cut, "lookup", "chain:3", None)
+    most = task.count(wish, task.plainest).promised
+    found = {}
+    for name, limit in (("all", 10 * most), ("less", most - 1), ("nothing", 1000)):
+        try:
+            (one,) = fastest(task, smaller(wish, [], 2), limit)
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        sizes = one.request
+        found[name] = [sizes.rows, sizes.context, sizes.prefix_memory]
+    spec = refilled(task.plainest.spec)
+    batch = Batch(cut, spec, wish)
+    with compilations() as counts:
+        batch.admit(0, TextRequest([9, 8, 7], 4))
+        shapes = batch_shapes(cut, spec, wish)
+        found["bytes"] = size_of(shapes.whole), bytes_of_each(batch._decoding)
+        batch.advance()
+        batch.admit(1, TextRequest([9, 8, 7], 4))
+    found["after"] = bytes_of_each(batch._decoding)
+    return found | {"compiled": counts}
+
+
 def counted():
     """Returns the table of `bench devices`."""
     words = ["devices", "--shapes", "hybrid-130m", "--meshes", "model=2", "model=4"]
@@ -152,8 +263,7 @@ def refusals():
         "again": refused(stree_jax.shard, cut, mesh),
         "drafter": generate(cut, [[1]], drafter=other),
         "alone": generate(model, [[1]], drafter=other),
-        "memory": generate(cut, [[1]], memory="1GB"),
-        "save": refused(stree_jax.save, cut, "/nowhere"),
+        "memory": generate(cut, [[1]], memory="1kB"),
         "past": generate(other, [[1]], past=past),
     }
 
@@ -223,6 +333,9 @@ def served():
 
 PARTS = (
     blocks,
+    limited,
+    planned,
+    served_within,
     tapped,
     families,
     shapes,

@@ -169,6 +169,30 @@ def test_bytes_per_device(results):
     assert part < whole / 3  # norms, and B and C of shared groups, are copied
 
 
+def test_planned_bytes_are_those_of_each_device(results):
+    assert len(results["planned"]) == 6
+    for name, (told, held) in results["planned"].items():
+        assert told == held, name
+
+
+def test_a_limit_on_a_mesh(results):
+    """The programs that were compiled for the check are those that run."""
+    told = results["limited"]
+    assert told["same"]
+    assert told["compiled"]["advance"] == told["compiled"]["init_decoding"] == 1
+
+
+def test_a_server_on_a_mesh_within_a_limit(results):
+    told = results["served_within"]
+    assert told["all"] == [4, 256, 10**6]
+    rows, context, prefixes = told["less"]
+    assert rows in (2, 4) and (rows, context, prefixes) != (4, 256, 10**6)
+    assert told["nothing"].startswith("memory: 0.00 MB are ")
+    assert told["bytes"][0] == told["bytes"][1] == told["after"]
+    # The programs that were compiled for the check are those that run.
+    assert told["compiled"] and not {"admit", "advance"} & set(told["compiled"])
+
+
 def test_a_server_on_a_mesh_has_the_same_texts(results):
     told = results["served"]
     assert told["same"] == [True] * 3
@@ -204,7 +228,6 @@ def test_unsupported_uses_of_meshes_are_refused(results):
     for name in ("drafter", "alone"):
         assert told[name].startswith("drafter: ")
     assert told["memory"].startswith("memory: ")
-    assert told["save"].startswith("save: ")
     assert told["past"].startswith("past: ")
     assert all("\n" not in words for words in told.values())
 

@@ -406,6 +406,9 @@ def test_only_unnamed_sizes_are_reduced():
     assert sizes[-1] == (128, 1, 0) and len(sizes) == 3 * 3 * 4
     assert list(fitting.smaller(wish, ["rows", "context", "prefix_memory"])) == [wish]
     assert {s.rows for s in fitting.smaller(wish, ["rows"])} == {4}
+    six = replace(wish, rows=6)
+    assert {s.rows for s in fitting.smaller(six, [], 2)} == {6}
+    assert {s.rows for s in fitting.smaller(wish, [], 2)} == {4, 2}
     off = Sizes(rows=1, context=128)
     assert list(fitting.smaller(off, [])) == [off]
 

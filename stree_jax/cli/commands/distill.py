@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.cli.common import notes, print_status
-from stree_jax.cli.options import add, group
+from stree_jax.cli.options import WEIGHTS, add, group
 from stree_jax.cli.training import (
     MODEL_SIZE,
     RESUME_NOTES,
@@ -26,12 +26,16 @@ NOTES = notes(
     + """
 
 With --kind dspark, dflash or eagle3, the states of the target are stored in --work (2
-bytes per channel, layer that is read and token).""",
+bytes per channel, layer that is read and token), and --text may be a folder of answers
+of the target (.npz files with tokens, start and end; see
+docs/tutorials/train-a-draft-model.md).""",
     "stree-jax distill --target PATH --text FOLDER --out my-drafter --work my-run",
     "stree-jax distill --target PATH --text FOLDER --out my-drafter --work my-run "
     "--kind dspark --own-tokens 400000 --length 192",
     "stree-jax distill --target PATH --text FOLDER --out my-drafter --work my-run "
     "--kind eagle3 --own-tokens 400000 --length 192",
+    "stree-jax distill --target PATH --text ANSWERS --out my-drafter --work my-run "
+    "--kind dspark --draft-vocab 4096 --dtype kept-int8 --length 176",
 )
 KINDS = ("model", "dspark", "dflash", "eagle3")
 LAYERS = {"model": 2, "dspark": 2, "dflash": 2, "eagle3": 1}
@@ -50,6 +54,13 @@ READER_OPTIONS = (
     ("rank", 128, "rank of the scores of token pairs", ("dspark",)),
     ("roots", 32, "places in each sequence at which drafts begin", READERS),
     ("tokens", 500_000, "tokens of --text to learn from", READERS),
+    (
+        "draft_vocab",
+        None,
+        "tokens that can be drafted, the most frequent ones of --text (default: all)",
+        ("dspark", "dflash"),
+    ),
+    ("dtype", "float32", "dtype of the target's weights while it reads text", READERS),
 )
 
 
@@ -81,7 +92,9 @@ def add_reader_options(p: argparse.ArgumentParser) -> None:
     for name, default, text, kinds in READER_OPTIONS:
         text += "" if default is None else f" (default: {default})"
         text += "" if kinds == READERS else f"; only with --kind {', '.join(kinds)}"
-        add(size, f"--{name}", int, None, text)
+        option, is_dtype = f"--{name.replace('_', '-')}", name == "dtype"
+        choices = WEIGHTS if is_dtype else None
+        add(size, option, str if is_dtype else int, None, text, choices=choices)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -110,7 +123,8 @@ def reader_options(args: argparse.Namespace) -> dict[str, Any]:
             values[name] = default if given is None else given
         elif given is not None:
             among = " or ".join(kinds)
-            raise ValueError(f"--{name}: only with --kind {among}")
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option}: only with --kind {among}")
     return values
 
 
@@ -127,6 +141,7 @@ def train_reader(
             "--width and --target-embedding"
         )
     amounts = Amounts(values.pop("roots"), values.pop("tokens"), args.own_tokens)
+    dtype = values.pop("dtype")
     size: StretchSize
     if args.kind in ("dspark", "dflash"):
         from stree_jax.training.dspark import DSparkSize
@@ -138,6 +153,6 @@ def train_reader(
         from stree_jax.training.eagle import EagleSize
 
         size = EagleSize(layers, **values)
-    drafter, count = train_drafter(job, args.target, size, amounts)
+    drafter, count = train_drafter(job, args.target, size, amounts, dtype)
     save_drafter(drafter, args.out, args.target, count)
     print_status(f"wrote {args.out}: {drafter}")

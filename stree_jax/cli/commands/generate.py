@@ -5,7 +5,14 @@ from pathlib import Path
 
 from stree_jax.cli.common import notes
 from stree_jax.cli.devices import add_mesh_option, add_process_options
-from stree_jax.cli.options import OUTPUT, SAMPLING, add, add_pair_options, group
+from stree_jax.cli.options import (
+    DRAFTING,
+    OUTPUT,
+    SAMPLING,
+    add,
+    add_pair_options,
+    group,
+)
 from stree_jax.cli.text_options import (
     add_keep_option,
     add_memory_option,
@@ -31,6 +38,9 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("prompt", nargs="?", metavar="PROMPT", help=text)
     add(p, "--file", Path, None, "read the prompt from a UTF-8 file", metavar="FILE")
     add_pair_options(p)
+    text = "also draft from the texts in this file, such as earlier answers: plain "
+    text += "text, or JSON Lines of records"
+    add(group(p, DRAFTING), "--earlier", Path, None, text, metavar="FILE")
     add_text_options(p)
     add(group(p, SAMPLING), "--n", int, 1, "number of samples of the prompt")
     add_output_options(p)

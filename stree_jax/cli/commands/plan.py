@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stree_jax.cli.common import notes
+from stree_jax.cli.devices import add_mesh_option
 from stree_jax.cli.options import (
     CONTEXT_HELP,
     DEVICES,
@@ -27,7 +28,7 @@ from stree_jax.cli.options import (
 from stree_jax.common.checks import DEFAULT_NEW_TOKENS
 
 if TYPE_CHECKING:
-    from stree_jax.models import Format
+    from stree_jax.models import Format, ModelConfig
     from stree_jax.sizing.plan import Choice, Planned
 
 NOTES = notes(
@@ -35,7 +36,10 @@ NOTES = notes(
 Memory is predicted from shapes: nothing is loaded or compiled, unless --check compiles
 the best setup and takes the compiler's figure. Speeds use step times that stree-jax
 tune has measured on this machine for the same models, batch and context. Without those,
-they assume a memory bandwidth, and only their order is meaningful.""",
+they assume a memory bandwidth, and only their order is meaningful.
+
+With --mesh, --memory and all bytes are those of each device. This machine needs the
+devices only for --check.""",
     "stree-jax plan --memory 8GB --batch 4 --context 2048 --queries 20",
 )
 MAX_TREE_NAME = 40  # characters of a tree's name in the table
@@ -47,6 +51,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     group(p, DEVICES).add_argument(
         "--memory", required=True, metavar="SIZE", help=limit
     )
+    add_mesh_option(p)
     model = group(p, MODEL)
     add(model, "--model", str, "demo", MODEL_HELP, metavar="MODEL")
     dtype = "dtype of the weights (default: as stored; bfloat16 if nothing fits so)"
@@ -94,12 +99,25 @@ def run(args: argparse.Namespace) -> None:
         max_new_tokens=args.max_new_tokens,
         dtypes=dtypes,
         check=args.check,
+        mesh=args.mesh,
     )
     if args.figure:
         bars = {str(choice): choice.memory.parts for choice in found.choices}
         title = f"Setups that fit in {args.memory}, fastest first"
         write_bytes(args.figure, title, bars, found.limit)
     print(json.dumps(found.as_json()) if args.json else report(found))
+    if args.mesh is not None and not args.json:
+        print(division(pair.target, args.mesh), end="")
+
+
+def division(config: "ModelConfig", mesh: str) -> str:
+    """Returns a line that says which parts of a model a mesh does not divide, if there
+    are any."""
+    from stree_jax.models.sharding.devices import abstract_mesh
+    from stree_jax.models.sharding.placement import whole_parts
+
+    names = whole_parts(config, abstract_mesh(mesh))
+    return f"\nwhole on every device: {', '.join(names)}\n" if names else ""
 
 
 def report(found: "Planned") -> str:
@@ -110,6 +128,14 @@ def report(found: "Planned") -> str:
     kind = "measured" if best.measured else "assumed"
     parts = [(name, shown_bytes(n)) for name, n in best.memory.parts.items() if n]
     reserved = best.memory.promised
+    of_each = []
+    if found.mesh is not None:
+        axes = ",".join(f"{name}={size}" for name, size in found.mesh.items())
+        copied = shown_bytes(best.copied)
+        of_each = [
+            f"bytes are those of each device of {axes}; of the target's weights,"
+        ]
+        of_each += [f"each holds {copied} that are not divided", ""]
     parts += [
         ("total", shown_bytes(best.memory.total)),
         ("total with safety margin", shown_bytes(reserved)),
@@ -129,6 +155,7 @@ def report(found: "Planned") -> str:
             f"fastest setup: {best}",
             f"options: {' '.join(options_of(best))}",
             "",
+            *of_each,
             *aligned(parts),
             "",
             f"setups that fit in {best.dtype}, fastest first (step times are {kind}):",

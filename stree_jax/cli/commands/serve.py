@@ -274,7 +274,7 @@ def check_model(args: argparse.Namespace) -> None:
     if not has_tokenizer(CheckpointFiles(resolve(args.model))):
         raise ValueError(NO_TOKENIZER)
     if limit is not None:
-        check_weights(args, limit)
+        check_weights(args, limit, mesh_of(args))
 
 
 def on_hub(name: str) -> bool:
@@ -362,6 +362,7 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     from stree_jax.cli.terminal import waiting
     from stree_jax.convert.tensors.checkpoint_files import CheckpointFiles
     from stree_jax.generation.arguments import warn_of_drafter
+    from stree_jax.models.sharding.placement import axis_size
     from stree_jax.server.context import default_context
     from stree_jax.server.fitting import ServeTask, smaller
     from stree_jax.sizing.fit import fastest
@@ -371,7 +372,7 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     limit = None if args.memory is None else bytes_named(args.memory)
     mesh = checked_mesh(args)
     if limit is not None:
-        check_weights(args, limit)
+        check_weights(args, limit, mesh)
     with waiting(f"reading {args.model}"):
         pair = args.model, args.drafter, args.dtype, *ngrams_of(args)
         model, drafter = load_pair(*pair, mesh, vocabulary_of(args), args.adapter)
@@ -385,7 +386,8 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     if limit is None:
         return model, spec_for(model, drafter, args.tree, args.rule, None), sizes, None
     task = ServeTask(model, drafter, args.tree, args.rule)
-    (found,) = fastest(task, smaller(sizes, named), limit)
+    shards = 1 if mesh is None else axis_size(mesh, "data")
+    (found,) = fastest(task, smaller(sizes, named, shards), limit)
     setup = task.described(found.request, found.candidate)
     report_status(
         f"using {setup} ({shown_bytes(found.size)} of the {shown_bytes(limit)} limit)"
@@ -403,10 +405,6 @@ def checked_mesh(args: argparse.Namespace) -> Any:
         return None
     from stree_jax.models.sharding.placement import axis_size
 
-    if args.memory is not None:
-        raise ValueError(
-            "--memory: limits are for one device; leave it out with --mesh"
-        )
     rows, shards = args.rows or ROWS, axis_size(mesh, "data")
     if rows % shards:
         want = f"a multiple of {shards}, for data={shards} of --mesh"
@@ -455,9 +453,10 @@ def prefix_memory(args: argparse.Namespace) -> int | None:
         raise ValueError(f"--prefix-{error}") from error
 
 
-def check_weights(args: argparse.Namespace, limit: int) -> None:
-    """Raises ValueError if the weights of the target alone exceed `limit` bytes, with
-    the MTP layers if these draft. They are not read for this."""
+def check_weights(args: argparse.Namespace, limit: int, mesh: Any) -> None:
+    """Raises ValueError if the weights of the target alone exceed `limit` bytes (on a
+    mesh, on each device), with the MTP layers if these draft. They are not read for
+    this."""
     from stree_jax.checkpoints.pair import mtp_layers, pair_configs
     from stree_jax.common.words import NO_DRAFTER
     from stree_jax.models.stack.memory import size_of
@@ -466,7 +465,8 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
 
     found = pair_configs(args.model, NO_DRAFTER, args.dtype, None, args.adapter)
     mtp = () if mtp_layers(args.drafter) is False else found.target.mtp
-    size = size_of(abstract_model(replace(found.target, mtp=mtp), found.weights))
+    config = replace(found.target, mtp=mtp)
+    size = size_of(abstract_model(config, found.weights, mesh))
     if size > limit:
         raise ValueError(
             f"--memory: {shown_bytes(limit)} is too little: the weights alone take "
