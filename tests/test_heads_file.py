@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stree_jax.checkpoints.kinds.files import DrafterFiles
-from stree_jax.checkpoints.kinds.heads import ACCURACY, HEADS, load_heads, save_heads
+from stree_jax.checkpoints.kinds.finding import is_heads
+from stree_jax.checkpoints.kinds.heads import ACCURACY, load_heads, save_heads
 from stree_jax.convert.base.errors import CheckpointError
 from stree_jax.models.drafters.heads import head_logits
 from tests.support.heads import random_heads
@@ -56,7 +57,7 @@ def test_saved_heads_load_unchanged(model, tmp_path, kind, dtype):
         "config.json",
         "medusa_lm_head.safetensors",
     }
-    assert HEADS.found(DrafterFiles(str(path)))
+    assert is_heads(DrafterFiles(str(path)))
     assert [p.name for p in tmp_path.iterdir()] == ["h"]
     again, config = load_heads(path), heads.config
     assert again.config == replace(config, bias=again.config.bias)
@@ -128,7 +129,7 @@ def test_published_heads_load(model, folder, file, blocks):
     assert list(tensors)[:2] == ["0.0.linear.weight", "0.0.linear.bias"]
     assert f"3.{blocks}.weight" in tensors
     write(folder, tensors, file, **WRONG_CONFIG)
-    assert HEADS.found(DrafterFiles(str(folder)))
+    assert is_heads(DrafterFiles(str(folder)))
     heads = load_heads(folder)
     c = heads.config
     assert (c.heads, c.blocks, c.own_output, c.bias) == (4, blocks, True, True)
@@ -178,7 +179,7 @@ def test_heads_with_the_names_of_vllm_load(folder, prefix):
     named = vllm(tensors, 2, prefix)
     assert f"{prefix}blocks.2.layers.1.bias" in named
     write(other, named, "model.safetensors", model_type="medusa")
-    assert HEADS.found(DrafterFiles(str(other)))
+    assert is_heads(DrafterFiles(str(other)))
     found = load_heads(other)
     assert found.config == want.config
     chex.assert_trees_all_equal(found.params, want.params)
@@ -214,9 +215,9 @@ def test_a_directory_without_a_config_loads(folder):
 
 
 def test_other_directories_are_not_heads(folder):
-    assert not HEADS.found(DrafterFiles(str(folder)))
+    assert not is_heads(DrafterFiles(str(folder)))
     (folder / "config.json").write_text('{"model_type": "mamba2"}')
-    assert not HEADS.found(DrafterFiles(str(folder)))
+    assert not is_heads(DrafterFiles(str(folder)))
 
 
 # --- errors ---------------------------------------------------------------------------
