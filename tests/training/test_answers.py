@@ -11,12 +11,14 @@ import stree_jax
 from stree_jax.models import logits_of
 from stree_jax.models.drafters.heads import head_of
 from stree_jax.models.stack.boundaries import tap_of
+from stree_jax.models.stack.prefill import PREFILL_CHUNK
 from stree_jax.training import answers, dspark
 from stree_jax.training import hidden_state_files as kept
 from stree_jax.training import tapped_drafters as stretches
 from stree_jax.training.recipe import Job
 from stree_jax.training.train import TrainConfig
 from tests.support.cycle import cycling_target
+from tests.support.tiny import tiny
 
 T, M = 24, 3
 PROMPTS = [[5, 6, 7, 8], [30, 31], [9, 10, 11, 12, 13, 14], [20, 21, 22]] * 12
@@ -103,6 +105,19 @@ def test_states_are_those_of_the_whole_row(target, folder, tmp_path):
     found = np.asarray(learnt.states[0][:, 0], np.float32)
     np.testing.assert_allclose(found, want, rtol=1e-2, atol=1e-2)
     assert (learnt.tokens[0] == rows.tokens[1, begin : begin + T]).all()
+
+
+@pytest.mark.parametrize("layers", [("mamba", "mlp"), ("attention", "mlp")])
+def test_states_of_texts_longer_than_a_chunk(layers):
+    """Later chunks continue from the state of earlier ones."""
+    target = tiny(1, layers=layers)
+    L = PREFILL_CHUNK + 9
+    tokens = jnp.asarray(np.random.default_rng(0).integers(1, 40, (2, L)), jnp.int32)
+    found = kept.tapped_states(target, tokens, (-1,))
+    hidden = kept.hidden_states(target, tokens)
+    np.testing.assert_allclose(found[:, :, 0], hidden, rtol=1e-3, atol=1e-4)
+    embedded = target.module.apply({"params": target.params}, tokens, method="embed")
+    np.testing.assert_allclose(found[:, :, 1], embedded, rtol=1e-6)
 
 
 def train(target, folder, work, size=SIZE, amounts=AMOUNTS):
