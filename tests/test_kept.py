@@ -239,9 +239,9 @@ def test_exported_programs(file):
 def test_a_server_checks_the_size_of_the_file(file, compiled):
     size = info(file)["weight_bytes"]
     args = build_parser().parse_args(["serve", "--model", str(file)])
-    serve.check_weights(args, size)
+    serve.check_weights(args, size, None)
     with pytest.raises(ValueError, match="the weights alone take"):
-        serve.check_weights(args, size - 1)
+        serve.check_weights(args, size - 1, None)
 
 
 def test_eight_devices_give_the_text_of_one(file, own):

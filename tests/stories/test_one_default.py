@@ -104,10 +104,10 @@ def test_a_memory_limit_is_checked_for_the_stored_dtype(model, capsys):
     folder = model("bfloat16")
     least = report(capsys, "info", folder, "--json")["weight_bytes"]
     args = "serve", "--model", str(folder), "--memory", str(int(1.5 * least))
-    serve.check_weights(build_parser().parse_args(args), int(1.5 * least))
+    serve.check_weights(build_parser().parse_args(args), int(1.5 * least), None)
     with pytest.raises(ValueError, match="the weights alone take"):
         args = build_parser().parse_args([*args, "--dtype", "float32"])
-        serve.check_weights(args, int(1.5 * least))
+        serve.check_weights(args, int(1.5 * least), None)
 
 
 def test_benchmarks_keep_their_own_default():
