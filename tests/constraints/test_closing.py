@@ -105,8 +105,9 @@ def test_closed_texts_are_those_of_plain_decoding(way, sampled, run):
     found, whole = run(**options), run(**options, keep_past=True)
     assert found.tokens == whole.tokens == plain.tokens
     assert found.texts == plain.texts and {*found.finish_reasons} == {"stop"}
-    assert (found.target_calls < whole.target_calls).any()
-    assert (found.target_calls <= whole.target_calls).all()
+    if "tree" in options:  # tree "auto" may choose other trees, by measured times
+        assert (found.target_calls < whole.target_calls).any()
+        assert (found.target_calls <= whole.target_calls).all()
     closed = found.lengths - found.gained @ np.arange(found.gained.shape[1])
     assert closed.max() > 1, "no text of several closing tokens"
     for origins, count in zip(found.origins, closed, strict=True):
