@@ -11,7 +11,7 @@ import stree_jax
 from stree_jax.models import logits_of
 from stree_jax.models.drafters.heads import head_of
 from stree_jax.models.stack.boundaries import tap_of
-from stree_jax.models.stack.prefill import PREFILL_CHUNK
+from stree_jax.models.stack.chunks import PREFILL_CHUNK
 from stree_jax.training import answers, dspark
 from stree_jax.training import hidden_state_files as kept
 from stree_jax.training import tapped_drafters as stretches
