@@ -177,7 +177,7 @@ class Life:
 
 @dataclass
 class Progress:
-    """What is known of a run, as JSON. `done` has the finished requests."""
+    """The state of a run, as JSON. `done` has the finished requests."""
 
     done: list = field(default_factory=list)
     outcomes: dict = field(default_factory=dict)

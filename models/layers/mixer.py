@@ -165,7 +165,7 @@ class MixerState(Protocol):
 
 
 class Sent(NamedTuple):
-    """What a channel mixer may return in place of a record. It is not kept after the
+    """The values that a channel mixer returns in place of a record. They last for one
     pass.
 
     Attributes:

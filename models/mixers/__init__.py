@@ -1,4 +1,4 @@
-"""What the mixers compute, one file for each.
+"""The computations of the mixers, one file for each.
 
 Each file has a mixer's state, record, commit and Flax module; `models.configs` has its
 config, parameters and memory formulas. To add a mixer, add a file to both, an entry to

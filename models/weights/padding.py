@@ -1,4 +1,4 @@
-"""How products of a few rows pad them on a CPU."""
+"""The padding of products of a few rows on a CPU."""
 
 SKINNY = 64  # rows up to which a product takes the time to read its weight
 

@@ -28,7 +28,7 @@ from stree_jax.sampling.ranks import rank_of
 from stree_jax.speculation.on_mesh import rows_on, whole_on
 from stree_jax.speculation.tree import Tree, make_tree
 
-TEXTS_AT_ONCE = 16  # texts of which one pass reads a chunk
+TEXTS_AT_ONCE = 16  # rows of a pass; each row is a chunk of one text
 
 
 @jax.jit

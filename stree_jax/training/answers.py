@@ -70,7 +70,7 @@ class Answers:
 
     @cached_property
     def chances(self) -> np.ndarray:
-        """How often each stretch is taken: in proportion to its roots."""
+        """The frequency of each stretch, in proportion to its roots."""
         roots = self.last - self.first + 1
         return np.asarray(roots / roots.sum())
 

@@ -34,7 +34,7 @@ PROMPT = f"after a prompt in chunks of {SHORT_CHUNK}"
 
 @dataclass(frozen=True)
 class Reading:
-    """What the layers compute for the tokens of a probe, and for those after it.
+    """The outputs of the layers for the tokens of a probe, and for those after it.
 
     Attributes:
       records: per layer, the leaves [1, PROBE, ...] of its mixers' records.

@@ -136,7 +136,8 @@ def held():
 
 
 def bytes_of_each(tree):
-    """Returns the bytes of arrays on a device, of which all devices have as many."""
+    """Returns the bytes that arrays take on each device; all devices take equally
+    many."""
     found = Counter()
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:
