@@ -16,13 +16,14 @@ GLOBALS |= {"pallas_kernels": pallas_kernels, "EarlierTexts": EarlierTexts}
 GLOBALS["adapters"] = adapters
 TREES = [name for name, value in vars(trees).items() if callable(value)]
 PUBLIC = {
-    **{f"stree_jax.{n}": getattr(stree_jax, n) for n in stree_jax.__all__},
-    **{f"stree_jax.trees.{name}": getattr(trees, name) for name in TREES},
+    f"stree_jax.{name}": value
+    for name in stree_jax.__all__
+    if callable(value := getattr(stree_jax, name))
 }
+PUBLIC |= {f"stree_jax.trees.{name}": getattr(trees, name) for name in TREES}
 PUBLIC["stree_jax.pallas_kernels.without_kernels"] = pallas_kernels.without_kernels
 PUBLIC["stree_jax.drafters.EarlierTexts"] = EarlierTexts
 PUBLIC["stree_jax.adapters.with_adapter"] = adapters.with_adapter
-del PUBLIC["stree_jax.__version__"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

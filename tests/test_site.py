@@ -68,8 +68,10 @@ def described():
 
 def test_the_api_pages_have_every_public_name_once():
     names = Counter(described())
-    public = {f"stree_jax.{name}" for name in stree_jax.__all__} - {
-        "stree_jax.__version__"
+    public = {
+        f"stree_jax.{name}"
+        for name in stree_jax.__all__
+        if callable(getattr(stree_jax, name))
     }
     missing = public - set(names)
     assert not missing
