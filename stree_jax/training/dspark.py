@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.draft_tokens import draft_vocabulary
 from stree_jax.models import Model as BareModel
 from stree_jax.models import ModelConfig
 from stree_jax.models.drafters.dflash import (
@@ -42,15 +41,15 @@ from stree_jax.models.drafters.dflash import (
     trimmed_dflash_config,
 )
 from stree_jax.models.drafters.dflash_pairs import confidence, no_memory, pair_bias
-from stree_jax.models.drafters.trimming import head_name
-from stree_jax.models.weights.parameters import as_weight
 from stree_jax.training.tapped_drafters import (
     attention_of,
     check_least,
     divergences,
     draft_slots,
+    rows_of_head,
     spread_boundaries,
     target_log_probs,
+    trained_tokens,
     weighted,
 )
 from stree_jax.training.train import Batch, Params
@@ -90,11 +89,10 @@ class DSparkSize:
         """Returns the drafter to train, see `StretchSize`."""
         mask = rarest_token(tokens, target.config)
         config = replace(dspark_config(target.config, self, mask), target=name)
-        if self.draft_vocab is None:
+        if not (ids := trained_tokens(target, self.draft_vocab, tokens)):
             return Blocks(config)
-        ids = draft_vocabulary(target, self.draft_vocab, tokens.tolist())
         config = trimmed_dflash_config(config, len(ids), target.config.logits_divisor)
-        return Blocks(config, tuple(ids.tolist()))
+        return Blocks(config, ids)
 
 
 def dspark_config(target: ModelConfig, size: DSparkSize, mask: int) -> DFlashConfig:
@@ -247,9 +245,8 @@ class Blocks:
     def drafter(self, params: Params, output: BareModel) -> DFlash:
         if not self.ids:
             return DFlash(params, self.config)
+        head = rows_of_head(output, self.ids, params["fc"].dtype)
         ids = jnp.asarray(self.ids, jnp.int32)
-        head = as_weight(output.params[head_name(output.config)]).rows(ids)
-        head = head.astype(params["fc"].dtype)
         return DFlash(params | {"head": head}, self.config, ids)
 
     def log_probs(

@@ -43,14 +43,17 @@ from stree_jax.models.drafters.eagle import (
     eagle_model,
     init_eagle,
     project,
+    trimmed_eagle_config,
 )
 from stree_jax.training.tapped_drafters import (
     attention_of,
     check_least,
     divergences,
     draft_slots,
+    rows_of_head,
     spread_boundaries,
     target_log_probs,
+    trained_tokens,
     weighted,
 )
 from stree_jax.training.train import Batch, Params
@@ -68,6 +71,8 @@ class EagleSize:
       mlp: width of the MLPs. If None, the target's width.
       window: tokens of the text that a layer sees; 0 for all. A window makes texts that
         are longer than the training examples safe.
+      draft_vocab: D, the number of tokens that can be drafted: the most frequent ones
+        of the text that the drafter learns from. If None, all.
     """
 
     layers: int = 1
@@ -75,11 +80,13 @@ class EagleSize:
     drafts: int = 5
     mlp: int | None = None
     window: int = 128
+    draft_vocab: int | None = None
 
     def subject(self, target: BareModel, tokens: np.ndarray, name: str) -> "Levels":
         """Returns the drafter to train, see `StretchSize`."""
-        config = eagle_config(target.config, self)
-        return Levels(replace(config, target=name), self.drafts)
+        config = replace(eagle_config(target.config, self), target=name)
+        ids = trained_tokens(target, self.draft_vocab, tokens)
+        return Levels(config, self.drafts, ids)
 
 
 def eagle_config(target: ModelConfig, size: EagleSize) -> EagleConfig:
@@ -200,12 +207,14 @@ class Levels:
     """An EAGLE-3 drafter in training; it implements `StretchSubject`.
 
     Attributes:
-      config: its architecture.
+      config: its architecture, without a head.
       drafts: M.
+      ids: the tokens of its head, ascending; see `dspark.Blocks`.
     """
 
     config: EagleConfig
     drafts: int
+    ids: tuple[int, ...] = ()
 
     def init(self, key: jax.Array) -> Params:
         return init_eagle(self.config, key, jnp.float32)
@@ -214,7 +223,14 @@ class Levels:
         return cast_eagle(self.config, params, dtype)
 
     def drafter(self, params: Params, output: BareModel) -> Eagle:
-        return Eagle(params, self.config)
+        if not self.ids:
+            return Eagle(params, self.config)
+        head = {
+            "lm_head": rows_of_head(output, self.ids, params["fc"].dtype),
+            "head_ids": jnp.asarray(self.ids, jnp.int32),
+        }
+        config = trimmed_eagle_config(self.config, len(self.ids))
+        return Eagle(params | head, config)
 
     def log_probs(
         self, params: Params, batch: Batch, output: BareModel
@@ -222,8 +238,10 @@ class Levels:
         model = eagle_model(self.drafter(params, output), output)
         hidden = handed_down(model, batch, self.drafts)
         logits = logits_of(model, hidden.reshape(-1, *hidden.shape[2:]))
-        q = jax.nn.log_softmax(logits[..., : output.config.num_tokens])
-        return target_log_probs(output, batch, self.drafts), q
+        ids = model.params["head_ids"] if self.ids else slice(output.config.num_tokens)
+        head = model.params["lm_head"] if self.ids else None
+        q = jax.nn.log_softmax(logits[..., ids])
+        return target_log_probs(output, batch, self.drafts, head), q
 
     def loss(self, params: Params, batch: Batch, teacher: BareModel) -> jax.Array:
         """Returns the mean loss of the drafts, in nats; see `StretchSubject`."""

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.checkpoints.draft_tokens import draft_vocabulary
 from stree_jax.checkpoints.load import load
 from stree_jax.convert.hub import hub_name
 from stree_jax.models import (
@@ -35,9 +36,11 @@ from stree_jax.models import (
 )
 from stree_jax.models import Model as BareModel
 from stree_jax.models.drafters.heads import head_of
+from stree_jax.models.drafters.trimming import head_name
 from stree_jax.models.stack.boundaries import boundary_count, tap_of
 from stree_jax.models.stack.network import capped
 from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.parameters import as_weight
 from stree_jax.models.weights.weight import Weight
 from stree_jax.training.answers import answer_files, answer_tokens, read_answers
 from stree_jax.training.hidden_state_files import (
@@ -225,6 +228,24 @@ def draft_slots(batch: Batch, drafts: int) -> tuple[jax.Array, jax.Array]:
     rows = jnp.arange(len(batch["tokens"]), dtype=jnp.int32)[:, None, None]
     later = jnp.arange(drafts, dtype=jnp.int32)[None, None]
     return rows, batch["places"][..., None] + later
+
+
+def trained_tokens(
+    target: BareModel, count: int | None, tokens: np.ndarray
+) -> tuple[int, ...]:
+    """Returns the tokens that a drafter's head has, ascending: the most frequent of the
+    text `tokens` [n]. If `count` is None, the result is empty: the head has all
+    tokens."""
+    if count is None:
+        return ()
+    return tuple(draft_vocabulary(target, count, tokens.tolist()).tolist())
+
+
+def rows_of_head(output: BareModel, ids: Sequence[int], dtype: Any) -> jax.Array:
+    """Returns the rows [D, d] of the target's head for the tokens `ids`, which are not
+    trained."""
+    head = as_weight(output.params[head_name(output.config)])
+    return head.rows(jnp.asarray(ids, jnp.int32)).astype(dtype)
 
 
 def target_log_probs(

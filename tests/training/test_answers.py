@@ -10,11 +10,11 @@ import pytest
 import stree_jax
 from stree_jax.models import logits_of
 from stree_jax.models.drafters.heads import head_of
-from stree_jax.models.stack.boundaries import tap_of
 from stree_jax.models.stack.chunks import PREFILL_CHUNK
 from stree_jax.training import answers, dspark
 from stree_jax.training import hidden_state_files as kept
 from stree_jax.training import tapped_drafters as stretches
+from stree_jax.training.eagle import EagleSize
 from stree_jax.training.recipe import Job
 from stree_jax.training.train import TrainConfig
 from tests.support.cycle import cycling_target
@@ -32,6 +32,7 @@ TRAIN = TrainConfig(
     checkpoint_every=60,
 )
 SIZE = dspark.DSparkSize(1, 1, M, mlp=16, rank=16, window=8, draft_vocab=60)
+SIZES = {"dspark": SIZE, "eagle3": EagleSize(1, 1, M, 16, window=8, draft_vocab=60)}
 AMOUNTS = stretches.Amounts(roots=4, own_tokens=0, window=T)
 
 
@@ -125,21 +126,21 @@ def train(target, folder, work, size=SIZE, amounts=AMOUNTS):
     return stretches.train_drafter(job, target, size, amounts)[0]
 
 
-def test_a_drafter_with_a_trimmed_vocabulary_learns(
-    target, folder, tmp_path, monkeypatch
-):
-    drafter = train(target, folder, tmp_path)
-    ids = np.asarray(drafter.ids)
-    assert drafter.config.head_rows == len(ids) == 60
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_drafter_with_a_trimmed_vocabulary_learns(target, folder, tmp_path, kind):
+    drafter = train(target, folder, tmp_path, SIZES[kind])
     files = answers.answer_files([folder])
     text = answers.answer_tokens(files, target.config.num_tokens)
+    subject = SIZES[kind].subject(target, text, "")
+    ids = np.asarray(subject.ids)
+    assert drafter.config.head_rows == len(ids) == 60
     assert len(text) == 30 * len(PROMPTS) and np.isin(text, ids).mean() > 0.97
     head = target.params["lm_head"][ids].astype("bfloat16")
-    assert (drafter.params["head"] == head).all(), "the target's rows, not trained"
+    found = drafter.params["head" if kind == "dspark" else "lm_head"]
+    assert (found == head).all(), "the target's rows, not trained"
     options = dict(max_new_tokens=30, stop_tokens=())
     plain = stree_jax.generate(target, PROMPTS[:2], **options, drafter=None)
-    untrained = dspark.Blocks(drafter.config, tuple(ids.tolist()))
-    untrained = untrained.drafter(untrained.init(jax.random.key(0)), target)
+    untrained = subject.drafter(subject.init(jax.random.key(0)), target)
     calls = []
     for one in (drafter, untrained):
         result = stree_jax.generate(
@@ -148,23 +149,27 @@ def test_a_drafter_with_a_trimmed_vocabulary_learns(
         assert result.tokens == plain.tokens
         calls.append(int(result.target_calls.sum()))
     assert calls[0] < 0.7 * calls[1]
-    # Files that are added later are read; those that were read are not read again.
+
+
+def test_files_that_are_added_later_are_read(target, folder, tmp_path, monkeypatch):
+    """Those that were read are not read again."""
+    read(target, folder, tmp_path / "work")
     more = tmp_path / "more"
     more.mkdir()
-    for file in files:
+    for file in answers.answer_files([folder]):
         (more / file.name).write_bytes(file.read_bytes())
     write(more / "c.npz", [(PROMPTS[0], [9] * 20)])
-    taps = tuple(tap_of(target.config, b) for b in drafter.config.boundaries)
     passes, run = [], kept.tapped_states
     monkeypatch.setattr(kept, "tapped_states", lambda *a: passes.append(a) or run(*a))
-    learnt, _ = read(target, more, tmp_path / "work/answers", taps)
+    learnt, _ = read(target, more, tmp_path / "work")
     assert len(passes) == 1
     assert (learnt.tokens[-1][-20:] == 9).all()
 
 
-def test_the_loss_is_over_the_trimmed_vocabulary(target):
+@pytest.mark.parametrize("kind", SIZES)
+def test_the_loss_is_over_the_trimmed_vocabulary(target, kind):
     """Both distributions are those of the draft vocabulary's tokens."""
-    subject = SIZE.subject(target, np.arange(1, 41), "")
+    subject = SIZES[kind].subject(target, np.arange(1, 41), "")
     rng, c = np.random.default_rng(1), target.config
     batch = {
         "states": jnp.asarray(rng.standard_normal((1, 12, 2, c.d_model)), jnp.float32),

@@ -58,7 +58,7 @@ READER_OPTIONS = (
         "draft_vocab",
         None,
         "tokens that can be drafted, the most frequent ones of --text (default: all)",
-        ("dspark", "dflash"),
+        READERS,
     ),
     ("dtype", "float32", "dtype of the target's weights while it reads text", READERS),
 )
