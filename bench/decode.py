@@ -44,7 +44,7 @@ def add_options(b: argparse.ArgumentParser) -> None:
     add_arms(b, ARMS)
     add_temperatures(b, (0, 1))
     add_batch(b)
-    stranger = "its plain decoding, greedy, too (default: ours alone)"
+    stranger = "also decode greedily with transformers (default: no)"
     b.add_argument("--transformers", action="store_true", help=stranger)
 
 

@@ -77,11 +77,11 @@ class Exchange(NamedTuple):
 
 
 def add_options(b: argparse.ArgumentParser) -> None:
-    add(b, "--shapes", str, SHAPES, "nothing of them is run", "+")
-    add(b, "--meshes", str, MESHES, "that they are cut over", "+")
+    add(b, "--shapes", str, SHAPES, "shapes to count; nothing is run", "+")
+    add(b, "--meshes", str, MESHES, "meshes to shard them over", "+")
     add(b, "--sizes", int, (1, 16), "nodes of a step", "+")
     add_batch(b, "rows")
-    add(b, "--context", int, 4096, "tokens to have room for")
+    add(b, "--context", int, 4096, "capacity of the caches in tokens")
     add_dtype(b, "bfloat16")
 
 

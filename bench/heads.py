@@ -71,8 +71,9 @@ def add_options(b: argparse.ArgumentParser) -> None:
     add(b, "--heads-path", str, "demo-heads", heads, metavar="PATH", dest="heads")
     table = "n-grams of the drafter, for a staged arm (default: no such arm)"
     b.add_argument("--ngrams", metavar="FILE", help=table)
-    add(b, "--trees", str, TREES, "of the heads", "+")
-    add(b, "--model-trees", str, ("chain:4", "E", "auto"), "of the drafter", "+")
+    add(b, "--trees", str, TREES, "trees that the heads fill", "+")
+    model_trees = "trees that the draft model fills"
+    add(b, "--model-trees", str, ("chain:4", "E", "auto"), model_trees, "+")
     add(b, "--typical", str, "sparse:16", "tree of the heads, with rule typical")
     add_batch(b)
 

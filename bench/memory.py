@@ -68,16 +68,16 @@ def add_options(b: argparse.ArgumentParser) -> None:
     add(b, "--parts", str, COUNTED, "what to count and measure", "+", parts)
     heads = "directory or hub id of Medusa heads for the target"
     add(b, "--heads-path", str, "demo-heads", heads, metavar="PATH", dest="heads")
-    add(b, "--shapes", str, SHAPES, "published ones, and the pair", "+")
-    add(b, "--memory", str, "16GB", "that shapes are to fit in")
-    add(b, "--small", str, "64MB", "that the pair is to fit in")
-    add(b, "--sizes", int, (8, 16, 44, 64), "nodes of trees", "+")
-    add(b, "--head-counts", int, (3, 4), "of part caches", "+")
-    add(b, "--caches", int, (1024, 4096), "their rows, of that part", "+")
-    add(b, "--pruned", str, PRUNED, "trees of that part", "+")
+    add(b, "--shapes", str, SHAPES, "published shapes, besides the bundled pair", "+")
+    add(b, "--memory", str, "16GB", "memory limit for the shapes")
+    add(b, "--small", str, "64MB", "memory limit for the bundled pair")
+    add(b, "--sizes", int, (8, 16, 44, 64), "tree sizes", "+")
+    add(b, "--head-counts", int, (3, 4), "numbers of heads (part caches)", "+")
+    add(b, "--caches", int, (1024, 4096), "rows of a cache (part caches)", "+")
+    add(b, "--pruned", str, PRUNED, "pruned trees (part caches)", "+")
     add(b, "--batches", int, (1, 2, 4, 8, 10), "prompts decoded together", "+")
-    add(b, "--tree", str, "sparse:8", "of the heads, of part batch")
-    shares = "of run-time memory that part turns keeps to"
+    add(b, "--tree", str, "sparse:8", "tree of the heads (part batch)")
+    shares = "shares of the run-time memory as limits (part turns)"
     add(b, "--shares", float, (1.0, 0.7, 0.5, 0.35), shares, "+")
     timed = (
         "time steps before planning for part turns (default: what is known or assumed)"

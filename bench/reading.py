@@ -56,12 +56,12 @@ Read = Callable[[], tuple[float, np.ndarray]]
 
 
 def add_options(b: argparse.ArgumentParser) -> None:
-    shapes = "random weights, both have the same"
+    shapes = "model shapes; both programs get the same random weights"
     add(b, "--shapes", str, SHAPES, shapes, "+")
     add(b, "--lengths", int, (128, 512, 2048, 8192), "tokens of a prompt", "+")
-    dtypes = "of weights; int8 is ours alone"
+    dtypes = "dtypes of the weights; int8 is measured here only"
     add(b, "--dtypes", str, DTYPES, dtypes, "+", WEIGHTS)
-    once = "prompts this long are read once, and not before the clock"
+    once = "prompts of this length or more are timed once, without a first run"
     add(b, "--once", int, 4096, once)
 
 

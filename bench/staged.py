@@ -66,15 +66,17 @@ TEXT_WIDTH = 88  # characters of a line
 def add_options(b: argparse.ArgumentParser) -> None:
     add_prompts(b, 10)
     add_temperatures(b, (0, 1))
-    add(b, "--widen-drafter", int, 1, "the drafter among zeros, likewise")
+    widened = "pad the draft model with zeros to N times its width"
+    add(b, "--widen-drafter", int, 1, widened)
     table = "n-grams of the drafter, as stree-jax ngrams makes them"
     b.add_argument("--ngrams", required=True, metavar="FILE", help=table)
-    add(b, "--tree", str, "E", "that is drafted")
+    add(b, "--tree", str, "E", "draft tree")
     levels = "levels of the tree that the n-grams propose at a time"
     add(b, "--ngram-levels", int, (1, 2, 3), levels, "+")
     width = "tokens that the n-grams propose for each node"
     add(b, "--ngram-width", int, (1,), width, "+")
-    b.add_argument("--auto", action="store_true", help="tree auto, too (default: none)")
+    auto = "also measure tree auto (default: no)"
+    b.add_argument("--auto", action="store_true", help=auto)
     add(b, "--top-k", int, 50, "of sampling; 0: all tokens")
     add_batch(b)
 

@@ -61,7 +61,7 @@ COMMANDS = (
     _command("generate", "continue a prompt", "[PROMPT]"),
     _command("demo", "compare speculative and plain decoding on a few prompts"),
     _command("chat", "chat with a model in the terminal"),
-    _command("serve", "serve a model over HTTP, with the API of OpenAI's clients"),
+    _command("serve", "serve a model over HTTP, for OpenAI and Anthropic clients"),
     _command(
         "info",
         "show what a checkpoint contains and the memory that decoding needs",

@@ -38,7 +38,8 @@ ROWS, EARLIER = 4, 16384  # defaults
 NOTES = notes(
     f"""
 Paths: / (a page to chat in the browser), /v1/completions, /v1/chat/completions,
-/v1/models, /health, /metrics. A client's base_url is http://HOST:PORT/v1. If
+/v1/responses, /v1/messages, /v1/models, /tokenize, /detokenize, /health, /metrics. The
+base_url of OpenAI's clients is http://HOST:PORT/v1, that of Anthropic's without /v1. If
 {KEY_VARIABLE} is set or --api-key-file is given, requests to /v1 need one of these API
 keys. Until "ready" is printed, requests for text wait at most --start-timeout seconds,
 and /health answers 503 with "starting". SIGTERM and Ctrl-C let running requests finish,
