@@ -138,6 +138,21 @@ def folded_early(T, path, out, record, state):
 )
 @pytest.mark.parametrize("layer", [2, 4])  # Mamba2, attention
 def test_the_first_layer_that_differs_is_named(model, planted, mistake, part, layer):
+    plant(model, planted, mistake, layer)
+    found = layer_difference(model, [1, 2, 3])
+    assert found == f"{layer} ({model.config.kinds[layer]}): {part}"
+
+
+def test_a_layer_without_a_state_has_projections_only(model, planted):
+    layer = model.config.kinds.index("mlp")
+    plant(model, planted, in_tree_order, layer)
+    assert layer_difference(model, [1, 2, 3]) == (
+        f"{layer} (mlp): its projections, in a tree"
+    )
+
+
+def plant(model, planted, mistake, layer):
+    """Plants a mistake in one layer."""
     count = len(model.config.layers)
 
     def made(run):
@@ -151,8 +166,6 @@ def test_the_first_layer_that_differs_is_named(model, planted, mistake, part, la
         return call
 
     planted(network, "_run", made)
-    found = layer_difference(model, [1, 2, 3])
-    assert found == f"{layer} ({model.config.kinds[layer]}): {part}"
 
 
 def test_equal_layers_have_no_name(model):

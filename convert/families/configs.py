@@ -92,7 +92,7 @@ def read_config(
     family = detect(fields)
     try:
         config = _parse(fields, family, mtp, warn)
-        param_shapes(config)  # raises for sizes that do not fit each other
+        param_shapes(config)  # raises for sizes that are too large
     except CheckpointError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:

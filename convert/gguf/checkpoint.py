@@ -70,7 +70,7 @@ def open_gguf(
     try:
         check_neutral(fields, architecture.known + architecture.ignored)
         config = _parse(fields, architecture, mtp, warn)
-        param_shapes(config)  # raises for sizes that do not fit each other
+        param_shapes(config)  # raises for sizes that are too large
     except CheckpointError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:

@@ -149,7 +149,7 @@ def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, Format]:
         )
     try:
         config = config_json.from_json(values.get("model"))
-        param_shapes(config)  # raises for sizes that do not fit each other
+        param_shapes(config)  # raises for sizes that are too large
         format = saved_format(values.get("dtype"))
         if not format.plain:
             layout = layout_from_json(values.get("layout"), config)

@@ -13,6 +13,7 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
+constexpr int64_t ROWS_AT_ONCE = 4096;
 constexpr int64_t ROW_COST = 8;  // reading a weight takes about as long as so many rows
 
 // Matrices [m, k] of equal storage. Result row i is the product of input row i / repeats with the
@@ -47,12 +48,11 @@ std::vector<int64_t> sorted(const Experts& e, std::vector<int64_t>& counts) {
   return order;
 }
 
-// Divides the results into groups, and reserves memory for their rows.
+// Divides the results into groups.
 std::vector<Group> groups_of(const Experts& e, const std::vector<int64_t>& order,
                              const std::vector<int64_t>& counts) {
   std::vector<Group> groups;
-  std::vector<int64_t> offset;
-  int64_t first = 0, bytes = 0, copied = 0;
+  int64_t first = 0;
   for (int64_t x = 0; x < e.count; x++)
     for (int64_t rest = counts[x]; rest > 0; rest -= MAX_ROWS) {
       Product p = e.one;
@@ -60,17 +60,24 @@ std::vector<Group> groups_of(const Experts& e, const std::vector<int64_t>& order
       p.weight = static_cast<const char*>(e.one.weight) + x * e.bytes;
       if (p.scale) p.scale += x * p.m * p.groups;
       groups.push_back({p, order.data() + first, nullptr, nullptr});
-      offset.push_back(bytes);
-      bytes += (e.kernel.packed_bytes(p) + 63) / 64 * 64;
-      copied += p.t;
       first += p.t;
     }
-  char* const packed = static_cast<char*>(scratch_of_thread<0>(bytes));
+  return groups;
+}
+
+// Reserves memory for the rows of some groups.
+void reserve(const Experts& e, std::vector<Group>& groups) {
+  const auto packed_bytes = [&](const Group& group) {
+    return (e.kernel.packed_bytes(group.p) + 63) / 64 * 64;
+  };
+  int64_t bytes = 0, copied = 0;
+  for (const Group& group : groups) bytes += packed_bytes(group), copied += group.p.t;
+  char* packed = static_cast<char*>(scratch_of_thread<0>(bytes));
   float* out = static_cast<float*>(scratch_of_thread<2>(4 * copied * e.one.m));
-  for (size_t g = 0; g < groups.size(); g++) {
-    Group& group = groups[g];
+  for (Group& group : groups) {
     const int64_t last = group.p.t - 1;
-    group.packed = packed + offset[g];
+    group.packed = packed;
+    packed += packed_bytes(group);
     if (group.place[last] - group.place[0] == last) {
       group.p.out += group.place[0] * e.one.m;
     } else {
@@ -78,7 +85,6 @@ std::vector<Group> groups_of(const Experts& e, const std::vector<int64_t>& order
       out += group.p.t * e.one.m;
     }
   }
-  return groups;
 }
 
 // Gathers a group's rows and converts them to the form that its kernel needs.
@@ -131,16 +137,16 @@ void multiply(const Experts& e, const Group& group, Columns now, Columns next) {
               e.one.out + group.place[i] * p.m + now.begin);
 }
 
-ffi::Error run(ffi::ThreadPool& pool, const Experts& e) {
-  std::vector<int64_t> counts;
-  const std::vector<int64_t> order = sorted(e, counts);
-  std::vector<Group> groups = groups_of(e, order, counts);
+// Computes some groups.
+void run(ffi::ThreadPool& pool, const Experts& e, std::vector<Group> groups) {
   const auto count = static_cast<int64_t>(groups.size());
-  if (count == 0) return ffi::Error::Success();
-  const int64_t packs = std::min(count, row_parts(static_cast<int64_t>(order.size()), e.one.k));
+  int64_t rows = 0;
+  for (const Group& group : groups) rows += group.p.t;
+  reserve(e, groups);
   {
     const FlushDenormals flush;
-    share(pool, packs, count, [&](int64_t g) { pack(e, groups[g]); });
+    share(pool, std::min(count, row_parts(rows, e.one.k)), count,
+          [&](int64_t g) { pack(e, groups[g]); });
   }
   const int64_t threads =
       std::min<int64_t>(pool.num_threads(), std::max<int64_t>(1, count * e.bytes / PART_BYTES));
@@ -158,6 +164,17 @@ ffi::Error run(ffi::ThreadPool& pool, const Experts& e) {
     share_out<true>(pool, threads, total, work);
   else
     share_out<false>(pool, threads, total, work);
+}
+
+// Computes all results, ROWS_AT_ONCE at a time, which bounds the memory for their rows.
+ffi::Error run(ffi::ThreadPool& pool, const Experts& e) {
+  std::vector<int64_t> counts;
+  const std::vector<int64_t> order = sorted(e, counts);
+  const std::vector<Group> groups = groups_of(e, order, counts);
+  for (auto begin = groups.begin(), end = begin; begin != groups.end(); begin = end) {
+    for (int64_t rows = 0; end != groups.end() && rows < ROWS_AT_ONCE; end++) rows += end->p.t;
+    run(pool, e, std::vector<Group>(begin, end));
+  }
   return ffi::Error::Success();
 }
 

@@ -76,16 +76,18 @@ inline xla::ffi::Error run_product(xla::ffi::ThreadPool& pool, const ProductKern
   p.t = count;
   if (count == 0) return xla::ffi::Error::Success();
   const bool together = place[count - 1] == count - 1;
-  if (!together) {
-    auto* const rows = static_cast<float*>(scratch_of_thread<2>(4 * count * p.k));
-    for (int64_t i = 0; i < count; i++)
-      std::copy_n(p.rows + place[i] * p.k, p.k, rows + i * p.k);
-    p.rows = rows;
-  }
+  const int64_t most = std::min(count, MAX_ROWS);
+  float* const gathered =
+      together ? nullptr : static_cast<float*>(scratch_of_thread<2>(4 * most * p.k));
   for (int64_t first = 0; first < count; first += MAX_ROWS) {
     Product some = p;
     some.t = std::min(count - first, MAX_ROWS);
     some.rows += first * p.k, some.out += first * p.m;
+    if (!together) {
+      for (int64_t i = 0; i < some.t; i++)
+        std::copy_n(p.rows + place[first + i] * p.k, p.k, gathered + i * p.k);
+      some.rows = gathered;
+    }
     multiply(pool, kernel, some, row_bytes);
   }
   for (int64_t i = count; !together && i-- > 0;)  // from the end, as places only grow

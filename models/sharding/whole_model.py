@@ -170,13 +170,27 @@ def _abstract(
     return jax.tree.map(placing, weight)
 
 
-def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh | AbstractMesh) -> Model:
+def abstract_model(
+    config: ModelConfig,
+    dtype: Any,
+    mesh: Mesh | AbstractMesh,
+    like: Cut | None = None,
+) -> Model:
     """Returns the shapes of the model that `shard` would return.
+
+    Args:
+      config: the architecture.
+      dtype: dtype or format of the weights.
+      mesh: the mesh.
+      like: the cut of another model on this mesh, whose axes are used. If its devices
+        have the whole model, so have those of this one. If None, the axes have the
+        usual names.
 
     Raises:
       ValueError: as for `shard`.
     """
-    cut = cut_for(config, mesh, dtype)
+    whole = like is not None and not like.parts
+    cut = cut_for(config, mesh, dtype, whole, like or WHOLE)
     flat = {
         path: _abstract(leaf, *cut_at(config, cut, path), mesh, cut.axis)
         for path, leaf in by_path(abstract_params(config, dtype)).items()

@@ -29,7 +29,7 @@ class DraftVocabulary(NamedTuple):
 
 @with_hints
 def draft_vocabulary(
-    target: Model, count: int, text: str | Sequence[int] | None = None
+    target: Model, count: int, text: str | Sequence[int] | np.ndarray | None = None
 ) -> np.ndarray:
     """Chooses the tokens that are worth drafting.
 
@@ -82,7 +82,7 @@ def _always(target: Model) -> np.ndarray:
     return np.array(sorted(i for i in found if 0 <= i < V), np.int64)
 
 
-def _encoded(target: Model, text: str | Sequence[int] | None) -> np.ndarray:
+def _encoded(target: Model, text: Any) -> np.ndarray:
     """Returns the tokens of a text; empty without a text."""
     if isinstance(text, str):
         if target.tokenizer is None:

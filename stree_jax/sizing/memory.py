@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from stree_jax.models import Model, ModelConfig, abstract_params
+from stree_jax.models.base.shards import Cut
 from stree_jax.models.sharding import whole_model
 from stree_jax.models.stack.memory import size_of
 from stree_jax.sampling.requests import Requests
@@ -32,11 +33,15 @@ from stree_jax.speculation.tree import Topology, resolve_tree
 
 
 def abstract_model(
-    config: ModelConfig, dtype: Any, mesh: Mesh | AbstractMesh | None = None
+    config: ModelConfig,
+    dtype: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    like: Cut | None = None,
 ) -> Model:
-    """Returns the model that `load` would return, as `jax.ShapeDtypeStruct`s."""
+    """Returns the model that `load` would return, as `jax.ShapeDtypeStruct`s. On a
+    mesh, `like` is the cut of a model that is divided in the same way."""
     if mesh is not None:
-        return whole_model.abstract_model(config, dtype, mesh)
+        return whole_model.abstract_model(config, dtype, mesh, like)
     return Model(abstract_params(config, dtype), config)
 
 

@@ -16,6 +16,7 @@ from stree_jax import models
 from stree_jax.common.checks import DEFAULT_NEW_TOKENS, flag, shown, with_hints
 from stree_jax.convert.saved.config import weights_named
 from stree_jax.models import Format, ModelConfig, check_model
+from stree_jax.models.base.shards import Cut
 from stree_jax.models.sharding.devices import abstract_mesh, make_mesh
 from stree_jax.models.sharding.placement import automatic, copied_params
 from stree_jax.models.stack.config import blocks
@@ -166,10 +167,12 @@ def plan(
     _check_plan(dtypes, acceptance)
     check = flag("check", check)
     config = model if isinstance(model, ModelConfig) else model.config
-    mesh = getattr(model, "mesh", None) if mesh is None else mesh
+    own = getattr(model, "mesh", None)
+    mesh = own if mesh is None else mesh
     devices = None if mesh is None else _devices(mesh, check)
+    cut: Cut | None = getattr(model, "cut", None) if mesh == own else None
     wishes = (
-        _wish(config, drafter, _format(model, dtype), request, acceptance, devices)
+        _wish(config, drafter, _format(model, dtype), request, acceptance, devices, cut)
         for dtype in dtypes
     )
     found = fastest(_PlanTask(check), wishes, limit, 1 if check else KEPT)
@@ -290,12 +293,13 @@ def _wish(
     request: Request,
     acceptance: Acceptance | None,
     mesh: Mesh | AbstractMesh | None,
+    cut: Cut | None,
 ) -> _Wish:
     """Returns the request with its target in one dtype, and its candidates."""
     source = abstract_source(drafter, dtype, config)
     own_layers = config.mtp if source.needs_mtp else ()
     own = replace(config, mtp=blocks(own_layers))
-    target = abstract_model(own, dtype, mesh)
+    target = abstract_model(own, dtype, mesh, cut)
     source.check(target)
     room = request.room(Auto().depth)
     ways = by_speed(target, source, room, acceptance)

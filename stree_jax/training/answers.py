@@ -9,19 +9,26 @@ Letters: those of `training.tapped_drafters`; W tokens of a row of a file.
 """
 
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stree_jax.models import Model, Taps
-from stree_jax.training.hidden_state_files import keep_tapped
+from stree_jax.training.hidden_state_files import digest, keep_tapped
+from stree_jax.training.texts import SUFFIXES
 from stree_jax.training.train import Batch
 
 SUFFIX = ".npz"
+# What numpy raises for files that are damaged or are not archives of arrays.
+UNREADABLE = (
+    *(OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError),
+    *(NotImplementedError, zipfile.BadZipFile, zlib.error),
+)
 HELD_OUT_EVERY = 20  # every 20th answer is held out
 WIDTH_STEP = 64  # rows are padded to a multiple, so that few widths are compiled
 
@@ -65,8 +72,9 @@ class Answers:
     last: np.ndarray
 
     @property
-    def shape(self) -> list[int]:
-        return [len(self.tokens), *self.states[0].shape]
+    def identity(self) -> list[Any]:
+        chosen = digest(self.tokens, self.first, self.last)
+        return [len(self.tokens), *self.states[0].shape, chosen]
 
     @cached_property
     def chances(self) -> np.ndarray:
@@ -89,8 +97,19 @@ class Answers:
 
 def answer_files(text: Sequence[Path]) -> list[Path]:
     """Returns the files of answers in the one folder of a job's text; empty for other
-    text."""
-    return sorted(text[0].glob(f"*{SUFFIX}")) if len(text) == 1 else []
+    text.
+
+    Raises:
+      ValueError: the folder has files of answers and other files.
+    """
+    found = sorted(text[0].glob(f"*{SUFFIX}")) if len(text) == 1 else []
+    names = [file.name for file in text[0].iterdir()] if found else []
+    if others := [name for name in names if name.lower().endswith(SUFFIXES)]:
+        raise ValueError(
+            f"{text[0]}: want files of answers (*{SUFFIX}) or other text, not both: "
+            f"{found[0].name}, {min(others)}"
+        )
+    return found
 
 
 def read_rows(file: Path, num_tokens: int) -> Rows:
@@ -103,7 +122,7 @@ def read_rows(file: Path, num_tokens: int) -> Rows:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             tokens, start, end = (np.asarray(arrays[name]) for name in names)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{file}: want an .npz of {', '.join(names)}") from error
     if tokens.ndim != 2 or not start.shape == end.shape == tokens.shape[:1]:
         raise ValueError(f"{file}: want tokens [n, W], start [n] and end [n]")

@@ -67,7 +67,7 @@ def tapped_states(model: Model, tokens: jax.Array, taps: Taps) -> jax.Array:
     """Returns the hidden states and, for each tap, the residual streams, joined to [B,
     L, 1 + m, d] float32, after each token of [B, L], starting from empty states.
 
-    The text is read in chunks, because CPU kernels take a limited number of rows."""
+    The text is read in chunks, which bounds the memory."""
     (batch, L), config = tokens.shape, model.config
     chunk = reading_chunk(config, L)
     S = -(-L // chunk) * chunk
@@ -241,9 +241,16 @@ def _source(target: Model, windows: np.ndarray) -> dict[str, Any]:
     for leaf in jax.tree.leaves(target.params):
         sample = leaf.reshape(-1)[:: max(leaf.size // SAMPLED, 1)]
         weights.update(np.asarray(sample).tobytes())
-    text = np.ascontiguousarray(windows, np.int64).tobytes()
     return {
         "target": repr(target.config),
         "weights": weights.hexdigest(),
-        "text": hashlib.sha256(text).hexdigest(),
+        "text": digest(windows),
     }
+
+
+def digest(*arrays: Any) -> str:
+    """Returns a hash of arrays of integers."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.ascontiguousarray(array, np.int64).tobytes())
+    return found.hexdigest()

@@ -46,6 +46,7 @@ from stree_jax.training.answers import answer_files, answer_tokens, read_answers
 from stree_jax.training.hidden_state_files import (
     GENERATED,
     PROMPT,
+    digest,
     keep_own_text,
     keep_tapped,
     spread_windows,
@@ -78,6 +79,11 @@ class StretchSubject(Subject, Protocol):
     @property
     def drafts(self) -> int:
         """M, the number of tokens that the drafter predicts below a root."""
+        ...
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens of the drafter's head, ascending; empty if it has all."""
         ...
 
     def drafter(self, params: Params, output: BareModel) -> Any:
@@ -238,7 +244,7 @@ def trained_tokens(
     tokens."""
     if count is None:
         return ()
-    return tuple(draft_vocabulary(target, count, tokens.tolist()).tolist())
+    return tuple(draft_vocabulary(target, count, tokens).tolist())
 
 
 def rows_of_head(output: BareModel, ids: Sequence[int], dtype: Any) -> jax.Array:
@@ -292,8 +298,8 @@ class Source(Protocol):
     """Tokens from one source, with the target's states."""
 
     @property
-    def shape(self) -> list[int]:
-        """The shape of the states, which identifies the source."""
+    def identity(self) -> list[Any]:
+        """The shape of the states, and a hash of the tokens and possible roots."""
         ...
 
     def cut(self, rng: np.random.Generator, length: int, roots: int, M: int) -> Batch:
@@ -320,8 +326,8 @@ class Stretches:
     first: int
 
     @property
-    def shape(self) -> list[int]:
-        return list(self.states.shape)
+    def identity(self) -> list[Any]:
+        return [*self.states.shape, digest(self.tokens, self.first)]
 
     def cut(self, rng: np.random.Generator, length: int, roots: int, M: int) -> Batch:
         """Returns a random stretch of `length` tokens with random roots.
@@ -370,7 +376,7 @@ def stretch_examples(
 
     count = max(len(held) * HELD_OUT // train.batch, 1)
     rng = np.random.default_rng([train.seed, 0, 1])
-    settings = {"sources": [s.shape for s in learnt], "roots": roots}
+    settings = {"sources": [s.identity for s in learnt], "roots": roots}
     return Examples(batches, [batch(rng, held) for _ in range(count)], settings)
 
 
@@ -514,6 +520,8 @@ def _train(
     drafts = subject.drafts
     examples = stretch_examples(job.train, learnt, held, roots, drafts)
     settings = {"drafter": repr(subject.config), "drafts": drafts}
+    if subject.ids:
+        settings["draft_vocab"] = digest(subject.ids)
     params, _ = learn(
         subject,
         job.train,

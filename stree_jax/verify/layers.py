@@ -89,8 +89,8 @@ def _first(a: Reading, b: Reading, prompt: bool) -> tuple[int, str] | None:
     """Returns the first layer in which two readings differ, and which part of it."""
     for i, outputs in enumerate(zip(a.outputs, b.outputs, strict=True)):
         if _differ(*outputs):
-            records = zip(a.records[i], b.records[i], strict=True)
-            if any(_differ(x, y) for x, y in records):
+            records = list(zip(a.records[i], b.records[i], strict=True))
+            if not records or any(_differ(x, y) for x, y in records):
                 return i, "its projections"
             return i, "its state" if prompt else "its sums"
     for i, after in enumerate(zip(a.after, b.after, strict=True)):

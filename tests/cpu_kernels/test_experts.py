@@ -52,7 +52,7 @@ def test_equal_to_the_products_of_every_expert(level, kind, monkeypatch):
     x = jnp.asarray(rng.standard_normal((64, K)), jnp.float32)
     run = jax.jit(lambda x, w: [linear(x, one_of(w, e)) for e in range(E)])
     every = np.asarray(run(x, experts))
-    for n, repeats in ((1, 4), (64, 1), (64, 3)):
+    for n, repeats in ((1, 4), (64, 1), (64, 3), (64, 70)):  # at most 4096 at once
         chosen = choices(n * repeats).astype(np.int32)
         chosen[3] = -1
         y = np.asarray(expert_product(x[:n], chosen, experts, "native"))

@@ -169,6 +169,23 @@ def planned():
     return found
 
 
+def planned_as_divided():
+    """Returns the planned bytes of weights, and those that each device has, for models
+    that are divided otherwise than the usual mesh says."""
+    model = random_model(FAMILIES["bamba"], 1)
+    named = jax.make_mesh((2, 4), ("replica", "tensor"))
+    cuts = [
+        stree_jax.shard(model, mesh_of(MESH), whole=True),
+        stree_jax.shard(model, named, rows="replica", parts="tensor"),
+    ]
+    asked = dict(drafter=None, batch=2, context=64, max_new_tokens=8)
+    plans = [stree_jax.plan(m, "1GB", dtypes=["float32"], **asked).best for m in cuts]
+    return [
+        [plan.memory.weights, bytes_of_each(m.params)]
+        for plan, m in zip(plans, cuts, strict=True)
+    ]
+
+
 def limited():
     """Generates within a limit, and counts how often each program is compiled."""
     model = random_model(FAMILIES["bamba"], 1)
@@ -336,6 +353,7 @@ PARTS = (
     blocks,
     limited,
     planned,
+    planned_as_divided,
     served_within,
     tapped,
     families,

@@ -175,6 +175,11 @@ def test_planned_bytes_are_those_of_each_device(results):
         assert told == held, name
 
 
+def test_a_plan_for_a_model_on_a_mesh_divides_it_as_it_is(results):
+    for told, held in results["planned_as_divided"]:
+        assert told == held
+
+
 def test_a_limit_on_a_mesh(results):
     """The programs that were compiled for the check are those that run."""
     told = results["limited"]

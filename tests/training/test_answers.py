@@ -208,6 +208,44 @@ def test_damaged_files_are_named(target, tmp_path, changes, problem):
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.parametrize("kind", ["bytes", "array", "text"])
+def test_files_that_are_no_archive_are_named(target, tmp_path, kind):
+    rows = [(PROMPTS[0], [9] * 20)] * 40
+    write(tmp_path / "a.npz", rows)
+    if kind == "bytes":
+        with np.load(tmp_path / "a.npz") as arrays:
+            np.savez_compressed(tmp_path / "a.npz", **arrays)
+        data = bytearray((tmp_path / "a.npz").read_bytes())
+        data[60:120] = bytes(60)
+        (tmp_path / "a.npz").write_bytes(data)
+    if kind == "array":
+        with open(tmp_path / "a.npz", "wb") as file:
+            np.save(file, np.arange(3))
+    if kind == "text":
+        (tmp_path / "notes.txt").write_text("words")
+    problem = "a.npz, notes.txt" if kind == "text" else "a.npz: want an .npz of tokens"
+    with pytest.raises(ValueError, match=problem):
+        train(target, tmp_path, tmp_path / "work")
+
+
+def test_a_run_with_other_draft_tokens_does_not_resume(target, folder, tmp_path):
+    """Also if the tokens of the files, and so the stored states, are the same."""
+    few = dataclasses.replace(TRAIN, steps=1, checkpoint_every=1)
+    (tmp_path / "text").mkdir()
+    for shift, problem in ((0, None), (9, "other")):
+        for file in answers.answer_files([folder]):
+            with np.load(file) as arrays:
+                changed = dict(arrays)
+            changed["start"] = changed["start"] + shift
+            np.savez(tmp_path / "text" / file.name, **changed)
+        job = Job([tmp_path / "text"], tmp_path / "out", tmp_path / "work", few)
+        if problem is None:
+            stretches.train_drafter(job, target, SIZE, AMOUNTS)
+        else:
+            with pytest.raises(ValueError, match=problem):
+                stretches.train_drafter(job, target, SIZE, AMOUNTS)
+
+
 def test_options_that_answers_have_no_use_for_are_refused(target, folder, tmp_path):
     amounts = dataclasses.replace(AMOUNTS, own_tokens=9)
     with pytest.raises(ValueError, match="--own-tokens: leave it out"):
