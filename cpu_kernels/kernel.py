@@ -28,7 +28,7 @@ from stree_jax.cpu_kernels.sizes import symbolic
 Function = Callable[..., Any]
 P = ParamSpec("P")
 R = TypeVar("R")
-PLATFORMS = ("cpu", "cuda")  # accepted by `by_platform`; others run the default
+PLATFORMS = ("cpu", "cuda", "tpu")  # accepted by `by_platform`; others run the default
 SYMBOLIC = "the shapes are symbolic"
 SWITCHED_OFF = "the compiled kernels are missing or switched off"
 

@@ -45,6 +45,7 @@ from stree_jax.sizing.memory import abstract_model
 from stree_jax.speculation.step import packed
 from tests.support.families import FAMILIES
 from tests.support.kept_files import write_llama
+from tests.support.tpu_memory import hbm_bytes
 
 CHIPS = ("v5e", "v6e")
 SHAPES = ("qwen3.5-0.8b", "lfm2-1.2b", "mamba2-2.7b", "qwen3.5-4b")
@@ -158,6 +159,7 @@ def compile_case(program: Program, mesh: Mesh) -> dict[str, Any]:
     return {
         "seconds": round(time.perf_counter() - began, 1),
         "gflop": cost.get("flops", 0.0) / 1e9,
+        "gb_hbm": hbm_bytes(compiled.as_text()) / 1e9,
         "gb_accessed": cost.get("bytes accessed", 0.0) / 1e9,
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
@@ -190,7 +192,7 @@ def line(name: str, report: dict[str, Any]) -> str:
         return f"{name:36} {report['fault']}"
     return (
         f"{name:36} {report['seconds']:6.1f} s {report['gflop']:9.3f} GFLOP "
-        f"{report['gb_accessed']:8.3f} GB  arguments "
+        f"{report['gb_hbm']:7.3f} GB HBM {report['gb_accessed']:8.3f} GB  arguments "
         f"{report['argument_bytes'] / 1e6:8.1f} MB  temporary "
         f"{report['temporary_bytes'] / 1e6:6.1f} MB  {report.get('fault', 'ok')}"
     )

@@ -21,7 +21,7 @@ class Ways:
 
     def __init__(self):
         self.traced = []
-        plus = {"default": 1.0, "cpu": 20.0, "cuda": 300.0}
+        plus = {"default": 1.0, "cpu": 20.0, "cuda": 300.0, "tpu": 4000.0}
         self.functions = {name: partial(self.run, name, n) for name, n in plus.items()}
 
     def run(self, name, plus, x, pair, scale):
@@ -38,13 +38,19 @@ def wanted(x, y, plus):
     return (x + y) * SCALE + plus
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu", "rocm"])
 def test_the_function_for_the_platform_is_lowered(platform):
     ways = Ways()
     traced = jax.jit(ways).trace(X, X)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     ours = platform if platform in ways.functions else "default"
-    written = {"default": "1.000000e+00", "cpu": "2.000000e+01", "cuda": "3.000000e+02"}
+    written = {
+        "default": "1.0e+00",
+        "cpu": "2.0e+01",
+        "cuda": "3.0e+02",
+        "tpu": "4.0e+03",
+    }
+    written = {name: text.replace(".0", ".000000") for name, text in written.items()}
     assert {name for name, number in written.items() if number in text} == {ours}
     assert set(ways.traced) == {"cpu", ours}  # the first for the shapes of all
 
