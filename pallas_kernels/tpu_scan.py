@@ -57,7 +57,7 @@ def _product(left: jax.Array, right: jax.Array, axes: Any = _PLAIN) -> jax.Array
     return sum(products[1:], products[0])
 
 
-def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
@@ -171,6 +171,51 @@ def _kernel(path: Any, length: Any, h0: Any, *refs: Any) -> None:
     _scan(h, inputs, mask, y, of)
 
 
+class _Specs:
+    """Block specs: the part of each array that a program reads or writes.
+
+    Attributes:
+      block: heads of a program.
+      per_group: programs that share a group of B and C.
+    """
+
+    def __init__(self, block: int, per_group: int):
+        self.block, self.per_group = block, per_group
+
+    def state(self, z: Any) -> pl.BlockSpec:
+        """Returns the spec of a state [B, H, P, N]: the program's heads."""
+        shape = None, self.block, *z.shape[2:]
+        return pl.BlockSpec(shape, lambda b, i, *_: (b, i, 0, 0))
+
+    def heads(self, z: Any, width: int) -> pl.BlockSpec:
+        """Returns the spec of z [B, T, H * width]: the program's heads."""
+        shape = None, z.shape[1], self.block * width
+        return pl.BlockSpec(shape, lambda b, i, *_: (b, 0, i))
+
+    def group(self, z: Any, width: int) -> pl.BlockSpec:
+        """Returns the spec of z [B, T, G * width]: the group of the program's heads."""
+        shape = None, z.shape[1], width
+        return pl.BlockSpec(shape, lambda b, i, *_: (b, 0, lax.div(i, self.per_group)))
+
+    def whole(self, z: Any) -> pl.BlockSpec:
+        """Returns the spec of z [B, ., .]: everything of the program's sequence."""
+        return pl.BlockSpec((None, *z.shape[1:]), lambda b, i, *_: (b, 0, 0))
+
+
+def _flat(z: jax.Array) -> jax.Array:
+    return z.reshape(*z.shape[:2], -1)
+
+
+def _tokens(z: Any, specs: _Specs) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+    """Returns x, dt, a and B of all tokens as the kernel takes them, and their
+    specs."""
+    dt, a = (z.astype(jnp.float32) for z in (z.dt, z.a))
+    arrays = x, _, _, B = [_flat(z.x), dt, a, _flat(z.B)]
+    channels = specs.heads(x, z.x.shape[-1])
+    by_head, group = specs.whole(dt), specs.group(B, z.B.shape[-1])
+    return arrays, [channels, by_head, by_head, group]
+
+
 @int32_inside
 def replay_tree_scan(
     h0: jax.Array,
@@ -190,45 +235,39 @@ def replay_tree_scan(
     Returns:
       y [B, T, H, P] and the replayed state [B, H, P, N], both float32.
     """
-    (batch, H, P, N), G, T = h0.shape, inputs.B.shape[2], mask.shape[1]
-    block = heads_of_block(H // G, P, N)
+    (batch, H, P, N), T = h0.shape, mask.shape[1]
+    heads = H // inputs.B.shape[2]  # of a group
+    block = heads_of_block(heads, P, N)
     assert block is not None
-    per_group = H // G // block  # programs
-    flat = lambda z: z.reshape(*z.shape[:2], -1)  # noqa: E731
-    numbers = lambda z: z.astype(jnp.float32)  # noqa: E731
-    channels = lambda z: pl.BlockSpec(  # noqa: E731
-        (None, z.shape[1], block * P), lambda b, i, *_: (b, 0, i)
+    specs = _Specs(block, heads // block)
+    (old, old_specs), (new, new_specs) = _tokens(past, specs), _tokens(inputs, specs)
+    C, mask = _flat(inputs.C), mask.astype(jnp.int8)
+    out = jax.ShapeDtypeStruct((batch, T, H * P), jnp.float32)
+    rest_specs = specs.group(C, N), specs.whole(mask)
+    arrays: list[Any] = [h0, h0, *old, *new, C, out]
+    cost = pl.CostEstimate(
+        flops=2 * h0.size * (T + old[0].shape[1]),
+        transcendentals=batch * H * T * T,
+        bytes_accessed=sum(z.size * z.dtype.itemsize for z in arrays),
     )
-    whole = lambda z: pl.BlockSpec((None, *z.shape[1:]), lambda b, i, *_: (b, 0, 0))  # noqa: E731
-    group = lambda z: pl.BlockSpec(  # noqa: E731
-        (None, z.shape[1], N), lambda b, i, *_: (b, 0, lax.div(i, per_group))
-    )
-    state = pl.BlockSpec((None, block, P, N), lambda b, i, *_: (b, i, 0, 0))
-
-    def tokens(z: Any) -> tuple[list[jax.Array], list[Any]]:
-        arrays = [flat(z.x), numbers(z.dt), numbers(z.a), flat(z.B)]
-        kinds = channels, whole, whole, group
-        return arrays, [kind(a) for kind, a in zip(kinds, arrays, strict=True)]
-
-    (old, old_specs), (new, new_specs) = tokens(past), tokens(inputs)
-    C, mask = flat(inputs.C), mask.astype(jnp.int8)
-    y = jax.ShapeDtypeStruct((batch, T, H * P), jnp.float32)
     call = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, H // block),
-            in_specs=[state, *old_specs, *new_specs, group(C), whole(mask)],
-            out_specs=[state, channels(y)],
+            in_specs=[specs.state(h0), *old_specs, *new_specs, *rest_specs],
+            out_specs=[specs.state(h0), specs.heads(out, P)],
         ),
-        out_shape=[jax.ShapeDtypeStruct(h0.shape, jnp.float32), y],
+        out_shape=[jax.ShapeDtypeStruct(h0.shape, jnp.float32), out],
         input_output_aliases={2: 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel")
         ),
+        cost_estimate=cost,
         interpret=interpret,
         name="replay_tree_scan",
     )
     h, mixed = call(past.path, past.length, h0, *old, *new, C, mask)
-    D = jnp.broadcast_to(numbers(inputs.D).reshape(H, -1), (H, P)).reshape(1, 1, -1)
-    return (mixed + D * numbers(new[0])).reshape(inputs.x.shape), h
+    D = jnp.broadcast_to(inputs.D.astype(jnp.float32).reshape(H, -1), (H, P))
+    y = mixed + D.reshape(1, 1, -1) * new[0].astype(jnp.float32)
+    return y.reshape(inputs.x.shape), h
