@@ -22,8 +22,7 @@ def has_mosaic() -> bool:
 def heads_of_block(heads: int, P: int, N: int) -> int | None:
     """Returns how many of the heads of one group a program owns: as many as fit, whose
     channels fill whole lanes. None if there is no such number."""
-    fitting = max(BLOCK_BYTES // (4 * P * N), 1)
-    counts = range(min(heads, fitting), 0, -1)
+    counts = range(min(heads, BLOCK_BYTES // (4 * P * N)), 0, -1)
     return next((n for n in counts if heads % n == 0 and n * P % LANES == 0), None)
 
 
@@ -52,5 +51,5 @@ def tpu_scan_unsupported(
     if P % 8 or (P % LANES and LANES % P):
         return f"heads of {P} channels, neither a divisor nor a multiple of {LANES}"
     if heads_of_block(H // G, P, N) is None:
-        return f"{H // G} heads of {P} channels do not fill {LANES} lanes"
+        return f"no part of {H // G} heads of {P} channels fills {LANES} lanes in 1 MB"
     return None

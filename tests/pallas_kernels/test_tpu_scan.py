@@ -160,7 +160,10 @@ def with_sizes(T=5, heads=4, groups=1, P=64, N=128, dtype=jnp.float32, T0=6):
         ({"T0": 70}, "a last tree of 70 tokens"),
         ({"N": 64}, "the state size 64 is not a multiple of 128"),
         ({"P": 48}, "heads of 48 channels, neither a divisor nor a multiple of 128"),
-        ({"heads": 3, "groups": 3}, "1 heads of 64 channels do not fill 128 lanes"),
+        (
+            {"heads": 3, "groups": 3},
+            "no part of 1 heads of 64 channels fills 128 lanes",
+        ),
         ({"dtype": "float16"}, "x is float16, neither float32 nor bfloat16"),
     ],
 )
@@ -172,5 +175,5 @@ def test_says_what_it_does_not_support(sizes, reason):
 def test_a_block_has_as_many_heads_as_fit():
     assert heads_of_block(80, 64, 128) == 20  # Mamba2-2.7B
     assert heads_of_block(24, 64, 128) == 24
-    assert heads_of_block(8, 128, 4096) == 1  # a head alone is larger
+    assert heads_of_block(8, 128, 4096) is None  # a head alone is too large
     assert heads_of_block(3, 64, 128) is None
