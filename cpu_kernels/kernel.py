@@ -28,7 +28,7 @@ from stree_jax.cpu_kernels.sizes import symbolic
 Function = Callable[..., Any]
 P = ParamSpec("P")
 R = TypeVar("R")
-PLATFORMS = ("cpu", "cuda")  # accepted by `by_platform`; others run the default
+PLATFORMS = ("cpu", "cuda", "tpu")  # accepted by `by_platform`; others run the default
 SYMBOLIC = "the shapes are symbolic"
 SWITCHED_OFF = "the compiled kernels are missing or switched off"
 
@@ -309,7 +309,8 @@ def by_platform(*args: Any, default: Function, **functions: Function) -> Any:
       *args: pytrees of arrays.
       default: the function for all other platforms. Derivatives come from it.
       **functions: functions by platform (one of `PLATFORMS`). All must return the same
-        shapes and dtypes.
+        shapes and dtypes. That for "tpu" runs where a compiled CPU kernel would: on one
+        device, or inside a `shard_map` over the whole mesh.
     """
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, args))
     named = ((name, _OnLeaves(f, tree)) for name, f in functions.items())
@@ -343,6 +344,8 @@ class _ByPlatform:
     def chosen(self, platform: str, module: Any) -> Function:
         if _LEFT_OUT.get() and _for_export(module):
             return self.definition
+        if platform == "tpu" and not _on_one_device(module.axis_context):
+            return self.definition  # JAX cannot divide a Mosaic kernel over devices
         return dict(self.functions).get(platform, self.definition)
 
     def batched(

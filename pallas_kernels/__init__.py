@@ -1,5 +1,5 @@
 """The operations of tree verification: definitions in plain JAX, and Pallas kernels for
-GPUs.
+GPUs and TPUs.
 
 Axes: B batch, T tokens of a call (tree nodes), S capacity of the KV cache, H SSM heads,
 P head size, N state size, G groups, K conv taps, C conv channels, Hq/Hk query/KV heads,

@@ -8,7 +8,7 @@ import jax
 
 from stree_jax.cpu_kernels import by_platform
 
-Implementation = Literal["xla", "triton", "mosaic_gpu", "native"]
+Implementation = Literal["xla", "triton", "mosaic_gpu", "mosaic_tpu", "native"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -30,7 +30,7 @@ class Kernel(NamedTuple):
     Attributes:
       function: the kernel; takes the same arguments as the definition.
       unsupported: why the kernel does not support the arguments. None if it does.
-      platform: platform of the kernel, "cuda" (Pallas) or "cpu" (`cpu_kernels`).
+      platform: "cuda" or "tpu" for a kernel in Pallas, "cpu" for one of `cpu_kernels`.
     """
 
     function: Callable[..., Any]

@@ -27,6 +27,7 @@ from stree_jax.pallas_kernels.delta import DeltaInputs, DeltaReplayed, as_scan
 from stree_jax.pallas_kernels.dispatch import Implementation, Kernel, dispatch
 from stree_jax.pallas_kernels.faults import cleared, decay_faults, faults_of, marked
 from stree_jax.pallas_kernels.scan import Replayed, ScanInputs
+from stree_jax.pallas_kernels.tpu_limits import tpu_scan_unsupported
 from stree_jax.pallas_kernels.triton_limits import (
     attention_unsupported,
     delta_unsupported,
@@ -110,6 +111,7 @@ def replay_tree_scan(
     """Replays the last accepted path into the state, then scans this tree:
     `scan.replay_tree_scan` with the fastest implementation."""
     _check_heads("replay_tree_scan", inputs.x.shape[2], inputs.B.shape[2])
+    tpu = tpu_scan_unsupported(past, inputs, mask)
     shapes = (inputs.x, inputs.B, mask, past.path)
     triton = _Triton("triton_scan", "replay_tree_scan")
     reason = triton.reason(implementation, *shapes)
@@ -120,6 +122,7 @@ def replay_tree_scan(
 
         mosaic = mosaic_scan.unsupported(*shapes)
         kernels["mosaic_gpu"] = Kernel(mosaic_scan.replay_tree_scan, mosaic)
+    kernels["mosaic_tpu"] = Kernel(_tpu_scan, tpu, "tpu")
     native = native_replay_tree_scan.unsupported(h0, past, inputs, mask)
     kernels["native"] = Kernel(native_replay_tree_scan, native, "cpu")
     if implementation is None and mask.shape[-1] == past.path.shape[-1] == 1:
@@ -130,6 +133,13 @@ def replay_tree_scan(
         kernels = {"native": kernels["native"]}
     name, args = "replay_tree_scan", (h0, past, inputs, mask)
     return dispatch(name, implementation, scan.replay_tree_scan, kernels, *args)
+
+
+def _tpu_scan(*args: Any) -> tuple[jax.Array, jax.Array]:
+    # Only programs for TPUs need this module, whose import takes 0.1 s.
+    from stree_jax.pallas_kernels import tpu_scan
+
+    return tpu_scan.replay_tree_scan(*args)
 
 
 native_replay_tree_scan = cpu_kernel(

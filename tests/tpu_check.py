@@ -41,15 +41,26 @@ from bench.shapes import config_of
 from stree_jax import shard
 from stree_jax.models import Model
 from stree_jax.models.base.argmax import argmax
+from stree_jax.pallas_kernels import replay_tree_scan
 from stree_jax.sizing.memory import abstract_model
 from stree_jax.speculation.step import packed
 from tests.support.families import FAMILIES
 from tests.support.kept_files import write_llama
+from tests.support.reference import chain
+from tests.support.scans import Shape, replay_inputs
+from tests.support.tpu_memory import hbm_bytes
 
 CHIPS = ("v5e", "v6e")
 SHAPES = ("qwen3.5-0.8b", "lfm2-1.2b", "mamba2-2.7b", "qwen3.5-4b")
 NODES, CONTEXT, NEW_TOKENS = 16, 4096, 32
 PROMPT = 64  # tokens of the prompts of whole programs
+SCANS = (  # batch, nodes, heads, groups, channels of a head, state size
+    (Shape(1, 16, 80, 1, 64, 128), "bfloat16"),  # Mamba2-2.7B
+    (Shape(2, 64, 80, 1, 64, 128), "float32"),
+    (Shape(1, 13, 128, 8, 64, 128), "bfloat16"),  # Mamba2-8B
+    (Shape(3, 33, 24, 1, 128, 256), "bfloat16"),  # Falcon-H1
+    (Shape(1, 2, 16, 2, 32, 128), "float32"),
+)
 
 Program = tuple[Callable[..., Any], tuple, tuple[int, ...]]  # function, args, donated
 
@@ -107,6 +118,7 @@ def published_cases() -> Iterator[Case]:
 
 def tiny_cases(mesh: Mesh) -> Iterator[Case]:
     """Yields programs of tiny models; `mesh` is for those that run on four chips."""
+    yield from scan_cases()
     lookup = {"drafter": "lookup", "tree": "chain:4"}
     sampled = lookup | {"sampling": stree_jax.Sampling(temperature=0.8, top_p=0.9)}
     mtp = {"drafter": "mtp", "tree": "auto"}
@@ -128,6 +140,21 @@ def tiny_cases(mesh: Mesh) -> Iterator[Case]:
         model = partial(shard, whole_model, mesh)
         label = f"{name}, lookup, 2x2 chips"
         yield label, lambda m=model: whole(m(), rows=2, **lookup)
+
+
+def scan_cases() -> Iterator[Case]:
+    """Yields the kernel of the Mamba2 scan for several shapes, nodes and dtypes."""
+    for shape, dtype in SCANS:
+        sizes = f"{shape.T} nodes, {shape.heads} x {shape.P} x {shape.N}, {dtype}"
+        yield f"scan kernel, {sizes}", partial(scan_kernel, shape, dtype)
+
+
+def scan_kernel(shape: Shape, dtype: str) -> Program:
+    """Returns the kernel of the Mamba2 scan, which updates the state in place."""
+    parents = np.tile(chain(shape.T), (shape.batch, 1))
+    make = partial(replay_inputs, np.random.default_rng(0), shape, parents, dtype=dtype)
+    kernel = partial(replay_tree_scan, implementation="mosaic_tpu")
+    return kernel, jax.eval_shape(make), (0,)
 
 
 def chips(chip: str) -> Mesh:
@@ -158,6 +185,7 @@ def compile_case(program: Program, mesh: Mesh) -> dict[str, Any]:
     return {
         "seconds": round(time.perf_counter() - began, 1),
         "gflop": cost.get("flops", 0.0) / 1e9,
+        "gb_hbm": hbm_bytes(compiled.as_text()) / 1e9,
         "gb_accessed": cost.get("bytes accessed", 0.0) / 1e9,
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
@@ -187,10 +215,10 @@ def check(make: Callable[[], Program], mesh: Mesh) -> dict[str, Any]:
 def line(name: str, report: dict[str, Any]) -> str:
     """Returns a case as a line of text."""
     if "seconds" not in report:
-        return f"{name:36} {report['fault']}"
+        return f"{name:52} {report['fault']}"
     return (
-        f"{name:36} {report['seconds']:6.1f} s {report['gflop']:9.3f} GFLOP "
-        f"{report['gb_accessed']:8.3f} GB  arguments "
+        f"{name:52} {report['seconds']:6.1f} s {report['gflop']:9.3f} GFLOP "
+        f"{report['gb_hbm']:7.3f} GB HBM {report['gb_accessed']:8.3f} GB  arguments "
         f"{report['argument_bytes'] / 1e6:8.1f} MB  temporary "
         f"{report['temporary_bytes'] / 1e6:6.1f} MB  {report.get('fault', 'ok')}"
     )

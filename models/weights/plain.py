@@ -51,7 +51,9 @@ class PlainWeight(Weight):
             return _whole(rows, self.array)
         cpu = _skinny_cpu if native else _skinny_cpu.definition
         args = rows, self.array, valid_count
-        return by_platform(*args, cpu=cpu, cuda=_skinny_gpu, default=_whole)
+        return by_platform(
+            *args, cpu=cpu, cuda=_skinny_gpu, tpu=_skinny_tpu, default=_whole
+        )
 
     def chosen_unsupported(self, rows: jax.Array, chosen: jax.Array) -> str | None:
         return _chosen.unsupported(rows, chosen, self.array)
@@ -168,6 +170,20 @@ def _skinny_gpu(
     if count >= 4 or weight.dtype.itemsize != 2:
         return _whole(rows, weight)
     return _whole(jnp.pad(rows, ((0, MIN_GPU_ROWS - count), (0, 0))), weight)[:count]
+
+
+def _skinny_tpu(
+    rows: jax.Array, weight: jax.Array, _: jax.Array | None = None
+) -> jax.Array:
+    """Computes rows [t, k] @ weight.T in the form that XLA:TPU computes fastest.
+
+    For one row XLA emits multiplications and sums instead of a matrix product. By its
+    own estimate they take 20 times as many cycles in bfloat16 (10576 x 2560, v5e), four
+    times as many as reading the weight.
+    """
+    if rows.shape[0] != 1:
+        return _whole(rows, weight)
+    return _whole(jnp.pad(rows, ((0, 1), (0, 0))), weight)[:1]
 
 
 @cpu_kernel(

@@ -14,6 +14,7 @@ from tests.support.reference import assert_near
 
 X = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
 SCALE = 3.0
+PLUS = {"default": 1.0, "cpu": 20.0, "cuda": 300.0, "tpu": 4000.0}
 
 
 class Ways:
@@ -21,8 +22,7 @@ class Ways:
 
     def __init__(self):
         self.traced = []
-        plus = {"default": 1.0, "cpu": 20.0, "cuda": 300.0}
-        self.functions = {name: partial(self.run, name, n) for name, n in plus.items()}
+        self.functions = {name: partial(self.run, name, n) for name, n in PLUS.items()}
 
     def run(self, name, plus, x, pair, scale):
         self.traced.append(name)
@@ -38,13 +38,13 @@ def wanted(x, y, plus):
     return (x + y) * SCALE + plus
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu", "rocm"])
 def test_the_function_for_the_platform_is_lowered(platform):
     ways = Ways()
     traced = jax.jit(ways).trace(X, X)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     ours = platform if platform in ways.functions else "default"
-    written = {"default": "1.000000e+00", "cpu": "2.000000e+01", "cuda": "3.000000e+02"}
+    written = {name: f"{number:e}" for name, number in PLUS.items()}
     assert {name for name, number in written.items() if number in text} == {ours}
     assert set(ways.traced) == {"cpu", ours}  # the first for the shapes of all
 

@@ -11,7 +11,7 @@ from stree_jax.models.weights.int8 import (
     quantize,
 )
 from stree_jax.models.weights.linear import linear
-from stree_jax.models.weights.plain import _product, _skinny_gpu
+from stree_jax.models.weights.plain import _product, _skinny_gpu, _skinny_tpu
 from tests.support.lowering import lowered
 from tests.support.native import INSTRUCTIONS, use
 
@@ -27,6 +27,18 @@ def test_small_products_are_padded_on_a_gpu(rows):
         np.testing.assert_allclose(_skinny_gpu(*args), wanted, rtol=1e-6, atol=1e-6)
         text = lowered(linear, args, "cuda")
         assert (f"tensor<{MIN_GPU_ROWS}x40xf32>" in text) == padded
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_single_row_is_padded_on_a_tpu(rows, dtype):
+    rng = np.random.default_rng(rows)
+    x, weight = rng.standard_normal((rows, 24)), rng.standard_normal((40, 24))
+    args = jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+    wanted = _product("tk,mk->tm", *args)
+    np.testing.assert_allclose(_skinny_tpu(*args), wanted, rtol=1e-6, atol=1e-6)
+    assert "tensor<2x40xf32>" in lowered(linear, args, "tpu")
+    assert ("pad" in lowered(linear, args, "tpu")) == (rows == 1)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17])

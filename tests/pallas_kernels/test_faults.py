@@ -16,6 +16,7 @@ from stree_jax.pallas_kernels import (
     delta,
     ops,
     scan,
+    tpu_scan,
     triton_attention,
     triton_delta,
     triton_scan,
@@ -79,36 +80,46 @@ def of_tree(mask, own):
     return reached
 
 
-def scan_arrays(rng, count=T):
+def scan_arrays(rng, count=T, P=16, N=16):
     dt = rng.uniform(0.1, 1, (BATCH, count, 2)).astype(np.float32)
     return {
-        "x": normal(rng, BATCH, count, 2, 16),
+        "x": normal(rng, BATCH, count, 2, P),
         "dt": dt,
         "a": -dt,
-        "B": normal(rng, BATCH, count, 1, 16),
-        "C": normal(rng, BATCH, count, 1, 16),
+        "B": normal(rng, BATCH, count, 1, N),
+        "C": normal(rng, BATCH, count, 1, N),
         "D": normal(rng, 2),
-    }, normal(rng, BATCH, 2, 16, 16)
+    }, normal(rng, BATCH, 2, P, N)
 
 
 def places_of(names, tokens=TOKENS):
     return [(name, (t, 0)) for name in names for t in tokens]
 
 
+def tpu_tree_scan(inputs, h0, mask):
+    """Computes `tree_scan` with the TPU kernel, which always replays a path."""
+    last = (jnp.zeros_like(z[:, :2]) for z in inputs[:4])
+    path = jnp.zeros((BATCH, 1), jnp.int32)
+    past = scan.Replayed(*last, path, path[:, 0])
+    return tpu_scan.replay_tree_scan(h0, past, inputs, mask, interpret=True)[0]
+
+
 SCANS = {
-    "plain": scan.tree_scan,
-    "triton": partial(triton_scan.tree_scan, interpret=True),
+    "plain": (scan.tree_scan, {}),
+    "triton": (partial(triton_scan.tree_scan, interpret=True), {}),
+    "tpu": (tpu_tree_scan, {"P": 64, "N": 128}),
 }
 
 
 @pytest.mark.parametrize("name", SCANS)
 def test_a_scan_keeps_a_fault_on_its_paths(name):
+    function, sizes = SCANS[name]
     rng = np.random.default_rng(0)
-    arrays, h0 = scan_arrays(rng)
+    arrays, h0 = scan_arrays(rng, **sizes)
     mask = tree_masks(rng)
 
     def run(arrays):
-        return [SCANS[name](scan.ScanInputs(**arrays), h0, mask)]
+        return [function(scan.ScanInputs(**arrays), h0, mask)]
 
     places = places_of(("x", "dt", "a", "B", "C"))
     assert_only_reached(run, arrays, places, of_tree(mask, ("C",)))
