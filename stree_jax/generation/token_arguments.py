@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.common.checks import shown
+from stree_jax.common.rows import repeated
 from stree_jax.constraints.rows import constraint_rows, constraints_by_row
 from stree_jax.models import Model, empty_routing, expert_taps
 from stree_jax.models.stack.network import ExpertsOf
@@ -265,5 +266,5 @@ def rows_of_constraint(model: Model, constraint: Any, batch: int) -> Constraints
 def repeated_constraints(constraints: Constraints, n: int) -> Constraints:
     """Returns the automata of B prompts for B n rows, prompt by prompt."""
     automaton, start = constraints.automaton, constraints.start
-    rows = dict(automaton=jnp.repeat(automaton, n), start=jnp.repeat(start, n))
+    rows = dict(automaton=repeated(automaton, n), start=repeated(start, n))
     return replace(constraints, **rows)
