@@ -11,18 +11,44 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
 
 
 def varying_axes(tree: Any) -> tuple[str, ...]:
-    """Returns the mesh axes along which any array varies, inside a `jax.shard_map` with
-    `check_vma`. Empty elsewhere."""
-    kinds = (
-        getattr(jax.typeof(x), "manual_axis_type", None) for x in jax.tree.leaves(tree)
+    """Returns the mesh axes along which any array (or type of one) varies, inside a
+    `jax.shard_map` with `check_vma`. Empty elsewhere."""
+    types = (
+        x if isinstance(x, ShapedArray) else jax.typeof(x)
+        for x in jax.tree.leaves(tree)
     )
+    kinds = (getattr(x, "manual_axis_type", None) for x in types)
     found = {axis for kind in kinds for axis in getattr(kind, "varying", ())}
     return tuple(sorted(found))
+
+
+def varying(tree: Any, axes: tuple[str, ...]) -> Any:
+    """Returns arrays as arrays that vary along these axes and their own."""
+
+    def one(x: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying")
+
+    return jax.tree.map(one, tree) if axes else tree
+
+
+def unvarying(array: ShapedArray) -> ShapedArray:
+    """Returns the type of an array that does not vary."""
+    return ShapedArray(array.shape, array.dtype, array.weak_type)
+
+
+def type_like(array: ShapedArray, other: ShapedArray) -> ShapedArray:
+    """Returns the type of an array that varies as another one."""
+    whole = other.sharding.update(spec=P(*(None,) * len(array.shape)))
+    kind = other.manual_axis_type
+    return array.update(sharding=whole, manual_axis_type=kind)
 
 
 def unchecked(function: Callable[..., Any], *args: Any) -> Any:
