@@ -22,7 +22,6 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from stree_jax.common.unchecked import type_like, unvarying, varying, varying_axes
 from stree_jax.cpu_kernels.library import level
 from stree_jax.cpu_kernels.sizes import symbolic
 
@@ -371,14 +370,20 @@ _choose.multiple_results = True
 def _bind_choice(*leaves: jax.Array, choice: Choice) -> Any:
     """Calls a choice, to be resolved when the program is lowered.
 
-    With symbolic shapes the definition runs, because kernels need known ones.
+    With symbolic shapes the definition runs, because kernels need known ones. It also
+    runs inside a `jax.shard_map` with `check_vma`: JAX checks its operations, and
+    cannot check this primitive.
     """
     leaves = tuple(map(jnp.asarray, leaves))
-    if symbolic(leaves):
+    if any(map(_varies, leaves)) or symbolic(leaves):
         return choice.definition(*leaves)
-    leaves = varying(leaves, varying_axes(leaves))
     outs = _choose.bind(*leaves, choice=choice)
     return jax.tree.unflatten(_shapes_of(choice, *map(_shape, leaves))[1], outs)
+
+
+def _varies(x: Any) -> bool:
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return bool(getattr(kind, "varying", ()))
 
 
 @cache
@@ -394,8 +399,7 @@ def _run(*args: Any, choice: Choice) -> list[jax.Array]:
 
 @_choose.def_abstract_eval
 def _abstract(*args: Any, choice: Choice) -> list[Any]:
-    outs = _shapes_of(choice, *map(_shape, args))[0]
-    return [type_like(out, args[0]) for out in outs] if varying_axes(args) else outs
+    return _shapes_of(choice, *map(_shape, args))[0]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -415,8 +419,6 @@ def _lower(platform: str, ctx: Any, *args: Any, choice: Choice) -> Any:
     def flat(*args: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(function(*args))
 
-    ins, outs = (list(map(unvarying, x)) for x in (ctx.avals_in, ctx.avals_out))
-    ctx = ctx.replace(avals_in=ins, avals_out=outs)
     return mlir.lower_fun(flat, multiple_results=True)(ctx, *args)
 
 
