@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.drafters import EarlierTexts
+from stree_jax.models.sharding.whole_model import gathered
 from stree_jax.sampling import sampling_arrays
 from stree_jax.sampling.settings import sampling_rows
 from tests.support.families import FAMILIES, random_model
@@ -316,10 +317,13 @@ def saved():
     found, mesh = {}, mesh_of(data=1, model=4)
     for name in CUT:
         model = random_model(FAMILIES[name], 1)
+        sharded = stree_jax.shard(model, mesh)
+        stay = [x for x in jax.tree.leaves(gathered(sharded)) if hasattr(x, "sharding")]
         with tempfile.TemporaryDirectory() as folder:
-            stree_jax.save(stree_jax.shard(model, mesh), f"{folder}/saved")
+            stree_jax.save(sharded, f"{folder}/saved")
             again = stree_jax.load(f"{folder}/saved", mtp=None)
         try:
+            assert any(not x.is_fully_replicated for x in stay), "all were gathered"
             chex.assert_trees_all_equal(again.params, model.params)
         except AssertionError as error:
             found[name] = str(error)
