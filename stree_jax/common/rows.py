@@ -1,5 +1,7 @@
 """Rows of a batch."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -12,3 +14,10 @@ def repeated(x: jax.Array, n: int) -> jax.Array:
     """
     several = jnp.broadcast_to(x[:, None], (x.shape[0], n, *x.shape[1:]))
     return several.reshape(x.shape[0] * n, *x.shape[1:])
+
+
+def spread(value: Any) -> bool:
+    """True for an array on several devices. While a program is traced, no array is."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return False
+    return len(value.sharding.device_set) > 1

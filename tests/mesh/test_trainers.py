@@ -46,7 +46,7 @@ def test_rows_stay_sharded_under_an_explicit_mesh(results):
     found = results["explicit"]
     assert found["tokens"] == found["sharded"] == results["plain"]
     assert found["types"] == ["batch"] and found["whole"] == "None"
-    assert found["score"] == "batch"
+    assert found["score"] == "batch" and found["outside"] == ["batch"]
 
 
 def test_shard_map_with_its_check(results):

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.drafters import EarlierTexts
+from stree_jax.generation.token_arguments import right_padded
 from stree_jax.models.sharding.whole_model import gathered
 from stree_jax.sampling import sampling_arrays
 from stree_jax.sampling.settings import sampling_rows
@@ -80,6 +81,13 @@ def explicit():
         found["whole"] = str(jax.typeof(whole.tokens).sharding.spec[0])
         scores = jax.jit(stree_jax.score)(model, rows[0])
         found["score"] = str(jax.typeof(scores).sharding.spec[0])
+        mask = jax.device_put(IDS > 0, rows[0].sharding)
+        outside = [
+            *right_padded(*rows, None, REAL),
+            *right_padded(rows[0], None, mask, REAL),
+            stree_jax.token_logprobs(model, *rows),
+        ]
+        found["outside"] = sorted({str(x.sharding.spec[0]) for x in outside})
         sharded = jax.jit(
             lambda m, *a: write(stree_jax.shard(m, mesh, rows="batch"), *a)
         )
