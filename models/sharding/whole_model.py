@@ -233,8 +233,9 @@ def unshard(model: AnyModel) -> AnyModel:
 
 
 def gathered(model: Model) -> Model:
-    """Returns a model on a mesh as a model whose parameters are whole arrays of the
-    host, read from the devices one after another: no device need hold the model.
+    """Returns a model on a mesh as a model on one device, to write it: no device need
+    hold the model. Parameters whose parts are in another order than on one device are
+    read into the host's memory, one after another. The others stay where they are.
 
     Raises:
       ValueError: other processes have devices of the mesh; or as `unshard`.
@@ -242,7 +243,9 @@ def gathered(model: Model) -> Model:
     if not all(x.is_fully_addressable for x in jax.tree.leaves(model.params)):
         raise ValueError("model: other processes have parts of it")
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return _whole(model, lambda weight, other: jax.device_get(weight))
+        return _whole(
+            model, lambda weight, other: jax.device_get(weight) if other else weight
+        )
 
 
 def _whole(model: AnyModel, gather: Callable[[Any, bool], Any]) -> AnyModel:

@@ -6,7 +6,7 @@ does not communicate may ignore this: its results vary along the axes along whic
 argument varies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,8 @@ def varying_axes(tree: Any) -> tuple[str, ...]:
 
 
 def unchecked(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns `function(*args)`. Cannot be differentiated.
+    """Returns `function(*args)`, which has a gradient (in reverse mode) if the function
+    has one. That of an array that does not vary is the sum over the devices.
 
     Args:
       function: a function of pytrees of arrays that does not communicate.
@@ -34,12 +35,55 @@ def unchecked(function: Callable[..., Any], *args: Any) -> Any:
     """
     leaves, tree = jax.tree.flatten(args)
     leaves = [jnp.asarray(x) for x in leaves]
+    smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+
+    def on_leaves(*leaves: jax.Array) -> Any:
+        return function(*jax.tree.unflatten(tree, leaves))
+
+    def forward(*leaves: jax.Array) -> Any:
+        def with_pullback(*leaves: jax.Array) -> Any:
+            def of_smooth(*some: jax.Array) -> Any:
+                found = iter(some)
+                both = zip(leaves, smooth, strict=True)
+                return on_leaves(*(next(found) if s else x for x, s in both))
+
+            some = [x for x, s in zip(leaves, smooth, strict=True) if s]
+            return jax.vjp(of_smooth, *some)
+
+        return _as_one(with_pullback, leaves)
+
+    def backward(pullback: Any, changes: Any) -> tuple[jax.Array | None, ...]:
+        inputs, tree = jax.tree.flatten((pullback, changes))
+
+        def pulled(*inputs: jax.Array) -> Any:
+            pullback, changes = jax.tree.unflatten(tree, inputs)
+            return pullback(changes)
+
+        slopes = iter(_as_one(pulled, inputs))
+        return tuple(
+            _summed(next(slopes), axes) if s else None
+            for s, axes in zip(smooth, others, strict=True)
+        )
+
+    every = varying_axes(leaves)
+    others = [tuple(a for a in every if a not in varying_axes(x)) for x in leaves]
+    run = jax.custom_vjp(lambda *leaves: _as_one(on_leaves, leaves))
+    run.defvjp(forward, backward)
+    return run(*leaves)
+
+
+def _summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def _as_one(function: Callable[..., Any], leaves: Sequence[jax.Array]) -> Any:
+    """Returns `function(*leaves)`, as one operation."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     out_tree: Any = None
 
     def flat(*leaves: jax.Array) -> list[jax.Array]:
         nonlocal out_tree
-        outs, out_tree = jax.tree.flatten(function(*jax.tree.unflatten(tree, leaves)))
+        outs, out_tree = jax.tree.flatten(function(*leaves))
         return outs
 
     jaxpr = jax.make_jaxpr(flat)(*shapes)

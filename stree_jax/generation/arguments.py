@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from stree_jax.checkpoints.vocabularies import warn_of_other_tokens
 from stree_jax.common.checks import as_integer, shown
+from stree_jax.common.rows import spread
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.convert.tokenizers.whole_texts import for_whole_texts
 from stree_jax.generation.past import Past
@@ -47,7 +48,7 @@ def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> An
     """
     known = not isinstance(tokens, jax.core.Tracer)
     try:
-        table = np.asarray(tokens) if known else tokens
+        table = np.asarray(tokens) if known and not spread(tokens) else tokens
     except (TypeError, ValueError):  # rows of different lengths, or not numbers
         raise ValueError(f"{name}: want integers with {ndim} axes") from None
     if table.size == 0:

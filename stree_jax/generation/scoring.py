@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 
 from stree_jax.common.checks import check_not_forked, with_hints
-from stree_jax.common.unchecked import varying_axes
 from stree_jax.cpu_kernels import symbolic_size
 from stree_jax.generation.arguments import checked_tokens
 from stree_jax.models import (
@@ -92,7 +91,6 @@ def read_chunks(
             return (state, carry), found
 
         empty = init_state(model.config, size, T, param_dtype(model.params))
-        empty = lax.pcast(empty, varying_axes((model, tokens)), to="varying")
         parts = jax.tree.map(chunks, (tokens, extra, routing))
         _, found = lax.scan(one_chunk, (empty, carry), parts)
         return found.swapaxes(0, 1).reshape(size, T, *found.shape[3:])

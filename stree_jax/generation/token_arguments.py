@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.common.checks import shown
+from stree_jax.common.rows import repeated, spread
 from stree_jax.constraints.rows import constraint_rows, constraints_by_row
 from stree_jax.models import Model, empty_routing, expert_taps
 from stree_jax.models.stack.network import ExpertsOf
@@ -27,14 +28,15 @@ def known(value: Any) -> bool:
 
 
 def integers(name: str, value: Any, want: str) -> Any:
-    """Returns an array of integers, as a NumPy array if its values are known.
+    """Returns an array of integers, as a NumPy array if its values are known and not
+    spread over several devices.
 
     Raises:
       ValueError: it is no array (or nested list) of integers. The message says what is
         wanted.
     """
     try:
-        table = np.asarray(value) if known(value) else value
+        table = np.asarray(value) if known(value) and not spread(value) else value
         if table.size == 0:
             table = table.astype(np.int32)
     except (TypeError, ValueError):  # rows of different lengths, or tracers in a list
@@ -94,7 +96,7 @@ def right_padded(
 
 def _compacted(prompts: Any, mask: Any) -> tuple[Any, Any]:
     """Returns the tokens of each row moved to its start, and their number."""
-    module: Any = np if known(prompts) and known(mask) else jnp
+    module: Any = np if isinstance(prompts, np.ndarray) and known(mask) else jnp
     try:
         mask = module.asarray(mask).astype(bool)
     except (TypeError, ValueError):
@@ -265,5 +267,5 @@ def rows_of_constraint(model: Model, constraint: Any, batch: int) -> Constraints
 def repeated_constraints(constraints: Constraints, n: int) -> Constraints:
     """Returns the automata of B prompts for B n rows, prompt by prompt."""
     automaton, start = constraints.automaton, constraints.start
-    rows = dict(automaton=jnp.repeat(automaton, n), start=jnp.repeat(start, n))
+    rows = dict(automaton=repeated(automaton, n), start=repeated(start, n))
     return replace(constraints, **rows)

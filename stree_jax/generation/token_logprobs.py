@@ -122,8 +122,8 @@ def token_logprobs(
         raise ValueError("stop_tokens: only used with a constraint")
     if routing is not None:
         routing = given_routing(model, routing, batch, T)
-        routing = _whole_chunks(routing, constant_values=UNKNOWN)
-    padded = _whole_chunks(tokens, mode="edge")
+        routing = _whole_chunks(routing, UNKNOWN)
+    padded = _whole_chunks(tokens, 0)
     found = _token_logprobs(model, padded, requests, prompt, routing)[:, : T - 1]
     found = jnp.pad(found, ((0, 0), (1, 0)))
     place = jnp.arange(T, dtype=jnp.int32)[None]
@@ -131,11 +131,11 @@ def token_logprobs(
     return jnp.where((place >= first) & (place < lengths[:, None]), found, 0.0)
 
 
-def _whole_chunks(table: jax.Array, **options: Any) -> jax.Array:
+def _whole_chunks(table: jax.Array, padding: int) -> jax.Array:
     """Pads an array [B, T, ...] to a multiple of the chunk."""
     missing = -table.shape[1] % PREFILL_CHUNK
     widths = ((0, 0), (0, missing), *((0, 0),) * (table.ndim - 2))
-    return jnp.pad(table, widths, **options)
+    return jnp.pad(table, widths, constant_values=padding)
 
 
 def _constraints(model: Model, constraint: Any, batch: int) -> Constraints | None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.common.checks import flag, integer, shown, with_hints
+from stree_jax.common.rows import repeated
 from stree_jax.constraints.constraint import Constraint
 from stree_jax.generation.arguments import lists_by_row
 from stree_jax.generation.past import Past
@@ -136,7 +137,7 @@ class GeneratedTokens:
         most = 2**31 - 1  # ids were checked by `generate_tokens`
         prompts, lengths = right_padded(prompts, lengths, mask, most)
         n, width = self.tokens.shape[0] // prompts.shape[0], self.tokens.shape[1]
-        prompts, lengths = (jnp.repeat(x, n, axis=0) for x in (prompts, lengths))
+        prompts, lengths = (repeated(x, n) for x in (prompts, lengths))
         S = prompts.shape[1]
         place = jnp.arange(S + width, dtype=jnp.int32)[None]
         ends = (lengths + self.length)[:, None]
@@ -319,12 +320,11 @@ def _repeated(by_prompt: dict[str, Any], n: int) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, value in by_prompt.items():
         if isinstance(value, StopAutomata):
-            which = jnp.repeat(value.automaton, n)
-            rows[name] = replace(value, automaton=which)
+            rows[name] = replace(value, automaton=repeated(value.automaton, n))
         elif isinstance(value, Constraints):
             rows[name] = repeated_constraints(value, n)
         else:
-            rows[name] = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), value)
+            rows[name] = jax.tree.map(lambda x: repeated(x, n), value)
     return rows
 
 

@@ -19,6 +19,7 @@ from stree_jax.common.checks import (
     shown,
     with_hints,
 )
+from stree_jax.common.rows import repeated
 from stree_jax.models.base.keys import key_of
 from stree_jax.models.base.serialization import register_for_export
 from stree_jax.sampling.threefry import as_threefry, is_typed
@@ -349,7 +350,7 @@ def sampling_arrays(
         if table is None or table.shape not in ((), (prompts,)):
             want = f"a number or {prompts} numbers, one for each prompt"
             raise ValueError(f"{name}: want {want}, got {shown(value)}")
-        return jnp.repeat(jnp.broadcast_to(table, (prompts,)), samples)
+        return repeated(jnp.broadcast_to(table, (prompts,)), samples)
 
     filters = None
     if not (top_k is None and top_p is None and min_p is None):
@@ -370,7 +371,7 @@ def sampling_arrays(
             want = f"[V] numbers, or [{prompts}, V], one row for each prompt"
             raise ValueError(f"logit_bias: want {want}, got {shown(logit_bias)}")
         bias = jnp.broadcast_to(bias, (prompts, bias.shape[-1]))
-        bias = jnp.repeat(bias, samples, axis=0)
+        bias = repeated(bias, samples)
     return SamplingRows(
         temperature=rows("temperature", temperature, 1.0, jnp.float32),
         filters=filters,

@@ -298,7 +298,7 @@ def rows_on(
     `Requests` are for all rows."""
     place = place_of(model.mesh, model.cut, rows)
     if place is None:
-        return function(model, rows, *others)
+        return on_one_device(function, model, rows, *others)
     args = rows, *others
     specs = tuple(
         request_specs(x, place) if isinstance(x, Requests) else place.spec for x in args

@@ -74,7 +74,7 @@ PRINTS = {
     "grpo.py": [
         r"update  reward  distance to the trainer  tokens per target pass  seconds\n",
         r"     1   0\.\d{3} +[\d.e-]+ +[1-4]\.\d\d +[\d.]+\n",
-        r"\ncompiled programs: 1\n",
+        r"\ncompiled programs: 1\nchecksums: tokens \w{12}, weights \w{12}\n$",
     ],
     "tunix_rollout.py": [
         r"--- 24 tokens, distance to the trainer [\d.e-]+\n    \S(.|\n)*--- \d+ tokens",
@@ -123,7 +123,26 @@ def test_updates_of_a_trainer(capsys, monkeypatch):
         printed = run("grpo.py", capsys, monkeypatch, "--updates", "3")
     check("grpo.py", printed)
     if cpu_kernels.level() is not None:
-        assert re.findall(r"^ +\d+ +[\d.]+ +(\S+) ", printed, re.M) == ["0"] * 3
+        assert distances(printed) == ["0"] * 3
+
+
+def distances(printed):
+    """Returns the distances between trainer and rollouts that grpo.py prints."""
+    return re.findall(r"^ +\d+ +[\d.]+ +(\S+) ", printed, re.M)
+
+
+@pytest.mark.skipif(cpu_kernels.level() is None, reason="bits of the CPU kernels")
+def test_drafts_change_no_update_of_a_mixture(capsys, monkeypatch):
+    options = "--updates", "2", "--model", "mixture", "--dtype", "bfloat16"
+    sums, lengths = [], []
+    for drafts in ("model", "none"):
+        with jax.numpy_dtype_promotion("standard"):  # optax's bias correction
+            printed = run("grpo.py", capsys, monkeypatch, *options, "--drafts", drafts)
+        assert distances(printed) == ["0"] * 2 and "compiled programs: 1\n" in printed
+        sums += re.findall(r"checksums: .*", printed)
+        lengths += map(float, re.findall(r" (\d\.\d\d) +[\d.]+$", printed, re.M))
+    assert sums[0] == sums[1] and len(sums) == 2
+    assert min(lengths[:2]) > 2 and lengths[2:] == [1, 1]
 
 
 def test_a_rollout_of_tunix(capsys, monkeypatch):

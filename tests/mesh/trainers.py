@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import chex
@@ -18,10 +19,14 @@ from jax.sharding import PartitionSpec as P
 
 import stree_jax
 from stree_jax import Sampling
+from stree_jax.drafters import EarlierTexts
+from stree_jax.generation.token_arguments import right_padded
+from stree_jax.models.sharding.whole_model import gathered
+from stree_jax.sampling import sampling_arrays
 from stree_jax.sampling.settings import sampling_rows
 from tests.support.families import FAMILIES, random_model
 from tests.support.pieces import piece_tokenizer
-from tests.support.tiny import REAL, tiny
+from tests.support.tiny import REAL, tiny, tiny_delta
 
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
@@ -76,6 +81,13 @@ def explicit():
         found["whole"] = str(jax.typeof(whole.tokens).sharding.spec[0])
         scores = jax.jit(stree_jax.score)(model, rows[0])
         found["score"] = str(jax.typeof(scores).sharding.spec[0])
+        mask = jax.device_put(IDS > 0, rows[0].sharding)
+        outside = [
+            *right_padded(*rows, None, REAL),
+            *right_padded(rows[0], None, mask, REAL),
+            stree_jax.token_logprobs(model, *rows),
+        ]
+        found["outside"] = sorted({str(x.sharding.spec[0]) for x in outside})
         sharded = jax.jit(
             lambda m, *a: write(stree_jax.shard(m, mesh, rows="batch"), *a)
         )
@@ -102,6 +114,82 @@ def checked():
     )
     error = jax.jit(score)(MODEL, IDS) - stree_jax.score(MODEL, IDS)
     return {"tokens": found, "collectives": counted, "score": float(abs(error).max())}
+
+
+def train(model, ids, lengths, limits, stops, keys, axis=None):
+    """Returns a rollout of two samples a prompt, as a trainer reads it: its texts, its
+    tokens as earlier texts, the distance of its log-probabilities, and a gradient.
+
+    Args:
+      axis: mesh axis over which the caller's `jax.shard_map` spreads the rows.
+    """
+    sampling = sampling_arrays(ids.shape[0], top_p=0.9, key=keys, samples=2)
+    options = {"max_new_tokens": 6, "drafter": "lookup", "tree": "chain:2"}
+    done = stree_jax.generate_tokens(
+        *(model, ids, lengths),
+        **options,
+        limits=limits,
+        stop_tokens=stops,
+        sampling=sampling,
+        logprobs=0,
+        n=2,
+        routing=True,
+    )
+    texts = done.joined(ids, lengths)
+
+    def objective(params):
+        found = stree_jax.token_logprobs(
+            model.replace(params=params),
+            *(texts.tokens, texts.lengths),
+            sampling=sampling,
+            routing=texts.routing,
+        )
+        total = jnp.where(texts.output, found, 0.0).sum()
+        return total if axis is None else jax.lax.psum(total, axis), found
+
+    slope, found = jax.grad(objective, has_aux=True)(model.params)
+    distance = jnp.where(texts.output, found - texts.logprobs, 0.0)
+    earlier = EarlierTexts.of_rollouts(texts, ids.shape[0]).tokens
+    return texts, earlier, distance, slope
+
+
+def training():
+    """`train` on one device, under an explicit mesh, and inside `jax.shard_map`."""
+    model, keys = (
+        tiny_delta(1, ("delta", "moe")),
+        jax.random.split(jax.random.key(0), 4),
+    )
+    stops = np.array([[9, -1], [10, 11], [12, -1], [13, 14]], np.int32)
+    lengths, limits = np.array([9, 7, 5, 9]), np.array([6, 2, 3, 5])
+    args = IDS, lengths.astype(np.int32), limits.astype(np.int32), stops, keys
+    plain, found = jax.jit(train)(model, *args), {}
+    rows, whole = P("data"), P()
+    for name, kind in (("explicit", AxisType.Explicit), ("checked", AxisType.Auto)):
+        mesh, program = mesh_of(kind, data=4), train
+        if name == "checked":
+            program = jax.shard_map(
+                partial(train, axis="data"),
+                mesh=mesh,
+                in_specs=(whole, *(rows,) * 5),
+                out_specs=(rows, rows, rows, whole),
+            )
+        with jax.set_mesh(mesh):
+            put = jax.device_put(model, whole), *jax.device_put(args, rows)
+            *mine, slope = jax.jit(program)(*put)
+        *texts, distance = mine
+        specs = {str(x.sharding.spec[0]) for x in jax.tree.leaves(mine)}
+        same = jax.tree.map(np.array_equal, texts, list(plain[:2]))
+        errors = jax.tree.map(
+            lambda a, b: abs(a - b).max(), *jax.device_get((slope, plain[3]))
+        )
+        found[name] = {
+            "specs": sorted(specs),
+            "texts": all(jax.tree.leaves(same)),
+            "distance": float(abs(distance).max()),
+            "gradient": max(map(float, jax.tree.leaves(errors))),
+        }
+    found["plain"] = float(abs(plain[2]).max())
+    return found
 
 
 def automatic():
@@ -237,10 +325,13 @@ def saved():
     found, mesh = {}, mesh_of(data=1, model=4)
     for name in CUT:
         model = random_model(FAMILIES[name], 1)
+        sharded = stree_jax.shard(model, mesh)
+        stay = [x for x in jax.tree.leaves(gathered(sharded)) if hasattr(x, "sharding")]
         with tempfile.TemporaryDirectory() as folder:
-            stree_jax.save(stree_jax.shard(model, mesh), f"{folder}/saved")
+            stree_jax.save(sharded, f"{folder}/saved")
             again = stree_jax.load(f"{folder}/saved", mtp=None)
         try:
+            assert any(not x.is_fully_replicated for x in stay), "all were gathered"
             chex.assert_trees_all_equal(again.params, model.params)
         except AssertionError as error:
             found[name] = str(error)
@@ -284,6 +375,7 @@ def refusals():
 PARTS = (
     explicit,
     checked,
+    training,
     automatic,
     named,
     constrained,

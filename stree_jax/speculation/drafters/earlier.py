@@ -81,7 +81,8 @@ class EarlierTexts:
         tokens = jnp.pad(texts.tokens, ((0, 0), (0, 1)))  # for a separator
         place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         tokens = jnp.where(place < texts.lengths[:, None], tokens, SEPARATOR)
-        return cls(tokens.reshape(prompts, -1))
+        n = tokens.shape[0] // prompts  # first split the rows, which may be sharded
+        return cls(tokens.reshape(prompts, n, -1).reshape(prompts, -1))
 
     def with_texts(self, texts: Any) -> "EarlierTexts":
         """Returns the texts followed by newer ones, in the same size.
