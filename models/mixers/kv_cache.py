@@ -12,10 +12,7 @@ from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels import cpu_kernel, like
 from stree_jax.models.base.tracing import traced_once
 from stree_jax.models.layers.mixer import MixerPending, leaf
-from stree_jax.pallas_kernels import (
-    as_bits,
-    commit_window,
-)
+from stree_jax.pallas_kernels import commit_window
 
 
 @struct.dataclass
@@ -74,7 +71,7 @@ def append_rows(
 
     def written(cache: jax.Array, b: Any, row: jax.Array) -> jax.Array:
         place = (b, zero, start[b], zero)
-        return jax.lax.dynamic_update_slice(cache, as_bits(row), place)
+        return jax.lax.dynamic_update_slice(cache, row.view(cache.dtype), place)
 
     if cpu_kernels.symbolic_size(batch):
         number = jnp.asarray(batch, jnp.int32)

@@ -90,7 +90,12 @@ def read_chunks(
             carry, found = read(carry, hidden, extra)
             return (state, carry), found
 
-        empty = init_state(model.config, size, T, param_dtype(model.params))
+        dtype = param_dtype(model.params)
+        empty = init_state(model.config, size, T, dtype)
+        # Integers have no gradient, so caches are floats here.
+        empty = jax.tree.map(
+            lambda z: z.view(dtype) if z.dtype == jnp.uint16 else z, empty
+        )
         parts = jax.tree.map(chunks, (tokens, extra, routing))
         _, found = lax.scan(one_chunk, (empty, carry), parts)
         return found.swapaxes(0, 1).reshape(size, T, *found.shape[3:])

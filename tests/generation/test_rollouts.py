@@ -273,3 +273,19 @@ def test_wrong_arguments_are_named(model, options, message):
     options = dict(prompts=[[8, 9, 10]], max_new_tokens=4, drafter=None) | options
     with pytest.raises(ValueError, match=message):
         stree_jax.generate_tokens(model, **options)
+
+
+def test_gradients_in_bfloat16_reach_tokens_of_earlier_chunks():
+    model = tiny(5, ("attention", "mlp") * 2)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
+    tokens = jax.random.randint(jax.random.key(1), (2, 140), 8, 40)
+
+    @jax.grad
+    def slopes(params):
+        own = model.replace(params=params)
+        return stree_jax.token_logprobs(own, tokens)[:, -40:].sum()
+
+    close = slopes(params)
+    exact = slopes(jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    for a, b in zip(jax.tree.leaves(close), jax.tree.leaves(exact), strict=True):
+        assert jnp.abs(a.astype(b.dtype) - b).max() <= 0.05 * jnp.abs(b).max()

@@ -210,27 +210,28 @@ def test_damaged_files_are_named(target, tmp_path, changes, problem):
 
 @pytest.mark.parametrize("kind", ["bytes", "array", "text"])
 def test_files_that_are_no_archive_are_named(target, tmp_path, kind):
-    rows = [(PROMPTS[0], [9] * 20)] * 40
-    write(tmp_path / "a.npz", rows)
+    text = tmp_path / "text"
+    text.mkdir()
+    write(text / "a.npz", [(PROMPTS[0], [9] * 20)] * 40)
     if kind == "bytes":
-        with np.load(tmp_path / "a.npz") as arrays:
-            np.savez_compressed(tmp_path / "a.npz", **arrays)
-        data = bytearray((tmp_path / "a.npz").read_bytes())
+        with np.load(text / "a.npz") as arrays:
+            np.savez_compressed(text / "a.npz", **arrays)
+        data = bytearray((text / "a.npz").read_bytes())
         data[60:120] = bytes(60)
-        (tmp_path / "a.npz").write_bytes(data)
+        (text / "a.npz").write_bytes(data)
     if kind == "array":
-        with open(tmp_path / "a.npz", "wb") as file:
+        with open(text / "a.npz", "wb") as file:
             np.save(file, np.arange(3))
     if kind == "text":
-        (tmp_path / "notes.txt").write_text("words")
+        (text / "notes.txt").write_text("words")
     problem = "a.npz, notes.txt" if kind == "text" else "a.npz: want an .npz of tokens"
     with pytest.raises(ValueError, match=problem):
-        train(target, tmp_path, tmp_path / "work")
+        train(target, text, tmp_path)
 
 
 def test_a_run_with_other_draft_tokens_does_not_resume(target, folder, tmp_path):
     """Also if the tokens of the files, and so the stored states, are the same."""
-    few = dataclasses.replace(TRAIN, steps=1, checkpoint_every=1)
+    few = dataclasses.replace(TRAIN, steps=1, warmup=0, checkpoint_every=1)
     (tmp_path / "text").mkdir()
     for shift, problem in ((0, None), (9, "other")):
         for file in answers.answer_files([folder]):
