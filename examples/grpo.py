@@ -1,9 +1,10 @@
 """Reinforcement learning: GRPO (Shao et al. 2024) with exact speculative rollouts.
 
-Prints the reward, the distance of trainer and rollouts (0: the same bits), and at the
-end checksums of all tokens and weights, which no way of drafting changes.
+Prints rewards, the distance of trainer and rollouts (0: the same bits), and checksums.
 Run it: python examples/grpo.py [--updates 50] [--drafts model, texts or none]
     [--model demo or mixture] [--dtype float32 or bfloat16]
+
+The checksums are of all tokens and weights; no way of drafting changes them.
 """
 
 import argparse

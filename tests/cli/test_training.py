@@ -164,7 +164,7 @@ def test_an_eagle_drafter_in_the_public_layout(prepared, capsys):
         (["--kind", "dspark", "--window", "-1"], "--window: want at least 0, got -1"),
         (["--kind", "eagle"], "unknown value 'eagle'"),
         (["--draft-vocab", "9"], "--draft-vocab: only with --kind dspark or dflash"),
-        (["--kind", "eagle3", "--draft-vocab", "9"], "--draft-vocab: only with --kind"),
+        (["--kind", "eagle3", "--draft-vocab", "0"], "draft vocabulary: want "),
         (["--kind", "dspark", "--draft-vocab", "0"], "draft vocabulary: want "),
         (["--dtype", "int8"], "--dtype: only with --kind dspark or dflash or eagle3"),
     ],

@@ -140,7 +140,8 @@ def clone(tmp_path_factory):
     """A clone whose kernels were never built: the files that Python imports first."""
     root = tmp_path_factory.mktemp("clone").resolve()
     (root / "stree_jax").mkdir()
-    shutil.copy(ROOT / "stree_jax" / "__init__.py", root / "stree_jax")
+    for file in ("__init__.py", "__init__.pyi"):
+        shutil.copy(ROOT / "stree_jax" / file, root / "stree_jax")
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     common = root / "stree_jax" / "common"
     shutil.copytree(ROOT / "stree_jax" / "common", common, ignore=ignored)
