@@ -247,7 +247,8 @@ def _send(connection: socket.socket, argv: Sequence[str], seconds: int) -> None:
     }
     body = json.dumps(request).encode() + b"\n"  # surrogates of odd names are escaped
     sent = socket.send_fds(connection, [body], [0, 1, 2])
-    connection.sendall(body[sent:])
+    if rest := body[sent:]:  # even an empty one fails if the command has ended
+        connection.sendall(rest)
 
 
 def _umask() -> int:

@@ -55,6 +55,7 @@ def test_text_is_that_of_plain_decoding(paths, capsys):
 
 def test_plan_and_check(paths, capsys):
     options = "--model", paths[0], "--drafter", paths[1]
+    run(capsys, "generate", "a", *options, "--max-new-tokens", "8")  # measures times
     code, out, _ = run(capsys, "plan", *options, "--memory", "1GB", "--json")
     choices = json.loads(out)["choices"]
     assert code == 0 and "assistant" in {choice["drafter"] for choice in choices}

@@ -4,6 +4,7 @@ import argparse
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -222,6 +223,20 @@ def test_closed_input_is_closed_there(caller, model):
     alone = caller.run(*words, **closed)
     kept = caller.run(*words, *KEEP, **closed)
     assert alone[:1] == kept[:1] == (2,) and alone[2] == kept[2] != ""
+
+
+def test_a_command_that_ends_at_once_is_not_run_again(monkeypatch):
+    ours, theirs = socket.socketpair()
+    send = socket.send_fds
+
+    def sent_and_ended(*args):
+        count = send(*args)
+        theirs.close()
+        return count
+
+    monkeypatch.setattr(socket, "send_fds", sent_and_ended)
+    with ours:
+        attach._send(ours, ["info"], 60)  # an error would make the caller run it
 
 
 def test_a_chat_whose_terminal_program_is_killed_ends(caller, model):

@@ -106,6 +106,7 @@ def test_the_first_requests_find_their_programs_compiled(service):
 
 
 def test_the_first_log_probabilities_compile_one_program(service):
+    assert ask(service, "/v1/completions", FINE)[0] == 200
     with Compiled() as compiled:
         for _ in range(2):
             assert ask(service, "/v1/completions", FINE | dict(logprobs=1))[0] == 200
