@@ -1,5 +1,9 @@
 """Test the kernels' products against float64, and their reproducibility."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +15,7 @@ from tests.support.native import INSTRUCTIONS, built, each_level, use
 from tests.support.reference import assert_near
 
 pytestmark = built
+ROOT = Path(__file__).parents[2]
 ROWS = 64
 TOLERANCE = 1e-6  # of float32 sums over k; the largest here is 515
 # k and m: less than a step, with a remainder, whole blocks, one column, whole tiles.
@@ -213,3 +218,29 @@ def test_rows_are_rounded_to_the_nearest_bfloat16(level, monkeypatch):
     y = jax.jit(linear)(jnp.asarray(x), jnp.ones((1, 1), jnp.bfloat16))
     wanted = jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_array_equal(y, wanted)
+
+
+RAGGED = """
+import jax, jax.numpy as jnp
+from stree_jax.models.weights.linear import linear
+
+def resident():
+    with open("/proc/self/status") as lines:
+        return next(int(x.split()[1]) for x in lines if x.startswith("VmRSS"))
+
+run = jax.jit(lambda x, w, count: linear(x, w, valid_count=count))
+x, w = jnp.ones((64, 64, 4096)), jnp.ones((64, 4096))
+for count in (64, 63):
+    for _ in range(4):
+        run(x, w, jnp.full((64,), count, jnp.int32)).block_until_ready()
+    print(resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_gathered_rows_take_little_memory():
+    """Copies of all 4,032 rows would take 66 MB for each thread that computes them."""
+    command = [sys.executable, "-c", RAGGED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    before, after = map(int, done.stdout.split())
+    assert after - before < 16_000  # kB
