@@ -151,7 +151,8 @@ for command in ("distill", "heads"):
 
 def test_core_commands_run_without_extras_and_others_name_theirs(tmp_path):
     every = modules_of(text for name in EXTRAS for text in EXTRAS[name])
-    blocked = every - {"stree_jax"} - NEEDED_BY_ORBAX
+    mandatory = modules_of(PROJECT["dependencies"])
+    blocked = every - {"stree_jax"} - NEEDED_BY_ORBAX - mandatory
     assert "optax" in blocked and "torch" in blocked
     code = WITHOUT_EXTRAS.format(blocked=blocked)
     result = subprocess.run(
