@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ CHUNK_BYTES = 2**26  # chunk size of parameters; a part of one is read in whole 
 # index of the array store) and SPACE_MARGIN bytes (for the config and the tokenizer).
 OVERHEAD, SPACE_MARGIN = 1.01, 2**26
 HASHED = "tokenizer.json"  # file with a checksum besides params/; others may be edited
+# Warning about a write that had not begun when another one failed. Python shows it when
+# it collects the coroutine.
+UNSTARTED = r"coroutine '.*async_serialize.*' was never awaited"
 THREADS = 8  # threads that hash; a core with SHA instructions hashes about 2 GB/s
 
 
@@ -68,15 +72,18 @@ def quiet_orbax() -> Iterator[None]:
             before(found)
 
     log, before = logging.getLogger("absl"), sys.unraisablehook
-    tasks = logging.getLogger("asyncio")
+    tasks, shown = logging.getLogger("asyncio"), warnings.catch_warnings()
     log.addFilter(drop)
     tasks.addFilter(_is_no_late_write)
     sys.unraisablehook = ignore_closed_loop
+    shown.__enter__()
+    warnings.filterwarnings("ignore", UNSTARTED, RuntimeWarning)
     try:
         yield
-        # After an error these two stay, because other writes end later.
+        # After an error these three stay, because other writes end later.
         sys.unraisablehook = before
         tasks.removeFilter(_is_no_late_write)
+        shown.__exit__()
     finally:
         log.removeFilter(drop)
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,30 @@ def test_late_errors_of_a_failed_save_are_not_logged(caplog, monkeypatch):
     with quiet_orbax():
         pass
     assert not log.filters
+
+
+def test_a_failed_save_does_not_warn_of_writes_that_it_did_not_begin():
+    """Python warned of coroutines that were never awaited, some runs only."""
+
+    async def async_serialize_from_host():
+        pass
+
+    async def something_else():
+        pass
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="27"), quiet_orbax():
+            write, other = async_serialize_from_host(), something_else()
+            raise ValueError("Failed writing: [os_error_code='27']")
+        del write, other  # Python collects them here
+    assert [str(each.message).split("'")[1].split(".")[-1] for each in found] == [
+        "something_else"
+    ]
+    before = list(warnings.filters)
+    with quiet_orbax():
+        pass
+    assert warnings.filters == before
 
 
 def test_a_failed_write_with_late_threads_leaves_nothing(tmp_path, monkeypatch):
