@@ -32,6 +32,7 @@ BENCHMARKS = {
     "capacity": "one forward pass by the capacity of its caches and the text length",
     "profile": "where the time of a decoding step goes, from the device's trace",
     "kernels": "time of each op by implementation",
+    "gradient": "memory of log-probabilities and their gradient, as compiled",
     "devices": "what the devices of a mesh hold and exchange, from compiled programs",
     "earlier": "drafts from the answers to earlier, similar requests",
     "schemas": "JSON that follows a schema, plain and speculative",

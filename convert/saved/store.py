@@ -83,7 +83,7 @@ def quiet_orbax() -> Iterator[None]:
         # After an error these three stay, because other writes end later.
         sys.unraisablehook = before
         tasks.removeFilter(_is_no_late_write)
-        shown.__exit__()
+        shown.__exit__(None, None, None)
     finally:
         log.removeFilter(drop)
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from flax import serialization
 
 from stree_jax.common.checks import shown
@@ -241,6 +242,16 @@ def forward_tapped(
     if previous is None:
         return module.apply(variables, tokens, *args, valid_count, taps, experts)
     return module.apply(variables, tokens, previous, *args, method="predict")
+
+
+def normed(model: Model, h: jax.Array) -> jax.Array:
+    """Returns the hidden states [B, T, d] float32, the input of `logits_of`, of the
+    residual stream [B, T, d] after the last layer."""
+    valid_count = jnp.full((h.shape[0],), h.shape[1], jnp.int32)
+    hidden: jax.Array = model.module.apply(
+        {"params": model.params}, h, valid_count, method="normed"
+    )
+    return hidden
 
 
 def logits_of(

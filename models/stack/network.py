@@ -370,7 +370,12 @@ class LanguageModel(nn.Module):
         inputs = self.per_layer(tokens, h) if per_layer_sizes(self.config)[0] else ()
         more = inputs, experts
         h, tapped, out, state = run_layers(self.layers, blocks, h, *args, *more)
-        return self.norm(h, valid_count), tapped, out, state
+        return self.normed(h, valid_count), tapped, out, state
+
+    def normed(self, h: jax.Array, valid_count: jax.Array | None) -> jax.Array:
+        """Returns the hidden states [B, T, d] of the last layer's residual stream."""
+        out: jax.Array = self.norm(h, valid_count)
+        return out
 
     def predict(
         self, tokens: jax.Array, previous: jax.Array, *args: Any

@@ -1,6 +1,7 @@
 """Computes logits for known tokens: along a sequence, or over a tree after a prefix."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.common.checks import check_not_forked, with_hints
+from stree_jax.common.derivatives import with_derivatives_of
 from stree_jax.cpu_kernels import symbolic_size
 from stree_jax.generation.arguments import checked_tokens
 from stree_jax.models import (
@@ -23,6 +25,14 @@ from stree_jax.models import (
     param_dtype,
     prefill,
 )
+from stree_jax.models.stack.by_layer import (
+    chunks,
+    float_state,
+    residual_stream,
+    runs_alone,
+    whole,
+)
+from stree_jax.models.stack.model import normed
 from stree_jax.sampling.ranks import rank_of
 from stree_jax.speculation.on_mesh import rows_on, whole_on
 from stree_jax.speculation.tree import Tree, make_tree
@@ -37,16 +47,19 @@ def _score(model: Model, tokens: jax.Array) -> jax.Array:
 
 
 def _score_chunks(model: Model, tokens: jax.Array) -> jax.Array:
-    def logits(_: None, hidden: jax.Array, __: None) -> tuple[None, jax.Array]:
+    def logits(
+        model: Model, _: None, __: None, hidden: jax.Array, ___: None
+    ) -> tuple[None, jax.Array]:
         return None, logits_of(model, hidden)
 
-    return read_chunks(model, tokens, logits, None, None)
+    return read_chunks(logits, model, None, tokens, None, None)
 
 
 def read_chunks(
-    model: Model,
-    tokens: jax.Array,
     read: Callable[..., tuple[Any, jax.Array]],
+    model: Model,
+    tables: Any,
+    tokens: jax.Array,
     carry: Any,
     extra: Any,
     routing: jax.Array | None = None,
@@ -56,10 +69,12 @@ def read_chunks(
     Many texts are read in groups, to limit memory.
 
     Args:
+      read: a function (model, tables, carry, hidden states [B, chunk, d], chunk of each
+        array of `extra`) -> (next carry, result [B, chunk, ...]). It must not refer to
+        other arrays.
       model: the model.
+      tables: a pytree of arrays that all texts share.
       tokens: [B, T] int32, T a multiple of the chunk.
-      read: maps a carry, the hidden states [B, chunk, d] and the chunk of each array of
-        `extra` to the next carry and a result [B, chunk, ...].
       carry: the first carry, a pytree of arrays [B, ...].
       extra: a pytree of arrays [B, T, ...].
       routing: [B, T, L, k] int32. The experts that the tokens have to use, see
@@ -68,47 +83,71 @@ def read_chunks(
     Returns:
       The results [B, T, ...].
     """
-    (batch, T), rows = tokens.shape, TEXTS_AT_ONCE
-
-    def chunks(z: jax.Array) -> jax.Array:
-        return z.reshape(z.shape[0], -1, PREFILL_CHUNK, *z.shape[2:]).swapaxes(0, 1)
-
-    def of_group(group: Any) -> jax.Array:
-        tokens, carry, extra, routing = group
-        size = tokens.shape[0]
-        full = jnp.full((size,), PREFILL_CHUNK, jnp.int32)
-
-        # In the backward pass, recompute each chunk instead of storing its
-        # intermediates. Kernels have no derivatives: these come from the mixers'
-        # plain-JAX definitions. A forward pass that stores intermediates would have to
-        # compile the definitions, too.
-        @jax.checkpoint
-        def one_chunk(both: Any, parts: Any) -> tuple[Any, jax.Array]:
-            (state, carry), (part, extra, routing) = both, parts
-            given = None if routing is None else experts_of(model.config, routing)
-            hidden, state = extend(model, state, part, full, experts=given)
-            carry, found = read(carry, hidden, extra)
-            return (state, carry), found
-
-        dtype = param_dtype(model.params)
-        empty = init_state(model.config, size, T, dtype)
-        # Integers have no gradient, so caches are floats here.
-        empty = jax.tree.map(
-            lambda z: z.view(dtype) if z.dtype == jnp.uint16 else z, empty
-        )
-        parts = jax.tree.map(chunks, (tokens, extra, routing))
-        _, found = lax.scan(one_chunk, (empty, carry), parts)
-        return found.swapaxes(0, 1).reshape(size, T, *found.shape[3:])
-
+    batch, rows = tokens.shape[0], TEXTS_AT_ONCE
+    of_group: Callable[..., jax.Array] = partial(_by_chunk, read)
+    if runs_alone(model.config):
+        of_group = with_derivatives_of(of_group, partial(_by_layer, read))
     if symbolic_size(batch) or batch <= rows:
-        return of_group((tokens, carry, extra, routing))
+        return of_group(model, tables, tokens, carry, extra, routing)
 
     def groups(z: jax.Array) -> jax.Array:
         padded = jnp.pad(z, ((0, -batch % rows), *[(0, 0)] * (z.ndim - 1)))
         return padded.reshape(-1, rows, *z.shape[1:])
 
-    found = lax.map(of_group, jax.tree.map(groups, (tokens, carry, extra, routing)))
+    by_row = jax.tree.map(groups, (tokens, carry, extra, routing))
+    found = lax.map(lambda group: of_group(model, tables, *group), by_row)
     return found.reshape(-1, *found.shape[2:])[:batch]
+
+
+def _by_chunk(
+    read: Callable[..., tuple[Any, jax.Array]],
+    model: Model,
+    tables: Any,
+    tokens: jax.Array,
+    carry: Any,
+    extra: Any,
+    routing: jax.Array | None,
+) -> jax.Array:
+    """Runs all layers on a chunk, then `read`, before the next chunk; see
+    `read_chunks`."""
+    size, T = tokens.shape
+    full = jnp.full((size,), PREFILL_CHUNK, jnp.int32)
+
+    # In the backward pass, recompute each chunk instead of storing its intermediates.
+    # Kernels have no derivatives: these come from the mixers' plain-JAX definitions. A
+    # forward pass that stores intermediates would have to compile the definitions, too.
+    @jax.checkpoint
+    def one_chunk(both: Any, parts: Any) -> tuple[Any, jax.Array]:
+        (state, carry), (part, extra, routing) = both, parts
+        given = None if routing is None else experts_of(model.config, routing)
+        hidden, state = extend(model, state, part, full, experts=given)
+        carry, found = read(model, tables, carry, hidden, extra)
+        return (state, carry), found
+
+    empty = float_state(model.config, size, T, param_dtype(model.params))
+    parts = jax.tree.map(chunks, (tokens, extra, routing))
+    return whole(lax.scan(one_chunk, (empty, carry), parts)[1])
+
+
+def _by_layer(
+    read: Callable[..., tuple[Any, jax.Array]],
+    model: Model,
+    tables: Any,
+    tokens: jax.Array,
+    carry: Any,
+    extra: Any,
+    routing: jax.Array | None,
+) -> jax.Array:
+    """Returns what `_by_chunk` returns, but every layer runs on all chunks before the
+    next layer. Its gradient takes less memory and compiles faster."""
+
+    @jax.checkpoint
+    def one_chunk(carry: Any, parts: Any) -> tuple[Any, jax.Array]:
+        h, extra = parts
+        return read(model, tables, carry, normed(model, h), extra)
+
+    h = residual_stream(model, tokens, routing)
+    return whole(lax.scan(one_chunk, carry, jax.tree.map(chunks, (h, extra)))[1])
 
 
 @with_hints

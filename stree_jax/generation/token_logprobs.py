@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -187,27 +188,34 @@ def _chunks(
     # All rows share the tables, so they are not carried with the rows.
     by_row = replace(requests, sampling=sampling).with_shared(None)
 
-    def of_chunk(*args: Any) -> jax.Array:
-        return _of_chunk(model, tables, *args)
-
-    def read(carry: Any, hidden: jax.Array, parts: Any) -> tuple[Any, jax.Array]:
-        (so_far, by_row), (following, counted, states) = carry, parts
-        size = counted.shape[0]
-        row = jnp.arange(size, dtype=jnp.int32)[:, None]
-        if so_far is not None:
-            so_far = so_far.at[row, counted[:, :1]].add(2, mode="drop")
-        args = hidden, following, counted, states, so_far, by_row
-        if at_most(counted.size * V, MOST_LOGITS):
-            found = of_chunk(*args)
-        else:
-            each = jax.tree.map(lambda x: x[:, None], args)
-            found = jax.lax.map(lambda one: of_chunk(*one), each)[:, 0]
-        if so_far is not None:
-            so_far = so_far.at[row, counted[:, 1:]].add(2, mode="drop")
-        return (so_far, by_row), found
-
     parts = jnp.roll(tokens, -1, axis=1), counted, states
-    return read_chunks(model, tokens, read, (so_far, by_row), parts, routing)
+    carry = so_far, by_row
+    return read_chunks(_read, model, tables, tokens, carry, parts, routing)
+
+
+def _read(
+    model: Model,
+    tables: Constraints | None,
+    carry: tuple[jax.Array | None, Requests],
+    hidden: jax.Array,
+    parts: Any,
+) -> tuple[Any, jax.Array]:
+    """Returns `_of_chunk` of a chunk, and the carry after it; see `read_chunks`."""
+    (so_far, by_row), (following, counted, states) = carry, parts
+    size, V = counted.shape[0], model.config.num_tokens
+    row = jnp.arange(size, dtype=jnp.int32)[:, None]
+    if so_far is not None:
+        so_far = so_far.at[row, counted[:, :1]].add(2, mode="drop")
+    args = hidden, following, counted, states, so_far, by_row
+    if at_most(counted.size * V, MOST_LOGITS):
+        found = _of_chunk(model, tables, *args)
+    else:
+        each = jax.tree.map(lambda x: x[:, None], args)
+        one_row = partial(_of_chunk, model, tables)
+        found = jax.lax.map(lambda one: one_row(*one), each)[:, 0]
+    if so_far is not None:
+        so_far = so_far.at[row, counted[:, 1:]].add(2, mode="drop")
+    return (so_far, by_row), found
 
 
 def _states(

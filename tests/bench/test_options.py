@@ -27,6 +27,7 @@ NEEDED = {
             "prompts",
             "capacity",
             "devices",
+            "gradient",
             "bits",
             "kl",
             "records",
