@@ -20,7 +20,6 @@ from jax import lax
 from stree_jax.models import (
     Model,
     ModelConfig,
-    State,
     Taps,
     grow,
     param_dtype,
@@ -66,6 +65,7 @@ from stree_jax.speculation.drafters.block_candidates import (
 from stree_jax.speculation.drafters.model import draw_level, empty_draft
 from stree_jax.speculation.drafters.ngram_pairs import WithNGrams, ngram_pairs
 from stree_jax.speculation.drafters.ngrams import NGrams
+from stree_jax.speculation.drafters.progress import Reading, add_unread, all_read
 from stree_jax.speculation.drafters.shortlist import chained, log_rest, reached
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.layout import tree_levels
@@ -168,9 +168,10 @@ class DFlashSource(Source):
         own = jax.eval_shape(lambda: empty_context(self.drafter, batch, 1, dtype))
         sizes = [
             [x.shape[:2] + x.shape[3:] for x in jax.tree.leaves(s)]
-            for s in (own, past.context)
+            for s in (own, past.state)
         ]
-        if sizes[0] != sizes[1]:
+        width = streams_width(self.drafter)
+        if sizes[0] != sizes[1] or past.unread.shape[2] != width:
             raise ValueError("past: of another block drafter")
 
     def bind(self, target: Model, tree: Topology) -> "DFlashDrafter":
@@ -210,22 +211,26 @@ def block_read(drafter: DFlash, output: Model) -> int:
     return read if drafter.config.head_rows else read + weights_read(output)
 
 
+def streams_width(drafter: DFlash) -> int:
+    """Returns the total width of the residual streams that a block drafter reads."""
+    return len(drafter.config.boundaries) * drafter.config.target_width
+
+
 @struct.dataclass
-class ContextState:
-    """The state of a `DFlashDrafter`.
+class ContextState(Reading):
+    """The state of a `DFlashDrafter`, which computes the context rows of new text when
+    it next drafts: steps of plain decoding do not need them.
 
     If a text continues an earlier one that had finished, the context rows of the
     tokens of that text's last step are missing, because finished rows get no updates.
     This makes drafts a little worse and does not change the output.
 
     Attributes:
-      context: keys and values of the context rows, one per token of the text; see
-        `models.drafters.dflash`.
-      passes: [B] int32. Passes of the block drafter since the prompts were read.
+      state: keys and values of the context rows, one per token of the text except the
+        unread ones; see `models.drafters.dflash`.
+      unread: [B, U, m dt] float32. The residual streams of the unread tokens: m taps of
+        the target's width dt, concatenated.
     """
-
-    context: State
-    passes: jax.Array
 
 
 @struct.dataclass
@@ -246,19 +251,32 @@ class DFlashDrafter(Searcher):
     taps: Taps = struct.field(pytree_node=False)
     ngrams: NGrams | None
     cuts_back = True
-    copies_caches = False  # a step reads them before `commit` writes in place
+    copies_caches = False  # a step writes them in place before it reads them
 
     def init(self, prompts: Prompts, past: DraftState | None) -> ContextState:
         zeros, capacity = jnp.zeros_like(prompts.lengths), prompts.capacity
+        batch, size = zeros.shape[0], prompts.update_width
         if isinstance(past, ContextState):
-            return ContextState(grow(past.context, capacity), zeros)
-        dtype = param_dtype(self.output.params)
-        context = empty_context(self.drafter, zeros.shape[0], capacity, dtype)
-        return ContextState(context, zeros)
+            grown = replace(past, state=grow(past.state, capacity))
+            context = self.read(grown).state
+        else:
+            dtype = param_dtype(self.output.params)
+            context = empty_context(self.drafter, batch, capacity, dtype)
+        unread = jnp.zeros((batch, size, streams_width(self.drafter)), jnp.float32)
+        return ContextState(context, unread, zeros, zeros, size)
+
+    def observe(self, state: ContextState, update: Update) -> ContextState:
+        rows = add_context(self.drafter, state.state, update.taps, update.length)
+        return replace(state, state=rows)
 
     def commit(self, state: ContextState, update: Update) -> ContextState:
-        rows = add_context(self.drafter, state.context, update.taps, update.length)
-        return replace(state, context=rows)
+        streams = jnp.concatenate(update.taps, axis=-1)
+        return add_unread(state, streams, update.length, self.read)
+
+    def read(self, state: ContextState) -> ContextState:
+        """Computes the context rows of the unread tokens."""
+        new = (state.unread,), state.unread_length
+        return all_read(state, add_context(self.drafter, state.state, *new), 0)
 
     def propose(
         self,
@@ -271,6 +289,7 @@ class DFlashDrafter(Searcher):
         if tree.size == 1:
             return only_root(root), state
         assert isinstance(tree, Tree)  # checked by `DFlashSource.check_tree`
+        state = self.read(state)
         found = self.candidates(state, root, tree.depth, dist, rule)
         draft = fill_from(self.drafter, found, root, tree, dist, rule)
         return draft, replace(state, passes=state.passes + 1)
@@ -286,14 +305,14 @@ class DFlashDrafter(Searcher):
         """Runs the block drafter once, below the roots, and returns its candidates.
 
         Args:
-          state: the state after the text.
+          state: the state after the text, without unread tokens.
           root: [B] int32. Tokens of the roots.
           depth: number of levels for which candidates are returned.
           dist: the distribution of the tokens below the root.
           rule: the acceptance rule.
         """
         drafter, slots = self.drafter, self.drafter.config.slots_for(depth)
-        hidden = run_block(drafter, self.output, state.context, root, slots)[:, :depth]
+        hidden = run_block(drafter, self.output, state.state, root, slots)[:, :depth]
         logits = draft_logits(drafter, self.output, hidden)[..., : dist.num_tokens]
         depths = jnp.arange(depth, dtype=jnp.int32)
         plain = scores = dist.scores(logits, depths[None], normalised=False)
@@ -322,6 +341,8 @@ class DFlashDrafter(Searcher):
         text = query.text
         root = jnp.take_along_axis(text.tokens, text.length[:, None] - 1, axis=1)[:, 0]
         args = root, query.depth, query.dist, query.rule
+        # The buffer stays, because searches are the body of a loop.
+        state = replace(self.read(state), unread=state.unread)
         found = self.candidates(state, *args)
         guess = ByPairs(self.drafter, found, query)
         start = nothing_grown(None, batch, W, query.depth)
@@ -344,13 +365,13 @@ class DFlashDrafter(Searcher):
 
     def reads(self, state: ContextState, menu: Sequence[Topology]) -> list[Reads]:
         each = block_read(self.drafter, self.output)
-        return [Reads("block drafter", state.passes, each, state=state.context)]
+        return [Reads("block drafter", state.passes, each, state=state.state)]
 
     def search_reads(
         self, state: ContextState, passes: Any, guessing: Any, size: tuple[int, int]
     ) -> list[Reads]:
         each = block_read(self.drafter, self.output)
-        return [Reads("block drafter", passes, each, state=state.context)]
+        return [Reads("block drafter", passes, each, state=state.state)]
 
     def key(self) -> str:
         stage = "" if self.ngrams is None else f" {self.ngrams}"

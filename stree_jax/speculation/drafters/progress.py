@@ -4,8 +4,9 @@ Letters: B rows, U size of the buffer of unread tokens, d width of the model's h
 states.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,9 @@ class Reading:
     unread_length: jax.Array
     passes: jax.Array
     size: int = struct.field(pytree_node=False)
+
+
+Some = TypeVar("Some", bound=Reading)
 
 
 def model_state(past: Any) -> State | None:
@@ -73,12 +77,12 @@ def read_all(model: Model, reading: Reading) -> tuple[jax.Array, Reading]:
     return hidden, all_read(reading, state, 1)
 
 
-def all_read(reading: Reading, state: State, passes: jax.Array | int) -> Reading:
+def all_read(reading: Some, state: State, passes: jax.Array | int) -> Some:
     """Returns a `Reading` without unread tokens, after the model has read them.
 
     Args:
       reading: the `Reading` before.
-      state: the model's new state.
+      state: the new state.
       passes: number of forward passes that this took.
     """
     return replace(
@@ -92,28 +96,44 @@ def all_read(reading: Reading, state: State, passes: jax.Array | int) -> Reading
 
 def add_update(model: Model, reading: Reading, update: Update) -> Reading:
     """Appends the tokens of an update to those that the draft model has not read. It
-    implements `Drafter.commit` for draft models.
+    implements `Drafter.commit` for draft models."""
+    tokens, count = update.tokens, update.length
+    return add_unread(reading, tokens, count, lambda r: read_all(model, r)[1])
 
-    Tokens stay unread until the model drafts or the buffer is full.
+
+def add_unread(
+    reading: Some, new: jax.Array, count: jax.Array, read: Callable[[Some], Some]
+) -> Some:
+    """Appends what a step added to the text to what has not been read.
+
+    It stays unread until the next draft, or until the buffer is full.
+
+    Args:
+      reading: the `Reading` before.
+      new: [B, M + 1, ...]. What is read of each token.
+      count: [B] int32. Number of valid tokens in `new`.
+      read: function that reads everything, result of `all_read`.
     """
-    batch, width = update.tokens.shape
-    size = reading.size
+    batch, width = new.shape[:2]
     if reading.unread.shape[1] == 0:
-        unread = jnp.pad(update.tokens, ((0, 0), (0, size - width)))
-        return replace(reading, unread=unread, unread_length=update.length)
+        rows = [(0, reading.size - width), *[(0, 0)] * (new.ndim - 2)]
+        unread = jnp.pad(new, [(0, 0), *rows])
+        return replace(reading, unread=unread, unread_length=count)
 
-    def read(reading: Reading) -> Reading:
-        after = read_all(model, reading)[1]
-        return replace(after, unread=jnp.zeros_like(reading.unread))
+    def is_full(reading: Some) -> jax.Array:
+        return (reading.unread_length + count > reading.size).any()
 
-    full = (reading.unread_length + update.length > size).any()
-    reading = lax.cond(full, read, lambda reading: reading, reading)
+    # A loop that runs at most once, because a conditional would copy the state.
+    assert width <= reading.size
+    reading = lax.while_loop(
+        is_full, lambda r: replace(read(r), unread=r.unread), reading
+    )
     index = jnp.arange(width, dtype=jnp.int32)[None]
     place = reading.unread_length[:, None] + index
-    place = jnp.where(index < update.length[:, None], place, size)
+    place = jnp.where(index < count[:, None], place, reading.size)
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     return replace(
         reading,
-        unread=reading.unread.at[row, place].set(update.tokens, mode="drop"),
-        unread_length=reading.unread_length + update.length,
+        unread=reading.unread.at[row, place].set(new, mode="drop"),
+        unread_length=reading.unread_length + count,
     )
