@@ -1,0 +1,123 @@
+"""Test when block drafters compute the context rows of new text: only before they
+draft, or when no more tokens fit in the buffer of unread ones."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import stree_jax
+from stree_jax import Sampling
+from stree_jax.models.drafters.dflash import add_context, empty_context
+from stree_jax.speculation.drafter import Prompts, Update
+from stree_jax.speculation.drafters import dflash
+from stree_jax.speculation.drafters.dflash import DFlashDrafter, DFlashSource
+from stree_jax.speculation.tree import chain
+from tests.speculation.auto import times
+from tests.support.dflash import KINDS, random_dflash, with_bigrams
+from tests.support.watched import drafted_trees
+
+SIZE, STEPS, NEW = 4, 11, 24
+SELDOM = times([1.0, 1e4, 1e4], 1e4, 1e4)  # drafts never pay
+OPTIONS = {
+    "plain steps": dict(tree="auto:1,4,8", times=SELDOM),
+    "chain": dict(tree="chain:2"),
+}
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return random_dflash(target, **KINDS["dspark"])
+
+
+def test_steps_without_drafts_seldom_compute_context_rows(target, drafter, monkeypatch):
+    """In two rows, of which one gets no token at every third step."""
+    calls = []
+
+    def counted(*args):
+        jax.debug.callback(lambda: calls.append(1))
+        return add_context(*args)
+
+    bound = DFlashSource(drafter).bind(target, chain(SIZE - 1))
+    rng, width = np.random.default_rng(0), target.config.d_model
+    taps = tuple(
+        jnp.asarray(rng.normal(size=(STEPS, 2, 1, width)), jnp.float32)
+        for _ in bound.taps
+    )
+    has_token = np.arange(STEPS)[:, None] % [1000, 3] > 0
+    has_token[0, 0] = True
+
+    def commit(state, part):
+        own, length = part
+        return bound.commit(state, Update(ones[:, None], length, own[0], own)), None
+
+    ones = jnp.ones((2,), jnp.int32)
+    monkeypatch.setattr(dflash, "add_context", counted)
+    start = bound.init(Prompts(ones[:, None], ones, 32, SIZE), None)
+    parts = taps, jnp.asarray(has_token, jnp.int32)
+    state, _ = jax.jit(lambda state: jax.lax.scan(commit, state, parts))(start)
+    jax.effects_barrier()
+    assert len(calls) == (STEPS - 1) // SIZE
+
+    found = bound.read(state).state
+    assert found.length.tolist() == [STEPS, 7]
+    for b, length in enumerate([STEPS, 7]):
+        own = tuple(jnp.moveaxis(z[has_token[:, b], b], 0, 1) for z in taps)
+        alone = empty_context(drafter, 1, 32, jnp.float32)
+        alone = add_context(drafter, alone, own, jnp.asarray([length], jnp.int32))
+        leaves = map(jax.tree.leaves, (found.layers, alone.layers))
+        for x, y in zip(*leaves, strict=True):
+            np.testing.assert_allclose(x[b, :, :length], y[0, :, :length], atol=1e-5)
+
+
+@struct.dataclass
+class AtEveryStep(DFlashDrafter):
+    """A drafter that computes context rows at the end of every step."""
+
+    def commit(self, state, update):
+        after = DFlashDrafter.commit(self, state, update)
+        return replace(self.read(after), unread=after.unread)
+
+
+def test_fixed_trees_have_the_same_drafts_as_with_rows_at_every_step(target, prompts):
+    texts = stree_jax.generate(target, prompts, max_new_tokens=NEW, drafter=None).tokens
+    texts = [a + b for a, b in zip(prompts, texts, strict=True)]
+    drafter = with_bigrams(random_dflash(target, pairs="vanilla", rank=8), texts)
+    (found, gained), (expected, _) = (
+        drafted_trees(target, drafter, chain(3), prompts, NEW, change)
+        for change in (lambda bound: bound, lambda bound: AtEveryStep(**vars(bound)))
+    )
+    assert found == expected
+    assert gained[:, 2:].sum() > 0, "drafts were accepted"
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(1.0, seed=4)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_continued_texts_have_all_rows_but_those_of_last_steps(
+    name, sampling, target, drafter, prompts
+):
+    """Three turns, whose texts are those of plain decoding."""
+
+    def turns(**options):
+        new, past = prompts, None
+        for _ in range(3):
+            run = stree_jax.generate(
+                *(target, new),
+                **dict(max_new_tokens=9, stop_tokens=(), keep_past=True, past=past),
+                **({} if sampling is None else dict(sampling=sampling)),
+                **options,
+            )
+            new, past = [[]] * len(prompts), run.past
+        return past
+
+    past, plain = turns(drafter=drafter, **OPTIONS[name]), turns(drafter=None)
+    assert past.tokens == plain.tokens
+    own = past.drafter
+    assert (own.unread_length.max() > 0) == (name == "plain steps")
+    read = np.array([len(row) for row in past.tokens]) - 1
+    missing = read - np.asarray(own.state.length + own.unread_length)
+    assert missing.min() >= 3, "one for each turn"
+    assert missing.max() <= (3 if name == "plain steps" else 9)
