@@ -33,6 +33,7 @@ from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.on_mesh import to_host
 from tests.mesh_check import DEVICES, check_family
+from tests.speculation.auto import times
 from tests.support.dflash import KINDS as DRAFTERS
 from tests.support.dflash import random_dflash
 from tests.support.families import FAMILIES, mesh_of, prompts, random_model
@@ -315,7 +316,23 @@ def blocks():
         stree_jax.generate(one, ids, drafter=own, **options).tokens
         for one, own in ((model, drafter), (cut, drafter), (cut, small))
     ]
-    return {"same": texts[0] == texts[1] == texts[2]}
+    return {"same": texts[0] == texts[1] == texts[2], "auto": block_turns()}
+
+
+def block_turns():
+    """Returns whether two turns with tree "auto" have the same text on a mesh that
+    divides the rows, too. Steps without drafts leave tokens without context rows."""
+    model, found = tiny(1), []
+    drafter = random_dflash(model, **DRAFTERS["dspark"])
+    for one in (model, stree_jax.shard(model, mesh_of("2x1"))):
+        slow = times([1.0, 1.5, 2.0], 0.5, 0.5)  # most steps are plain
+        options = {"drafter": drafter, "tree": TREES[1], "times": slow}
+        options |= {"max_new_tokens": 20, "stop_tokens": (), "keep_past": True}
+        first = stree_jax.generate(one, prompts(model.config, 2), **options)
+        left = to_host(first.past.drafter.unread_length).max()
+        more = stree_jax.generate(one, [[], []], past=first.past, **options)
+        found.append((more.past.tokens, bool(left > 0)))
+    return found[0] == found[1] and found[0][1]
 
 
 def served():
