@@ -235,6 +235,31 @@ def not_a_source(name: str, value: Any) -> ValueError:
 def check_state(name: str, model: Model, state: Any, batch: int) -> None:
     """Raises ValueError if a state does not have the layers and sizes of a model's
     state. The capacities of caches are not compared."""
+    dtype = param_dtype(model.params)
+    config: ModelConfig = part_config(model.config, model.cut)
+    own = jax.eval_shape(lambda: init_state(config, batch, 1, dtype))
+    check_sizes(name, model, own, state)
+
+
+def check_sizes(name: str, model: Model, own: Any, state: Any) -> None:
+    """Raises ValueError if a state does not have the layers and sizes of `own`, except
+    the capacities of caches.
+
+    Args:
+      name: what the error message begins with.
+      model: the target or a draft model, whose mesh the state is on.
+      own: the state that each device of the mesh should have, as shapes.
+      state: the state, whose arrays consist of the parts of all devices.
+    """
+    parts = 1
+    if model.mesh is not None:
+        parts = axis_size(model.mesh, model.cut.axis)
+
+    def whole(part: Any, info: Leaf) -> Any:
+        shape = list(part.shape)
+        if info.part_axis is not None:
+            shape[info.part_axis] *= parts
+        return jax.ShapeDtypeStruct(tuple(shape), part.dtype)
 
     def sizes(state: Any) -> Any:
         found = []
@@ -247,17 +272,5 @@ def check_state(name: str, model: Model, state: Any, batch: int) -> None:
         map_leaves(visit, state)
         return jax.tree.structure(state), found
 
-    dtype, parts = param_dtype(model.params), 1
-    if model.mesh is not None:
-        parts = axis_size(model.mesh, model.cut.axis)
-
-    def whole(part: Any, info: Leaf) -> Any:
-        shape = list(part.shape)
-        if info.part_axis is not None:
-            shape[info.part_axis] *= parts
-        return jax.ShapeDtypeStruct(tuple(shape), part.dtype)
-
-    config: ModelConfig = part_config(model.config, model.cut)
-    own = jax.eval_shape(lambda: init_state(config, batch, 1, dtype))
     if sizes(map_leaves(whole, own)) != sizes(state):
         raise ValueError(f"{name}: its state does not fit this model")

@@ -324,7 +324,7 @@ def block_turns():
     divides the rows, too. Steps without drafts leave tokens without context rows."""
     model, found = tiny(1), []
     drafter = random_dflash(model, **DRAFTERS["dspark"])
-    for one in (model, stree_jax.shard(model, mesh_of("2x1"))):
+    for one in (model, stree_jax.shard(model, mesh_of("2x2"))):
         slow = times([1.0, 1.5, 2.0], 0.5, 0.5)  # most steps are plain
         options = {"drafter": drafter, "tree": TREES[1], "times": slow}
         options |= {"max_new_tokens": 20, "stop_tokens": (), "keep_past": True}

@@ -2,6 +2,7 @@
 draft, or when no more tokens fit in the buffer of unread ones."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import struct
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.models.drafters.dflash import add_context, empty_context
+from stree_jax.models.drafters.dflash import DFlashLayer, add_context, empty_context
 from stree_jax.speculation.drafter import Prompts, Update
 from stree_jax.speculation.drafters import dflash
 from stree_jax.speculation.drafters.dflash import DFlashDrafter, DFlashSource
@@ -121,3 +122,14 @@ def test_continued_texts_have_all_rows_but_those_of_last_steps(
     missing = read - np.asarray(own.state.length + own.unread_length)
     assert missing.min() >= 3, "one for each turn"
     assert missing.max() <= (3 if name == "plain steps" else 9)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(boundaries=(0, 1)), dict(layers=(DFlashLayer(),))]
+)
+def test_a_past_of_another_block_drafter_is_refused(options, target, drafter, prompts):
+    write = partial(stree_jax.generate, target, max_new_tokens=2)
+    past = write(prompts, drafter=drafter, keep_past=True).past
+    other = random_dflash(target, **KINDS["dspark"] | options)
+    with pytest.raises(ValueError, match="past: of another block drafter"):
+        write([[]] * len(prompts), drafter=other, past=past)

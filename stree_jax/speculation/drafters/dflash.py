@@ -69,7 +69,7 @@ from stree_jax.speculation.drafters.progress import Reading, add_unread, all_rea
 from stree_jax.speculation.drafters.shortlist import chained, log_rest, reached
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.layout import tree_levels
-from stree_jax.speculation.source import Source, Vocabulary, Work
+from stree_jax.speculation.source import Source, Vocabulary, Work, check_sizes
 from stree_jax.speculation.tree import Auto, Topology, Tree
 
 CANDIDATES = 16  # K; DFlash2's selector was trained with 16
@@ -166,13 +166,10 @@ class DFlashSource(Source):
             return
         dtype = param_dtype(target.params)
         own = jax.eval_shape(lambda: empty_context(self.drafter, batch, 1, dtype))
-        sizes = [
-            [x.shape[:2] + x.shape[3:] for x in jax.tree.leaves(s)]
-            for s in (own, past.state)
-        ]
-        width = streams_width(self.drafter)
-        if sizes[0] != sizes[1] or past.unread.shape[2] != width:
-            raise ValueError("past: of another block drafter")
+        name = "past: of another block drafter"
+        check_sizes(name, target, own, past.state)
+        if past.unread.shape[2] != streams_width(self.drafter):
+            raise ValueError(name)
 
     def bind(self, target: Model, tree: Topology) -> "DFlashDrafter":
         drafter, output = self.drafter, head_of(without_mtp(target))
