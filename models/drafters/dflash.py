@@ -13,9 +13,9 @@ A slot is one position of the block. The block follows the text: slot 0 is at th
 position of the root and has the root's token, and the other slots have a mask token.
 Every slot attends to the context rows of the text and to slots of its block.
 
-The context row of a token is computed once, when the token is added to the text. All
-layers use the same context rows; only their keys and values are stored. Nothing of the
-slots is stored after the pass.
+The context row of a token is computed once, after the token was added to the text and
+before the next block. All layers use the same context rows; only their keys and values
+are stored. Nothing of the slots is stored after the pass.
 
 The logits U of a slot do not depend on the draft tokens between the root and the slot.
 DSpark and DFlash2 therefore add a score of pairs: S(a, b) = U(b) + pair(a, b) for a
