@@ -72,7 +72,8 @@ class Marginals(DFlashSource):
         found = DFlashSource.bind(self, target, tree)
         c = self.drafter.config
         alone = replace(self.drafter, config=replace(c, pairs="", confidence=False))
-        return MarginalDrafter(alone, found.output, found.taps, None, self.drafter)
+        own = found.output, found.taps, None, found.reads_late
+        return MarginalDrafter(alone, *own, self.drafter)
 
 
 def marginals(

@@ -1,30 +1,31 @@
-"""Test when block drafters compute the context rows of new text: only before they
-draft, or when no more tokens fit in the buffer of unread ones."""
+"""Test when block drafters compute the context rows of new text with tree "auto": only
+before they draft, or when no more tokens fit in the buffer of unread ones."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import struct
 
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.models.drafters.dflash import DFlashLayer, add_context, empty_context
+from stree_jax.speculation.accept import NAIVE
+from stree_jax.speculation.adaptive.search import Query
 from stree_jax.speculation.drafter import Prompts, Update
 from stree_jax.speculation.drafters import dflash
-from stree_jax.speculation.drafters.dflash import DFlashDrafter, DFlashSource
-from stree_jax.speculation.tree import chain
+from stree_jax.speculation.drafters.dflash import DFlashSource
+from stree_jax.speculation.drafters.lookup import History
+from stree_jax.speculation.tree import resolve_tree
+from stree_jax.verify.agreement import text_distribution
 from tests.speculation.auto import times
-from tests.support.dflash import KINDS, random_dflash, with_bigrams
-from tests.support.watched import drafted_trees
+from tests.support.dflash import KINDS, random_dflash
 
-SIZE, STEPS, NEW = 4, 11, 24
+AUTO, SIZE, STEPS = "auto:1,4,8", 4, 11
 SELDOM = times([1.0, 1e4, 1e4], 1e4, 1e4)  # drafts never pay
 OPTIONS = {
-    "plain steps": dict(tree="auto:1,4,8", times=SELDOM),
+    "plain steps": dict(tree=AUTO, times=SELDOM),
     "chain": dict(tree="chain:2"),
 }
 
@@ -42,7 +43,7 @@ def test_steps_without_drafts_seldom_compute_context_rows(target, drafter, monke
         jax.debug.callback(lambda: calls.append(1))
         return add_context(*args)
 
-    bound = DFlashSource(drafter).bind(target, chain(SIZE - 1))
+    bound = DFlashSource(drafter).bind(target, resolve_tree(AUTO))
     rng, width = np.random.default_rng(0), target.config.d_model
     taps = tuple(
         jnp.asarray(rng.normal(size=(STEPS, 2, 1, width)), jnp.float32)
@@ -74,25 +75,27 @@ def test_steps_without_drafts_seldom_compute_context_rows(target, drafter, monke
             np.testing.assert_allclose(x[b, :, :length], y[0, :, :length], atol=1e-5)
 
 
-@struct.dataclass
-class AtEveryStep(DFlashDrafter):
-    """A drafter that computes context rows at the end of every step."""
-
-    def commit(self, state, update):
-        after = DFlashDrafter.commit(self, state, update)
-        return replace(self.read(after), unread=after.unread)
-
-
-def test_fixed_trees_have_the_same_drafts_as_with_rows_at_every_step(target, prompts):
-    texts = stree_jax.generate(target, prompts, max_new_tokens=NEW, drafter=None).tokens
-    texts = [a + b for a, b in zip(prompts, texts, strict=True)]
-    drafter = with_bigrams(random_dflash(target, pairs="vanilla", rank=8), texts)
-    (found, gained), (expected, _) = (
-        drafted_trees(target, drafter, chain(3), prompts, NEW, change)
-        for change in (lambda bound: bound, lambda bound: AtEveryStep(**vars(bound)))
-    )
-    assert found == expected
-    assert gained[:, 2:].sum() > 0, "drafts were accepted"
+def test_a_search_reads_all_tokens_before(target, drafter):
+    """Its candidates are those after the same tokens as a part of the prompts."""
+    bound = DFlashSource(drafter).bind(target, resolve_tree(AUTO))
+    rng, width = np.random.default_rng(1), target.config.d_model
+    shape, zeros = (1, SIZE, width), jnp.zeros((1,), jnp.int32)
+    taps = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in bound.taps)
+    ids = jnp.asarray([[3, 9, 4, 7]], jnp.int32)
+    prompts = Prompts(ids[:, :1], zeros + 1, 32, SIZE)
+    update = Update(ids, zeros + 3, taps[0], taps)
+    dist = text_distribution(None, zeros, target.config.num_tokens)
+    text = History(ids, zeros + 4)
+    query = Query(text, dist, NAIVE, 4, 3, SIZE, lambda *_: jnp.bool_(True))
+    found = []
+    for add in (bound.commit, bound.observe):
+        state = add(bound.init(prompts, None), update)
+        after, search = bound.search(state, query)
+        assert (after.state.length.tolist(), after.unread_length.tolist()) == ([3], [0])
+        found.append(search.at_root.best)
+    np.testing.assert_array_equal(*found)
+    _, empty = bound.search(bound.init(prompts, None), query)
+    assert jnp.abs(empty.at_root.best - found[0]).max() > 1e-3
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(1.0, seed=4)])

@@ -213,7 +213,7 @@ def test_trees_are_the_best_of_all_paths(kind, target):
     )
     prompts = Prompts(jnp.ones((1, 10), jnp.int32), jnp.asarray([10]), 64, 4)
     update = Update(prompts.token_ids[:, 1:], jnp.asarray([9]), taps[0], taps)
-    state = bound.observe(bound.init(prompts, None), update)
+    state = bound.commit(bound.init(prompts, None), update)
     history = History(prompts.token_ids, prompts.lengths)
     dist = text_distribution(None, jnp.zeros((1,), jnp.int32), target.config.num_tokens)
     query = Query(history, dist, NAIVE, 8, 3, 8, lambda *_: jnp.bool_(True))

@@ -36,9 +36,6 @@ class Watched(DrafterBase):
     def commit(self, state, update):
         return self.inner.commit(state[0], update), state[1]
 
-    def observe(self, state, update):
-        return self.inner.observe(state[0], update), state[1]
-
 
 def drafted_trees(target, drafter, tree, prompts, new, change=lambda drafter: drafter):
     """Decodes greedily.

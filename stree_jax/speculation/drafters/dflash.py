@@ -65,7 +65,7 @@ from stree_jax.speculation.drafters.block_candidates import (
 from stree_jax.speculation.drafters.model import draw_level, empty_draft
 from stree_jax.speculation.drafters.ngram_pairs import WithNGrams, ngram_pairs
 from stree_jax.speculation.drafters.ngrams import NGrams
-from stree_jax.speculation.drafters.progress import Reading, add_unread, all_read
+from stree_jax.speculation.drafters.progress import Reading, add_unread
 from stree_jax.speculation.drafters.shortlist import chained, log_rest, reached
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.layout import tree_levels
@@ -174,7 +174,8 @@ class DFlashSource(Source):
     def bind(self, target: Model, tree: Topology) -> "DFlashDrafter":
         drafter, output = self.drafter, head_of(without_mtp(target))
         taps = tuple(tap_of(target.config, b) for b in drafter.config.boundaries)
-        return DFlashDrafter(drafter, output, taps, self.ngrams)
+        late = isinstance(tree, Auto)  # which has steps of plain decoding
+        return DFlashDrafter(drafter, output, taps, self.ngrams, late)
 
     @property
     def search_size(self) -> tuple[int, int]:
@@ -215,8 +216,7 @@ def streams_width(drafter: DFlash) -> int:
 
 @struct.dataclass
 class ContextState(Reading):
-    """The state of a `DFlashDrafter`, which computes the context rows of new text when
-    it next drafts: steps of plain decoding do not need them.
+    """The state of a `DFlashDrafter`.
 
     If a text continues an earlier one that had finished, the context rows of the
     tokens of that text's last step are missing, because finished rows get no updates.
@@ -226,7 +226,7 @@ class ContextState(Reading):
       state: keys and values of the context rows, one per token of the text except the
         unread ones; see `models.drafters.dflash`.
       unread: [B, U, m dt] float32. The residual streams of the unread tokens: m taps of
-        the target's width dt, concatenated.
+        the target's width dt, concatenated. U is 0 unless the drafter `reads_late`.
     """
 
 
@@ -241,21 +241,24 @@ class DFlashDrafter(Searcher):
       taps: the target's layers whose residual streams the network reads.
       ngrams: n-grams that score pairs of tokens. If None, the network's own pair scores
         are used, or no pair scores if it has none.
+      reads_late: True if the context rows of new tokens are computed together when it
+        next drafts. If False, they are computed at the end of every step.
     """
 
     drafter: DFlash
     output: Model
     taps: Taps = struct.field(pytree_node=False)
     ngrams: NGrams | None
+    reads_late: bool = struct.field(pytree_node=False)
     cuts_back = True
-    copies_caches = False  # a step writes them in place before it reads them
+    copies_caches = False  # a step never writes them between two reads
 
     def init(self, prompts: Prompts, past: DraftState | None) -> ContextState:
         zeros, capacity = jnp.zeros_like(prompts.lengths), prompts.capacity
-        batch, size = zeros.shape[0], prompts.update_width
+        batch, size = zeros.shape[0], prompts.update_width if self.reads_late else 0
         if isinstance(past, ContextState):
-            grown = replace(past, state=grow(past.state, capacity))
-            context = self.read(grown).state
+            past = replace(past, state=grow(past.state, capacity))
+            context = self.read(past).state if past.size else past.state
         else:
             dtype = param_dtype(self.output.params)
             context = empty_context(self.drafter, batch, capacity, dtype)
@@ -267,13 +270,16 @@ class DFlashDrafter(Searcher):
         return replace(state, state=rows)
 
     def commit(self, state: ContextState, update: Update) -> ContextState:
+        if not self.reads_late:
+            return self.observe(state, update)
         streams = jnp.concatenate(update.taps, axis=-1)
         return add_unread(state, streams, update.length, self.read)
 
     def read(self, state: ContextState) -> ContextState:
         """Computes the context rows of the unread tokens."""
-        new = (state.unread,), state.unread_length
-        return all_read(state, add_context(self.drafter, state.state, *new), 0)
+        streams, count = (state.unread,), state.unread_length
+        rows = add_context(self.drafter, state.state, streams, count)
+        return replace(state, state=rows, unread_length=jnp.zeros_like(count))
 
     def propose(
         self,
@@ -286,7 +292,6 @@ class DFlashDrafter(Searcher):
         if tree.size == 1:
             return only_root(root), state
         assert isinstance(tree, Tree)  # checked by `DFlashSource.check_tree`
-        state = self.read(state)
         found = self.candidates(state, root, tree.depth, dist, rule)
         draft = fill_from(self.drafter, found, root, tree, dist, rule)
         return draft, replace(state, passes=state.passes + 1)
@@ -338,8 +343,7 @@ class DFlashDrafter(Searcher):
         text = query.text
         root = jnp.take_along_axis(text.tokens, text.length[:, None] - 1, axis=1)[:, 0]
         args = root, query.depth, query.dist, query.rule
-        # The buffer stays, because searches are the body of a loop.
-        state = replace(self.read(state), unread=state.unread)
+        state = self.read(state) if self.reads_late else state
         found = self.candidates(state, *args)
         guess = ByPairs(self.drafter, found, query)
         start = nothing_grown(None, batch, W, query.depth)

@@ -77,12 +77,12 @@ def read_all(model: Model, reading: Reading) -> tuple[jax.Array, Reading]:
     return hidden, all_read(reading, state, 1)
 
 
-def all_read(reading: Some, state: State, passes: jax.Array | int) -> Some:
+def all_read(reading: Reading, state: State, passes: jax.Array | int) -> Reading:
     """Returns a `Reading` without unread tokens, after the model has read them.
 
     Args:
       reading: the `Reading` before.
-      state: the new state.
+      state: the model's new state.
       passes: number of forward passes that this took.
     """
     return replace(
@@ -112,7 +112,7 @@ def add_unread(
       reading: the `Reading` before.
       new: [B, M + 1, ...]. What is read of each token.
       count: [B] int32. Number of valid tokens in `new`.
-      read: function that reads everything, result of `all_read`.
+      read: function that reads everything.
     """
     batch, width = new.shape[:2]
     if reading.unread.shape[1] == 0:
