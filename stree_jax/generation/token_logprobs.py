@@ -26,7 +26,7 @@ from stree_jax.models import PREFILL_CHUNK, Model, check_model, logits_of
 from stree_jax.models.stack.routing import UNKNOWN
 from stree_jax.sampling.best import log_softmax
 from stree_jax.sampling.constraints import NONE, Constraints
-from stree_jax.sampling.distribution import Distribution, marks_of
+from stree_jax.sampling.distribution import Distribution, marks_of, without_stops
 from stree_jax.sampling.logprobs import of_tokens
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, SamplingRows
@@ -46,6 +46,7 @@ def token_logprobs(
     constraint: Constraint | Sequence[Constraint | None] | Constraints | None = None,
     prompt_lengths: Any = None,
     stop_tokens: Any = None,
+    min_new_tokens: Any = 0,
     routing: Any = None,
 ) -> jax.Array:
     """Returns the log-probability of each token of each text, given those before it.
@@ -68,11 +69,13 @@ def token_logprobs(
         log-probabilities are those after its masks, -inf for a token that breaks it.
         Constraints of B / n prompts are for the n rows of each prompt.
       prompt_lengths: [B] ints in 1 .. T: tokens of each text that are its prompt, for
-        which the result is then 0. Needed with `constraint`, which begins behind the
-        prompt, and with presence and frequency penalties, which count only the output.
-        (Without it, those of `SamplingRows` count the prompt, too.)
-      stop_tokens: with `constraint`, the tokens that may end the output, as in
-        `generate_tokens`. If None, the model's stop tokens.
+        which the result is then 0. Needed with `constraint` and `min_new_tokens`, which
+        begin behind the prompt, and with presence and frequency penalties, which count
+        only the output. (Without it, those of `SamplingRows` count the prompt, too.)
+      stop_tokens: with `constraint` or `min_new_tokens`, the tokens that may end the
+        output, as in `generate_tokens`. If None, the model's stop tokens.
+      min_new_tokens: an int or [B] ints, tokens of the output before which the
+        log-probability of stop tokens is -inf, as in `generate_tokens`.
       routing: [B, T, L, k] ints, the experts that each token uses in each of the
         model's L mixtures, as in `Texts.routing`; -1 where routers choose. Their
         weights are still those of the model's routers, and have a gradient. If None,
@@ -97,9 +100,13 @@ def token_logprobs(
         raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
     batch, T = tokens.shape
     lengths = counts("lengths", T if lengths is None else lengths, batch, 1, T)
-    prompt = None
+    prompt = least = None
+    if not (isinstance(min_new_tokens, int) and min_new_tokens == 0):
+        least = counts("min_new_tokens", min_new_tokens, batch, 0, T)
     if prompt_lengths is not None:
         prompt = counts("prompt_lengths", prompt_lengths, batch, 1, T)
+    elif least is not None:
+        raise ValueError("prompt_lengths: want them, for min_new_tokens of the outputs")
     elif constraint is not None:
         raise ValueError("prompt_lengths: want them, since a constraint is for outputs")
     elif isinstance(sampling, Sampling):
@@ -110,17 +117,17 @@ def token_logprobs(
     zeros = jnp.zeros((batch,), jnp.int32)
     requests = Requests(
         max_new_tokens=zeros,
-        min_new_tokens=None,
+        min_new_tokens=least,
         stop_tokens=zeros[:, None],
         stop_strings=None,
         sampling=rows_of_sampling(sampling, None, batch, 1, model.config.num_tokens),
         constraints=_constraints(model, constraint, batch),
     )
-    if requests.constraints is not None:
+    if requests.constraints is not None or least is not None:
         stops = stop_table(model, stop_tokens, batch)
         requests = replace(requests, stop_tokens=stops)
     elif stop_tokens is not None:
-        raise ValueError("stop_tokens: only used with a constraint")
+        raise ValueError("stop_tokens: only for a constraint or min_new_tokens")
     if routing is not None:
         routing = given_routing(model, routing, batch, T)
         routing = _whole_chunks(routing, UNKNOWN)
@@ -185,10 +192,15 @@ def _chunks(
     tables = requests.constraints
     if tables is not None and prompt is not None:
         states = _states(tables, tokens, prompt)
+    early = None
+    if requests.min_new_tokens is not None and prompt is not None:
+        place = jnp.arange(1, T + 1, dtype=jnp.int32)[None]
+        index = place - prompt[:, None]  # of the next token in the output
+        early = (index >= 0) & (index < requests.min_new_tokens[:, None])
     # All rows share the tables, so they are not carried with the rows.
     by_row = replace(requests, sampling=sampling).with_shared(None)
 
-    parts = jnp.roll(tokens, -1, axis=1), counted, states
+    parts = jnp.roll(tokens, -1, axis=1), counted, states, early
     carry = so_far, by_row
     return read_chunks(_read, model, tables, tokens, carry, parts, routing)
 
@@ -201,12 +213,12 @@ def _read(
     parts: Any,
 ) -> tuple[Any, jax.Array]:
     """Returns `_of_chunk` of a chunk, and the carry after it; see `read_chunks`."""
-    (so_far, by_row), (following, counted, states) = carry, parts
+    (so_far, by_row), (following, counted, states, early) = carry, parts
     size, V = counted.shape[0], model.config.num_tokens
     row = jnp.arange(size, dtype=jnp.int32)[:, None]
     if so_far is not None:
         so_far = so_far.at[row, counted[:, :1]].add(2, mode="drop")
-    args = hidden, following, counted, states, so_far, by_row
+    args = hidden, following, counted, states, early, so_far, by_row
     if at_most(counted.size * V, MOST_LOGITS):
         found = _of_chunk(model, tables, *args)
     else:
@@ -248,6 +260,7 @@ def _of_chunk(
     following: jax.Array,
     counted: jax.Array,
     states: jax.Array | None,
+    early: jax.Array | None,
     so_far: jax.Array | None,
     by_row: Requests,
 ) -> jax.Array:
@@ -261,21 +274,25 @@ def _of_chunk(
       counted: [B, chunk] int32. The tokens of the chunk that penalties count; V for
         others.
       states: [B, chunk] int32. States of the automata after each token.
+      early: [B, chunk] bool. True if the next token has to be another one than the stop
+        tokens; or None.
       so_far: [B, V] int32. `Distribution.counts` of the text up to the chunk's first
         token, and of the prompt; None without penalties.
       by_row: the requests, without tables.
     """
     V, (batch, width) = model.config.num_tokens, counted.shape
     logits = logits_of(model, hidden)[..., :V]
+    stop = marks_of(by_row.stop_tokens, V)
     if tables is not None and states is not None and by_row.constraints is not None:
         rows = replace(tables, automaton=by_row.constraints.automaton)
-        allowed = rows.allowed(states, marks_of(by_row.stop_tokens, V))
-        logits = jnp.where(allowed, logits, -jnp.inf)
+        logits = jnp.where(rows.allowed(states, stop), logits, -jnp.inf)
+    if early is not None:
+        logits = without_stops(logits, stop, early, tables is not None)
     if by_row.sampling is not None:
         place = jnp.arange(width, dtype=jnp.int32)
         zeros = jnp.zeros((batch,), jnp.int32)
         path = counted[:, jnp.minimum(place[:, None], place[None])]
-        masked = replace(by_row, constraints=None)
+        masked = replace(by_row, constraints=None, min_new_tokens=None)
         dist = Distribution(masked, zeros, so_far, V)
         logits = dist.scores(logits, place[None], path)
     return of_tokens(log_softmax(logits), following)

@@ -239,12 +239,7 @@ class Distribution:
             return logits
         place = self.output_place[:, None] + depth
         early = place < r.min_new_tokens[:, None]
-        later = jnp.where(stop[:, None] & early[..., None], -jnp.inf, logits)
-        if r.constraints is None:
-            return later
-        # A constraint may allow nothing but stop tokens that have text.
-        some = (later > -jnp.inf).any(axis=-1, keepdims=True)
-        return jnp.where(some, later, logits)
+        return without_stops(logits, stop, early, r.constraints is not None)
 
     def _constrained(
         self, logits: jax.Array, states: jax.Array, stop: jax.Array
@@ -369,6 +364,25 @@ def _but_greedy(greedy: jax.Array, noise: jax.Array) -> jax.Array:
 def _by_row(values: jax.Array) -> jax.Array:
     """Reshapes [B] to [B, 1, 1], to broadcast against [B, Q, V]."""
     return values[:, None, None]
+
+
+def without_stops(
+    logits: jax.Array, stop: jax.Array, early: jax.Array, constrained: bool
+) -> jax.Array:
+    """Returns logits [B, Q, V], -inf for stop tokens where the text may not end.
+
+    Args:
+      logits: [B, Q, V] float32.
+      stop: [B, V] bool. The stop tokens of each row.
+      early: [B, Q] bool. True if the next token has to be another one.
+      constrained: True if constraints may allow nothing but stop tokens, which then
+        stay.
+    """
+    later = jnp.where(stop[:, None] & early[..., None], -jnp.inf, logits)
+    if not constrained:
+        return later
+    some = (later > -jnp.inf).any(axis=-1, keepdims=True)
+    return jnp.where(some, later, logits)
 
 
 def filtered_and_distance(

@@ -132,6 +132,9 @@ def test_stop_tokens_may_end_it_where_it_matches(model):
     assert np.isfinite(ended).all() and ended[0, -1] < 0
     other = stree_jax.token_logprobs(model, [text], **options)
     assert np.isneginf(other[0, -1])
+    more = options | dict(stop_tokens=[stop], min_new_tokens=2)
+    assert np.isneginf(stree_jax.token_logprobs(model, [text], **more)[0, -1])
+    assert np.isfinite(stree_jax.token_logprobs(model, [text], **more)[0, :-1]).all()
     early = stree_jax.token_logprobs(
         model, [[*ids, stop]], stop_tokens=[stop], **options
     )
@@ -244,7 +247,7 @@ def test_prompts_that_count_as_outputs_are_noticed(model, rollout):
         (dict(constraint=[DIGITS] * 2, prompt_lengths=[1]), "constraint: want a Const"),
         (dict(constraint="a", prompt_lengths=[1]), "constraint: want a Const"),
         (dict(sampling=PENALISED), "sampling: want no presence_penalty"),
-        (dict(stop_tokens=[1]), "stop_tokens: only used with a constraint"),
+        (dict(stop_tokens=[1]), "stop_tokens: only for a constraint or min_new"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

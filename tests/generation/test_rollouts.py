@@ -140,6 +140,39 @@ def test_bits_are_equal_at_all_temperatures(tree, optimised):
         assert found[texts.output].tolist() == texts.logprobs[texts.output].tolist()
 
 
+@pytest.mark.skipif(cpu_kernels.level() is None, reason="bits of the CPU kernels")
+def test_scores_exclude_stop_tokens_before_the_least_length(model, texts, optimised):
+    prompts, lengths, _ = padded(texts)
+    stops = jnp.arange(model.config.num_tokens // 2)  # likely ones among them
+    least = jnp.array([3, 6])
+    done = stree_jax.generate_tokens(
+        model,
+        prompts,
+        lengths,
+        max_new_tokens=8,
+        min_new_tokens=least,
+        stop_tokens=stops,
+        sampling=SAMPLING,
+        logprobs=0,
+        n=2,
+    )
+    joined = done.joined(prompts, lengths)
+    options = dict(
+        sampling=sampling_rows([SAMPLING] * 4), prompt_lengths=lengths.repeat(2)
+    )
+
+    def scored(**more):
+        found = stree_jax.token_logprobs(
+            model, joined.tokens, joined.lengths, **options, **more
+        )
+        return found[joined.output].tolist()
+
+    own = joined.logprobs[joined.output].tolist()
+    assert scored(stop_tokens=stops, min_new_tokens=least.repeat(2)) == own
+    assert scored() != own
+    assert joined.lengths.tolist() >= (lengths + least).repeat(2).tolist()
+
+
 def test_left_padding_gives_the_same_tokens(model, texts):
     options = dict(max_new_tokens=8, drafter=None)
     ids, lengths, _ = padded(texts)
@@ -250,6 +283,11 @@ def test_the_gradient_is_that_of_the_scores(model, texts):
 
     mine, own = (jax.jit(jax.grad(f))(model.params) for f in (of_tokens, of_scores))
     chex.assert_trees_all_close(mine, own, rtol=2e-3, atol=2e-4)
+
+
+def test_the_least_length_of_scores_needs_the_prompts(model):
+    with pytest.raises(ValueError, match="^prompt_lengths: want them, for min_new"):
+        stree_jax.token_logprobs(model, [[8, 9]], min_new_tokens=1)
 
 
 WRONG = [
