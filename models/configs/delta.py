@@ -43,6 +43,13 @@ class DeltaConfig:
     norm_eps: float = 1e-6
     beta_max: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.key_heads < 1 or self.value_heads % self.key_heads:
+            raise ValueError(
+                f"key_heads: {self.key_heads} do not divide {self.value_heads} value "
+                "heads"
+            )
+
     @property
     def by_channel(self) -> bool:
         """True if every key channel of a head has its own decay."""

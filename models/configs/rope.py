@@ -50,6 +50,10 @@ class Rope:
     yarn: Yarn | None = None
     share: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.dim <= 0 or self.dim % 2:
+            raise ValueError(f"dim: {self.dim} channels rotate; want pairs of them")
+
 
 @dataclass(frozen=True)
 class Temperature:

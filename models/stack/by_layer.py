@@ -4,7 +4,7 @@
 gradient keeps the states of all layers after every chunk, and the program contains
 every layer. Here a layer reads all chunks before the next layer begins: the gradient
 keeps the residual streams between layers, and the states of one layer at a time. Layers
-that repeat are one loop.
+that repeat are one loop, if their weights are small compared with the streams.
 
 Letters: B rows, T tokens, d width, L mixtures of experts, k experts of a token.
 """
@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.cpu_kernels import symbolic_size
 from stree_jax.models.configs.params import Params
 from stree_jax.models.layers.nodes import chain_nodes
 from stree_jax.models.stack.chunks import PREFILL_CHUNK
 from stree_jax.models.stack.config import Block, ModelConfig
+from stree_jax.models.stack.memory import size_of
 from stree_jax.models.stack.model import Model, param_dtype
 from stree_jax.models.stack.network import ResidualLayer, run_layers
 from stree_jax.models.stack.param_table import per_layer_sizes
@@ -30,6 +32,12 @@ from stree_jax.models.stack.routing import expert_taps, experts_of
 from stree_jax.models.stack.state import State, commit, init_state
 
 EMBEDS = "embeds"  # mark of a first layer that embeds its tokens
+FLOAT_BYTES = 4  # of a number of the residual stream
+# A loop over layers takes a copy of their weights, and of their gradient. Without it,
+# XLA keeps the states of several layers at once. Most bytes of weights for a byte of
+# residual streams up to which the loop takes less memory (`bench gradient`, shapes of
+# Mamba2-130m and -370m and of Qwen3.5-0.8B, 256 to 8,192 tokens, on a CPU)
+MOST_WEIGHTS = 2
 
 
 class Run(NamedTuple):
@@ -118,12 +126,15 @@ def residual_stream(
         groups = [tuple(layers[i : i + period]) for i in places]
         group = replace(c, layers=c.layers[first : first + period])
         through = jax.checkpoint(partial(_through, model, group))
-        stacked = jax.tree.map(lambda *each: jnp.stack(each), *groups)
-        parts = stacked, None if routing is None else _routing_of(c, run, routing)
-        if times == 1:  # XLA does not remove a loop of one round
-            h, _ = through(h, jax.tree.map(lambda x: x[0], parts))
+        given = None if routing is None else _routing_of(c, run, routing)
+        streams = times * tokens.size * c.d_model * FLOAT_BYTES
+        few = not symbolic_size(streams) and size_of(groups) <= MOST_WEIGHTS * streams
+        if few and times > 1:
+            stacked = jax.tree.map(lambda *each: jnp.stack(each), *groups)
+            h, _ = lax.scan(through, h, (stacked, given))
         else:
-            h, _ = lax.scan(through, h, parts)
+            for i, own in enumerate(groups):
+                h, _ = through(h, (own, None if given is None else given[i]))
     return h
 
 

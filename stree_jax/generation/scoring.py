@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 
 from stree_jax.common.checks import check_not_forked, with_hints
-from stree_jax.common.derivatives import with_derivatives_of
 from stree_jax.cpu_kernels import symbolic_size
 from stree_jax.generation.arguments import checked_tokens
 from stree_jax.models import (
@@ -86,12 +85,14 @@ def read_chunks(
     batch, rows = tokens.shape[0], TEXTS_AT_ONCE
     of_group: Callable[..., jax.Array] = partial(_by_chunk, read)
     if runs_alone(model.config):
-        of_group = with_derivatives_of(of_group, partial(_by_layer, read))
+        of_group = jax.custom_jvp(of_group)
+        of_group.defjvp(partial(jax.jvp, partial(_by_layer, read)))
     if symbolic_size(batch) or batch <= rows:
         return of_group(model, tables, tokens, carry, extra, routing)
 
     def groups(z: jax.Array) -> jax.Array:
-        padded = jnp.pad(z, ((0, -batch % rows), *[(0, 0)] * (z.ndim - 1)))
+        # Rows of zeros would have settings without a gradient, such as a penalty of 0.
+        padded = jnp.concatenate([z, z[: -batch % rows]])
         return padded.reshape(-1, rows, *z.shape[1:])
 
     by_row = jax.tree.map(groups, (tokens, carry, extra, routing))

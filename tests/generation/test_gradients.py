@@ -9,8 +9,11 @@ import pytest
 import stree_jax
 from stree_jax import cpu_kernels
 from stree_jax.generation import scoring
+from stree_jax.models import MambaConfig, ModelConfig, MoEConfig
+from stree_jax.models.stack import by_layer
 from stree_jax.models.stack.by_layer import Run, runs_alone, runs_of
-from tests.support.families import FAMILIES, random_model
+from stree_jax.sampling import Sampling
+from tests.support.families import FAMILIES, SIZES, random_model
 from tests.support.tiny import tiny
 
 ALONE = [name for name, config in FAMILIES.items() if runs_alone(config)]
@@ -26,10 +29,19 @@ def test_layers_that_repeat_are_found():
 
 def both_ways(monkeypatch, function, *args):
     """Returns the results of a function layer by layer, and chunk by chunk."""
+    jax.clear_caches()
     mine = jax.jit(function)(*args)
     monkeypatch.setattr(scoring, "runs_alone", lambda config: False)
     jax.clear_caches()
     return mine, jax.jit(function)(*args)
+
+
+def check_both_ways(monkeypatch, scored, model):
+    slopes = jax.grad(scored, has_aux=True)
+    (mine, found), (others, same) = both_ways(monkeypatch, slopes, model.params)
+    np.testing.assert_allclose(found, same, rtol=1e-5, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(abs(b).max()))
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -43,11 +55,40 @@ def test_gradients_are_those_of_the_pass_by_chunks(name, monkeypatch):
         found = stree_jax.token_logprobs(own, tokens, [140, 77])
         return (weights * found).sum(), found
 
-    slopes = jax.grad(scored, has_aux=True)
-    (mine, found), (others, same) = both_ways(monkeypatch, slopes, model.params)
-    np.testing.assert_allclose(found, same, rtol=1e-5, atol=1e-5)
-    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(others), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(abs(b).max()))
+    check_both_ways(monkeypatch, scored, model)
+
+
+@pytest.mark.parametrize("loops", [True, False])
+def test_layers_use_the_experts_that_they_are_given(loops, monkeypatch):
+    """Mixtures of two sizes that repeat, experts at random, penalties, 17 texts."""
+    monkeypatch.setattr(by_layer, "MOST_WEIGHTS", 1e9 if loops else 0)
+    config = ModelConfig(
+        **SIZES,
+        layers=("mamba", "few", "many") * 3,
+        mixers=dict(
+            mamba=MambaConfig(4, 8, 8),
+            few=MoEConfig(4, 1, 16),
+            many=MoEConfig(6, 2, 16),
+        ),
+    )
+    model = random_model(config, 1)
+    tokens = jax.random.randint(jax.random.key(2), (17, 70), 0, 61)
+    routing = jax.random.randint(jax.random.key(3), (17, 70, 6, 2), 0, 3)
+    routing = routing.at[:, :, 0::2, 1].set(-1)  # `few` uses one expert
+    routing = routing.at[:, :, 1::2, 1].add(3)  # other than the first
+    options = dict(
+        prompt_lengths=[9] * 17,
+        sampling=Sampling(0.8, presence_penalty=0.3),
+        routing=routing,
+    )
+
+    def scored(params):
+        own = model.replace(params=params)
+        found = stree_jax.token_logprobs(own, tokens, **options)
+        found = jnp.where(jnp.isfinite(found), found, 0)
+        return found.sum(), found
+
+    check_both_ways(monkeypatch, scored, model)
 
 
 @pytest.mark.skipif(cpu_kernels.level() is None, reason="bits of the CPU kernels")
@@ -82,21 +123,3 @@ def test_the_gradient_keeps_the_states_of_one_layer():
     more = temporary_bytes(12) - temporary_bytes(4)
     streams = 8 * 2 * 1024 * 32 * 4  # layers, texts, tokens, width, bytes
     assert more < 1.5 * streams
-
-
-def test_only_the_gradients_that_are_wanted_are_computed():
-    """The program of the gradient of one parameter has fewer products."""
-    model = tiny(3, ("mamba", "mlp") * 2)
-    tokens = jnp.zeros((1, 64), jnp.int32)
-
-    def total(some, params):
-        own = model.replace(params=params | some)
-        return stree_jax.token_logprobs(own, tokens).sum()
-
-    def products(names):
-        some = {name: model.params[name] for name in names}
-        text = jax.jit(jax.grad(total)).lower(some, model.params).as_text()
-        return text.count("dot_general")
-
-    assert products(["norm"]) == 1  # the head's, backwards
-    assert products(model.params) > 20
