@@ -35,8 +35,8 @@ EMBEDS = "embeds"  # mark of a first layer that embeds its tokens
 FLOAT_BYTES = 4  # of a number of the residual stream
 # A loop over layers takes a copy of their weights, and of their gradient. Without it,
 # XLA keeps the states of several layers at once. Most bytes of weights for a byte of
-# residual streams up to which the loop takes less memory (`bench gradient`, shapes of
-# Mamba2-130m and -370m and of Qwen3.5-0.8B, 256 to 8,192 tokens, on a CPU)
+# residual streams, one for each layer, up to which the loop takes less memory (`bench
+# gradient`, shapes of Mamba2-130m and -370m and of Qwen3.5-0.8B, 256 to 8,192 tokens)
 MOST_WEIGHTS = 2
 
 
@@ -127,7 +127,7 @@ def residual_stream(
         group = replace(c, layers=c.layers[first : first + period])
         through = jax.checkpoint(partial(_through, model, group))
         given = None if routing is None else _routing_of(c, run, routing)
-        streams = times * tokens.size * c.d_model * FLOAT_BYTES
+        streams = times * period * tokens.size * c.d_model * FLOAT_BYTES
         few = not symbolic_size(streams) and size_of(groups) <= MOST_WEIGHTS * streams
         if few and times > 1:
             stacked = jax.tree.map(lambda *each: jnp.stack(each), *groups)
