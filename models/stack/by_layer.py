@@ -33,10 +33,10 @@ from stree_jax.models.stack.state import State, commit, init_state
 
 EMBEDS = "embeds"  # mark of a first layer that embeds its tokens
 FLOAT_BYTES = 4  # of a number of the residual stream
-# A loop over layers takes a copy of their weights, and of their gradient. Without it,
-# XLA keeps the states of several layers at once. Most bytes of weights for a byte of
-# residual streams, one for each layer, up to which the loop takes less memory (`bench
-# gradient`, shapes of Mamba2-130m and -370m and of Qwen3.5-0.8B, 256 to 8,192 tokens)
+# A program with a loop over layers holds a copy of their weights and of their gradient.
+# Without the loop, XLA keeps the states of several layers at once. The loop is used up
+# to this many bytes of weights for a byte of residual streams, one stream for a layer
+# (`bench gradient`: Mamba2-130m and -370m and Qwen3.5-0.8B, 256 to 8,192 tokens).
 MOST_WEIGHTS = 2
 
 
