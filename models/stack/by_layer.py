@@ -106,7 +106,7 @@ def residual_stream(
     chunk with its intermediates.
 
     Args:
-      model: a model of which `runs_alone` is true.
+      model: the model; `runs_alone(model.config)` has to be true.
       tokens: [B, T] int32, T a multiple of the chunk.
       routing: [B, T, L, k] int32. The experts that the tokens have to use, see
         `models.stack.routing`; or None.

@@ -36,7 +36,7 @@ def drafter(target):
 
 
 def test_steps_without_drafts_seldom_compute_context_rows(target, drafter, monkeypatch):
-    """In two rows, of which one gets no token at every third step."""
+    """One of two rows gets no token at every third step."""
     calls = []
 
     def counted(*args):
