@@ -57,7 +57,7 @@ def tau(target, heads):
             )
 
         said = run(model, heads, jnp.asarray(texts), lengths)
-        return float(said.length.sum() / said.used.sum())
+        return float(said.length.sum() / said.calls.sum())
 
     return measured
 
