@@ -16,7 +16,7 @@ with children) per level, U size of the buffer of unread tokens, A levels read i
 pass, m guesses per node, N = m T slots, Q nodes of a pass, V tokens of the vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -255,7 +255,7 @@ class Staged(DrafterBase):
         opened = Open(
             before=reading,
             state=commit(state, records, path, reading.unread_length),
-            records=jax.tree.map(lambda x: x[:, U:], records),
+            records=_by_node(lambda x: x[:, U:], records),
             read=read.at[:, slots].set(tokens, mode="drop"),
             passes=jnp.int32(1),
             inner=inner,
@@ -484,6 +484,12 @@ def _kept(
     return opened, replace(draft, tokens=tokens, q=q, origin=origins), right
 
 
+def _by_node(function: Callable[[jax.Array], jax.Array], records: Records) -> Records:
+    """Applies a function to the arrays of records that have a row for each of several
+    nodes. Mamba-1's decays have one row for all nodes."""
+    return jax.tree.map(lambda x: x if x.shape[1] == 1 else function(x), records)
+
+
 def _in_place(
     opened: Open, hit: jax.Array, tokens: jax.Array, first: int, task: Task
 ) -> Open:
@@ -513,7 +519,7 @@ def _in_place(
     below_hit = (hit[:, None] & below[None]).any(axis=2)
     read = jnp.where(hit, tokens, opened.read[:, :T])
     read = opened.read.at[:, :T].set(jnp.where(below_hit, NOT_READ, read))
-    return replace(opened, records=jax.tree.map(moved, opened.records), read=read)
+    return replace(opened, records=_by_node(moved, opened.records), read=read)
 
 
 @struct.dataclass
