@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from stree_jax.models import (
+    DeltaConfig,
+    Rope,
     by_path,
     cast_params,
     init_params,
@@ -86,3 +88,17 @@ def test_nest_is_the_inverse_of_by_path():
     tree = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
     assert by_path(tree) == {("a", "b"): 1, ("a", "c", "d"): 2, ("e",): 3}
     assert nest(by_path(tree)) == tree
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: Rope(1e4, 5), "dim: 5 channels rotate"),
+        (lambda: Rope(1e4, 0), "dim: 0 channels rotate"),
+        (lambda: DeltaConfig(3, 4, 8, 8), "key_heads: 3 do not divide 4 value"),
+    ],
+)
+def test_configs_that_no_file_can_have_are_refused(make, problem):
+    """Exports wrote them, and loading refused the files."""
+    with pytest.raises(ValueError, match=f"^{problem}"):
+        make()
