@@ -12,6 +12,8 @@ import stree_jax
 from stree_jax import Constraint, Sampling
 from stree_jax.constraints.rows import constraint_rows, vocabulary_of
 from stree_jax.speculation.draft import FORCED
+from tests.speculation.auto import TREE as AUTO
+from tests.speculation.auto import times
 from tests.support.pieces import piece_tokenizer
 from tests.support.tiny import tiny
 
@@ -25,7 +27,8 @@ MOST = 64
 WAYS = {
     "lookup": dict(drafter="lookup"),
     "lookup, a chain": dict(drafter="lookup", tree="chain:6"),
-    "auto": dict(drafter="model", tree="auto"),
+    # With measured times, no tree might pay, or the model might write forced tokens
+    "auto": dict(drafter="model", tree=AUTO, times=times(draft=0.5, level=0.5)),
     "A": dict(drafter="model", tree="A"),
     "a chain": dict(drafter="model", tree=[-1, 0, 1, 2, 3, 4]),
     "a beam": dict(drafter="model", tree="beam:2x4"),
@@ -78,8 +81,7 @@ def test_each_drafter_writes_the_text_of_plain_decoding(
     found = stree_jax.generate(
         *(model, PROMPTS),
         max_new_tokens=MOST,
-        drafter=drafters[options["drafter"]],
-        tree=options.get("tree"),
+        **options | {"drafter": drafters[options["drafter"]]},
         sampling=SAMPLED if sampled else None,
         constraint=[PERSON, LIST],
     )
