@@ -5,8 +5,8 @@ The model's text is a table: "x" continues with "yz" and its end of turn, and "p
 """
 
 import json
+import select
 import socket
-import time
 from dataclasses import replace
 
 import pytest
@@ -379,14 +379,13 @@ def test_an_endless_template_does_not_block_other_requests(
 ):
     loop = "{% for i in range(99999) %}BODY{% endfor %}"
     endless = write_table(tmp_path / "model", loop.replace("BODY", loop))
-    monkeypatch.setattr(template_limits, "MAX_SECONDS", 2.0)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 4.0)
     app = make_app(replace(service, spell=spell_of(endless)))
     chat = json.dumps(CHAT).encode()
     asked = request(chat).replace(b"/completions", b"/chat/completions")
     with listening(app) as port, socket.create_connection(("127.0.0.1", port)) as sock:
         sock.sendall(asked)
-        began = time.monotonic()
         assert b'"text":"yz"' in over_socket(port, request(BODY))
-        assert time.monotonic() - began < 1.5
+        assert not select.select([sock], [], [], 0)[0]  # it has no answer yet
         sock.settimeout(30)
-        assert b"more than 2 seconds" in sock.recv(65536)
+        assert b"more than 4 seconds" in sock.recv(65536)
