@@ -7,6 +7,7 @@ A model is an embedding, a tuple of residual layers and a head. Each layer is a 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any, Literal, Self, TypeVar, get_args
 
 from stree_jax.models.base.frozen import FrozenDict
@@ -241,6 +242,13 @@ class ModelConfig:
             return block.mixers
         shared = required(self.shared)
         return (*block.mixers, shared.attention, shared.mlp)
+
+    @property
+    def shared_turns(self) -> tuple[int | None, ...]:
+        """The index of each layer's shared transformer block, or None: the layers that
+        use one take the blocks in turn."""
+        in_turn = cycle(range(self.shared.blocks if self.shared else 0))
+        return tuple(next(in_turn) if block.shared else None for block in self.layers)
 
     @property
     def affine(self) -> bool:

@@ -6,7 +6,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import jax
@@ -213,23 +212,27 @@ def run_layers(
     taps: Taps = (),
     inputs: Iterable[jax.Array] = (),
     experts: Experts | None = None,
+    embedding: jax.Array | None = None,
 ) -> tuple[jax.Array, Tapped, Records, State]:
     """Runs all layers on the residual stream.
 
     Args:
       layers: the layers.
       blocks: each layer's shared transformer block, or None.
-      h: [B, Tq, d] float32, the embeddings.
+      h: [B, Tq, d] float32. The embeddings, or the residual stream before the layers.
       nodes, state, records, rows, pending, valid_count, taps: see `forward_tapped`.
       inputs: the per-layer inputs [B, Tq, P] float32 of the layers that read one.
       experts: see `forward_tapped`.
+      embedding: [B, Tq, d] float32. The embeddings, which shared blocks read, if they
+        are not `h`.
 
     Returns:
       The residual stream [B, Tq, d] after all layers; and tapped streams, records and
       state as from `forward_tapped`.
     """
     length = state.length if pending is None else state.length + pending.length
-    out_records, out_states, embedding = [], [], h
+    embedding = h if embedding is None else embedding
+    out_records, out_states = [], []
     streams: dict[int | ExpertsOf, jax.Array] = {-1: h}
     each, seen = iter(inputs), dict[str, Any]()
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
@@ -360,9 +363,9 @@ class LanguageModel(nn.Module):
         experts: Experts | None = None,
     ) -> tuple[jax.Array, Tapped, Records, State]:
         """Runs the model; arguments and results as in `forward_tapped`."""
-        in_turn = cycle(self.shared)
         blocks = [
-            next(in_turn) if block.shared else None for block in self.config.layers
+            None if turn is None else self.shared[turn]
+            for turn in self.config.shared_turns
         ]
         valid_count = nodes.valid_count if rows is None else valid_count
         args = (nodes, state, records, rows, pending, valid_count, taps)

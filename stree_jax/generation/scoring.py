@@ -28,7 +28,6 @@ from stree_jax.models.stack.by_layer import (
     chunks,
     float_state,
     residual_stream,
-    runs_alone,
     whole,
 )
 from stree_jax.models.stack.model import normed
@@ -83,10 +82,8 @@ def read_chunks(
       The results [B, T, ...].
     """
     batch, rows = tokens.shape[0], TEXTS_AT_ONCE
-    of_group: Callable[..., jax.Array] = partial(_by_chunk, read)
-    if runs_alone(model.config):
-        of_group = jax.custom_jvp(of_group)
-        of_group.defjvp(partial(jax.jvp, partial(_by_layer, read)))
+    of_group = jax.custom_jvp(partial(_by_chunk, read))
+    of_group.defjvp(partial(jax.jvp, partial(_by_layer, read)))
     if symbolic_size(batch) or batch <= rows:
         return of_group(model, tables, tokens, carry, extra, routing)
 

@@ -1,6 +1,8 @@
 """Test that gradients of log-probabilities, computed layer by layer, are those of the
 pass that computes them chunk by chunk."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +13,10 @@ from stree_jax import cpu_kernels
 from stree_jax.generation import scoring
 from stree_jax.models import MambaConfig, ModelConfig, MoEConfig
 from stree_jax.models.stack import by_layer
-from stree_jax.models.stack.by_layer import Run, runs_alone, runs_of
+from stree_jax.models.stack.by_layer import Run, runs_of, units_of
 from stree_jax.sampling import Sampling
 from tests.support.families import FAMILIES, SIZES, random_model
 from tests.support.tiny import tiny
-
-ALONE = [name for name, config in FAMILIES.items() if runs_alone(config)]
 
 
 def test_layers_that_repeat_are_found():
@@ -27,11 +27,18 @@ def test_layers_that_repeat_are_found():
     assert runs_of("") == []
 
 
+def test_layers_that_read_others_are_one_unit():
+    units = {name: units_of(config) for name, config in FAMILIES.items()}
+    assert units["zamba2"] == [0, 1, 2, 3, 4]
+    assert units["gemma4"] == [0, 10, 11, 12]  # layer 9 reads layer 3's cache
+    assert units["zaya"] == [0, 1, 6]  # each router reads the one before
+
+
 def both_ways(monkeypatch, function, *args):
     """Returns the results of a function layer by layer, and chunk by chunk."""
     jax.clear_caches()
     mine = jax.jit(function)(*args)
-    monkeypatch.setattr(scoring, "runs_alone", lambda config: False)
+    monkeypatch.setattr(scoring, "_by_layer", scoring._by_chunk)
     jax.clear_caches()
     return mine, jax.jit(function)(*args)
 
@@ -44,9 +51,9 @@ def check_both_ways(monkeypatch, scored, model):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(abs(b).max()))
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_gradients_are_those_of_the_pass_by_chunks(name, monkeypatch):
-    model = random_model(FAMILIES[name], 1)
+def check_gradients(monkeypatch, config):
+    """Checks the gradient of a weighted sum for texts of two lengths."""
+    model = random_model(config, 1)
     tokens = jax.random.randint(jax.random.key(2), (2, 140), 0, 61)
     weights = jax.random.normal(jax.random.key(3), tokens.shape)
 
@@ -56,6 +63,23 @@ def test_gradients_are_those_of_the_pass_by_chunks(name, monkeypatch):
         return (weights * found).sum(), found
 
     check_both_ways(monkeypatch, scored, model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_are_those_of_the_pass_by_chunks(name, monkeypatch):
+    check_gradients(monkeypatch, FAMILIES[name])
+
+
+@pytest.mark.parametrize("loops", [True, False])
+@pytest.mark.parametrize(
+    ("name", "period", "times"), [("zamba2", 4, 2), ("gemma4", 3, 3)]
+)
+def test_shared_blocks_and_per_layer_inputs_in_a_loop(
+    name, period, times, loops, monkeypatch
+):
+    monkeypatch.setattr(by_layer, "MOST_WEIGHTS", 1e9 if loops else 0)
+    layers = FAMILIES[name].layers[:period] * times
+    check_gradients(monkeypatch, replace(FAMILIES[name], layers=layers))
 
 
 @pytest.mark.parametrize("loops", [True, False])
@@ -92,7 +116,9 @@ def test_layers_use_the_experts_that_they_are_given(loops, monkeypatch):
 
 
 @pytest.mark.skipif(cpu_kernels.level() is None, reason="bits of the CPU kernels")
-@pytest.mark.parametrize("name", ["mamba2", "qwen3.5", "granite"])
+@pytest.mark.parametrize(
+    "name", ["mamba2", "qwen3.5", "granite", "zamba2", "gemma4", "zaya"]
+)
 def test_values_beside_a_gradient_have_the_same_bits(name, optimised):
     """A trainer's ratio of new and old probabilities is exactly 1 in the first step."""
     model = random_model(FAMILIES[name], 1)
