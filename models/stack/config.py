@@ -245,8 +245,8 @@ class ModelConfig:
 
     @property
     def shared_turns(self) -> tuple[int | None, ...]:
-        """The index of each layer's shared transformer block, or None: the layers that
-        use one take the blocks in turn."""
+        """The index of each layer's shared transformer block, or None. The layers that
+        use one go through the blocks in order, again and again."""
         in_turn = cycle(range(self.shared.blocks if self.shared else 0))
         return tuple(next(in_turn) if block.shared else None for block in self.layers)
 
