@@ -13,11 +13,12 @@ import jax
 
 from stree_jax.cli.chat import Message, next_turn, plain_turn
 from stree_jax.cli.common import print_status
+from stree_jax.cli.origins import coloured
 from stree_jax.cli.shown import Shown, styled_parts
 from stree_jax.cli.speeds import Speed, speed_of
 from stree_jax.cli.streams import noticing_ctrl_c
 from stree_jax.cli.template_use import render_checked
-from stree_jax.cli.terminal import coloured, follow
+from stree_jax.cli.terminal import follow
 from stree_jax.constraints.constraint import Constraint
 from stree_jax.convert.tokenizers.tokenizer import check_text_ids, encoding
 from stree_jax.generation.generate import Options, stream

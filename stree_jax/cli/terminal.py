@@ -4,7 +4,6 @@ uses."""
 import argparse
 import json
 import math
-import os
 import shutil
 import sys
 import threading
@@ -27,6 +26,7 @@ from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.cli.devices import join, mesh_of
 from stree_jax.cli.earlier_file import earlier_answers, earlier_tokens
 from stree_jax.cli.loaded import remembered
+from stree_jax.cli.origins import coloured, explained
 from stree_jax.cli.speeds import compile_times, speed_line, tokens_per_s
 from stree_jax.cli.streams import noticing_ctrl_c
 from stree_jax.common.programs import begin
@@ -41,10 +41,10 @@ from stree_jax.generation.generate import (
     generate,
     stream,
 )
-from stree_jax.generation.result import Generation, runs_by_origin
+from stree_jax.generation.result import Generation
 from stree_jax.generation.scoring import first_difference
 from stree_jax.models import Model
-from stree_jax.sampling.continuation import Decoder, continuation
+from stree_jax.sampling.continuation import continuation
 from stree_jax.sampling.settings import PENALTIES, Sampling
 from stree_jax.sizing.plan import Planned, plan
 from stree_jax.sizing.request import Request
@@ -516,56 +516,3 @@ def log_probabilities(result: Generation, row: int) -> dict[str, Any]:
     entries = result.logprobs[row]
     names = ("raw", "processed", "top_raw", "top_raw_tokens", "top", "top_tokens")
     return {"logprobs": {name: getattr(entries, name).tolist() for name in names}}
-
-
-# ANSI colours: green, blue, yellow, cyan, magenta.
-COLOURS = {
-    "drafter": "32",
-    "lookup": "34",
-    "n-gram": "33",
-    "inner drafter": "36",
-    "earlier text": "35",
-}
-BRACKETS = {
-    "drafter": ("{", "}"),
-    "lookup": ("<", ">"),
-    "n-gram": ("[", "]"),
-    "inner drafter": ("(", ")"),
-    "earlier text": ("|", "|"),
-}
-
-
-def coloured(stream: Any) -> bool:
-    """True if a stream is a terminal that shows colours, and NO_COLOR is not set."""
-    dumb = os.environ.get("TERM") == "dumb"
-    return stream.isatty() and not dumb and not os.environ.get("NO_COLOR")
-
-
-def explained(decoder: Decoder, result: Generation, colours: bool) -> str:
-    """Returns the first text with its draft tokens marked by origin, and a legend.
-
-    Args:
-      decoder: the `Continuation` of the prompt.
-      result: the generation.
-      colours: True to mark by colours, False to mark by brackets.
-    """
-    origins = result.origins[0].tolist()
-    size = None if result.texts is None else len(result.texts[0])
-    runs = runs_by_origin(decoder, result.tokens[0], origins, size)
-    marked = "".join(mark(text, ORIGINS[origin], colours) for text, origin in runs)
-    always = {ORIGINS.index(name) for name in ("target", "drafter", "lookup")}
-    listed = sorted(always | set(origins))
-    names = ", ".join(mark(ORIGINS[o], ORIGINS[o], colours) for o in listed)
-    passes = ", ".join(f"{stage.stage} {stage.passes}" for stage in result.traffic)
-    stages = f"\n[passes and lookups: {passes}]" if len(result.traffic) > 2 else ""
-    return f"{marked}\n[proposed by: {names}]{stages}"
-
-
-def mark(text: str, origin: str, colours: bool) -> str:
-    """Returns text in the colour or brackets of its origin; the target has neither."""
-    if origin not in COLOURS or not text:
-        return text
-    if colours:
-        return f"\x1b[{COLOURS[origin]}m{text}\x1b[0m"
-    left, right = BRACKETS[origin]
-    return f"{left}{text}{right}"

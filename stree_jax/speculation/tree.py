@@ -7,7 +7,6 @@ too: each step uses a `Budget` of nodes.
 """
 
 import difflib
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise, repeat
@@ -21,6 +20,12 @@ from flax import struct
 from stree_jax.common.checks import as_integer, decimal, shown, with_hints
 from stree_jax.cpu_kernels import at_most
 from stree_jax.models import Nodes, tree_nodes
+from stree_jax.speculation.pruned_widths import (
+    child_counts,
+    logistic,
+    pruned_widths,
+    widths_of_sum,
+)
 
 # Maximum children per node of a `Budget`; sampled acceptance loops over all of them.
 MOST_CHILDREN = 8
@@ -32,7 +37,6 @@ MOST_SHARED = 1024  # nodes of a batch, up to which small trees are padded
 # Maximum number of nodes of a compiled step that smaller trees share. In a shared step
 # the smaller trees are padded, and the kernels do not skip all of the work on padding.
 MAX_SHARED_NODES = 16
-STEEPNESS = 2.0  # slope per level of the logistic function in `pruned`
 
 
 @struct.dataclass
@@ -454,86 +458,11 @@ def pruned(
         raise ValueError(f"pruned: want k and l >= 1, got {children} and {levels}")
     _check_size("pruned", max(1 + children * levels, nodes or 1))
     if nodes is None:
-        widths = _pruned_widths(children, levels, 1 / _logistic(1, levels))
+        widths = pruned_widths(children, levels, 1 / logistic(1, levels))
     else:
-        widths = _widths_of_sum(children, levels, nodes - 1)
+        widths = widths_of_sum(children, levels, nodes - 1, MAX_NODES)
     _check_size("pruned", 1 + sum(widths))
-    return from_child_counts(_child_counts([1, *widths], children, leaves))
-
-
-def _logistic(level: int, levels: int) -> float:
-    """Returns 1 / (1 + exp(x)) at a level, written with tanh to avoid overflow."""
-    return (1 - math.tanh(STEEPNESS / 2 * (level - (1 + levels) / 2))) / 2
-
-
-def _pruned_widths(children: int, levels: int, scale: float) -> list[int]:
-    """Returns the number of nodes per level; at most `children` per parent."""
-    widths = [children]
-    for level in range(2, levels + 1):
-        share = min(1.0, scale * _logistic(level, levels))
-        kept = max(children, int(share * float(children) ** level))
-        widths.append(min(kept, children * widths[-1]))
-    return widths
-
-
-def _widths_of_sum(children: int, levels: int, total: int) -> list[int]:
-    """Returns the number of nodes per level, at most `children` per parent, with the
-    scale at which they sum to `total`."""
-
-    def widths_at(exponent: float) -> list[int]:
-        return _pruned_widths(children, levels, 2.0**exponent)
-
-    low, high = -1000.0, 1000.0
-    least, most = (1 + sum(widths_at(end)) for end in (low, high))
-    if not least <= 1 + total <= most:
-        raise ValueError(
-            f"pruned: {children} children and {levels} levels make trees of {least}.."
-            f"{min(most, MAX_NODES)} nodes, the root included, got {1 + total}"
-        )
-    for _ in range(64):
-        middle = (low + high) / 2
-        fits = sum(widths_at(middle)) <= total
-        low, high = (middle, high) if fits else (low, middle)
-    widths = widths_at(low)
-    while sum(widths) < total:  # several levels may grow at the same scale
-        growable = (d for d in range(1, levels) if widths[d] < children * widths[d - 1])
-        widths[next(growable)] += 1
-    return widths
-
-
-def _child_counts(
-    widths: Sequence[int], children: int, leaves: int | None
-) -> list[list[int]]:
-    """Returns the number of children of every node, by level. Within a level, nodes are
-    filled from the left: the first ones have the most children.
-
-    Args:
-      widths: number of nodes per level, including the root's.
-      children: maximum number of children of a node.
-      leaves: number of leaves. If it is less than the maximum, more nodes have
-        children (at least one each), beginning at the first level.
-    """
-    pairs = list(pairwise(widths))
-    inner = [-(-below // children) for _, below in pairs]
-    most = [min(own, below) for own, below in pairs]
-    if leaves is not None:
-        nodes = sum(widths)
-        more = nodes - leaves - sum(inner)
-        if not 0 <= more <= sum(most) - sum(inner):
-            raise ValueError(
-                f"pruned: levels of {', '.join(map(str, widths[1:]))} nodes have "
-                f"{nodes - sum(most)}..{nodes - sum(inner)} leaves, got {leaves}"
-            )
-        for level, limit in enumerate(most):
-            added = min(more, limit - inner[level])
-            inner[level] += added
-            more -= added
-    counts = []
-    for (own, below), parents in zip(pairs, inner, strict=True):
-        spare = [below - parents - i * (children - 1) for i in range(parents)]
-        row = [1 + min(children - 1, max(0, n)) for n in spare]
-        counts.append(row + [0] * (own - parents))
-    return counts
+    return from_child_counts(child_counts([1, *widths], children, leaves))
 
 
 # The static trees of STree's Table 3. The paper gives only three numbers for each,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stree_jax.cli import main as cli
-from stree_jax.cli import terminal
+from stree_jax.cli import origins, terminal
 from stree_jax.generation.result import Generation
 from tests.support.tiny import too_much
 
@@ -229,9 +229,9 @@ def test_words_are_marked_by_who_drafted_them():
         tokens=[list(text)],
         origins=[np.array([0, 1, 1, 2, 2, 0], np.uint8)],  # é is half looked up
     )
-    shown = terminal.explained(Spelling(), one, False)
+    shown = origins.explained(Spelling(), one, False)
     assert shown == "a{bc}dé\n[proposed by: target, {drafter}, <lookup>]"
-    shown = terminal.explained(Spelling(), one, True)
+    shown = origins.explained(Spelling(), one, True)
     assert shown.startswith("a\x1b[32mbc\x1b[0mdé\n")
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from stree_jax.cli import main as cli
-from stree_jax.cli import terminal
+from stree_jax.cli import origins, terminal
 from stree_jax.cli.streams import printable
 from tests.support.table_models import byte_level, follow, padded_size, write_llama
 
@@ -156,8 +156,8 @@ def test_colours_are_used_only_where_supported(monkeypatch, settings, colours):
         monkeypatch.delenv(name, raising=False)
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    assert terminal.coloured(Typed("utf-8", tty=True)) is colours
-    assert terminal.coloured(Typed("utf-8")) is False
+    assert origins.coloured(Typed("utf-8", tty=True)) is colours
+    assert origins.coloured(Typed("utf-8")) is False
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "-3"])
