@@ -112,6 +112,15 @@ def _plain(directory: Path) -> Iterator[Path]:
         yield link
 
 
+def _checkpointer(**options: Any) -> Any:
+    """Returns orbax's reader and writer, which waits for no other process."""
+    import orbax.checkpoint as ocp
+
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(own, {own}, str(own))
+    return ocp.StandardCheckpointer(multiprocessing_options=alone, **options)
+
+
 def check_space(dst: Path, config: ModelConfig, dtype: Any) -> None:
     """Checks that the disk of `dst` has enough free space for a model.
 
@@ -174,7 +183,7 @@ def _write_orbax(folder: Path, params: Any) -> None:
         with (
             quiet_orbax(),
             _plain(folder.parent) as plain,
-            ocp.StandardCheckpointer(save_concurrent_gb=at_once) as checkpointer,
+            _checkpointer(save_concurrent_gb=at_once) as checkpointer,
         ):
             chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
             save_args = jax.tree.map(lambda _: chunked, params)
@@ -290,14 +299,13 @@ def read_params(
             return None
         config = config if mtp else replace(config, mtp=())
         return read_kept(folder, config, stored, format_named(dtype), mesh, cut)
-    import orbax.checkpoint as ocp
 
     shapes = param_shapes(config)
     try:
         with (
             quiet_orbax(),
             _plain(directory) as plain,
-            ocp.StandardCheckpointer() as checkpointer,
+            _checkpointer() as checkpointer,
         ):
             kept = checkpointer.metadata(plain / "params").item_metadata.tree
             _check_shapes(folder, shapes, kept)  # first: its errors are more specific

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import jax
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -223,6 +224,7 @@ def unshard(model: AnyModel) -> AnyModel:
     """
     if not isinstance(model, Model) or model.mesh is None:
         raise ValueError("model: want a model on a mesh, from stree_jax.shard")
+    _check_orders(model)
     leaves, mesh = jax.tree.leaves(model.params), model.mesh
     if not any(isinstance(x, jax.core.Tracer) for x in leaves):
         return jax.jit(unshard, out_shardings=NamedSharding(mesh, P()))(model)
@@ -232,20 +234,36 @@ def unshard(model: AnyModel) -> AnyModel:
     )
 
 
-def gathered(model: Model) -> Model:
+def is_local(model: Model) -> bool:
+    """True if no other process has parts of the model."""
+    return all(x.is_fully_addressable for x in jax.tree.leaves(model.params))
+
+
+def gathered(model: Model) -> Model | None:
     """Returns a model on a mesh as a model on one device, to write it: no device need
     hold the model. Parameters whose parts are in another order than on one device are
     read into the host's memory, one after another. The others stay where they are.
 
+    If several processes have parts of the model, each has to call this function.
+    Process 0 reads all parameters into its host's memory; the others return None.
+
     Raises:
-      ValueError: other processes have devices of the mesh; or as `unshard`.
+      ValueError: as `unshard`.
     """
-    if not all(x.is_fully_addressable for x in jax.tree.leaves(model.params)):
-        raise ValueError("model: other processes have parts of it")
+    _check_orders(model)  # in every process, before one waits for the others
+    alone, leaves = is_local(model), jax.tree.leaves(model.params)
+    if not alone and jax.process_index():
+        for leaf in leaves:
+            process_allgather(leaf, tiled=True)
+        return None
+
+    def gather(weight: Any, other: bool) -> Any:
+        if not alone:
+            return jax.tree.map(lambda x: process_allgather(x, tiled=True), weight)
+        return jax.device_get(weight) if other else weight
+
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return _whole(
-            model, lambda weight, other: jax.device_get(weight) if other else weight
-        )
+        return _whole(model, gather)
 
 
 def _whole(model: AnyModel, gather: Callable[[Any, bool], Any]) -> AnyModel:
@@ -259,8 +277,18 @@ def _whole(model: AnyModel, gather: Callable[[Any, bool], Any]) -> AnyModel:
     flat = {}
     for path, weight in by_path(model.params).items():
         param, parts = cut_at(model.config, model.cut, path)
-        other = changes_order(param, parts)
+        every = gather(weight, changes_order(param, parts))
+        flat[path] = whole_from(every, param, parts)
+    return replace(model, params=nest(flat), mesh=None, cut=WHOLE)
+
+
+def _check_orders(model: Model) -> None:
+    """Checks that the parameters can be put into the order on one device.
+
+    Raises:
+      ValueError: a format stores the rows of a matrix in several ways.
+    """
+    for path, weight in by_path(model.params).items():
+        other = changes_order(*cut_at(model.config, model.cut, path))
         if other and isinstance(weight, Stack):
             raise ValueError(f"model: {'/'.join(path)} is stored in several ways")
-        flat[path] = whole_from(gather(weight, other), param, parts)
-    return replace(model, params=nest(flat), mesh=None, cut=WHOLE)

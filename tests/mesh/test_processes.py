@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import pytest
 
 import stree_jax
@@ -23,12 +24,17 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
-def outputs():
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def outputs(folder):
     """Returns what each of two processes with two devices printed."""
     port = str(free_port())
     runs = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.mesh.two", port, str(place)],
+            [sys.executable, "-m", "tests.mesh.two", port, str(place), str(folder)],
             cwd=ROOT,
             env={**os.environ, "JAX_NUM_CPU_DEVICES": "2"},
             stdout=subprocess.PIPE,
@@ -54,6 +60,24 @@ def test_text_matches_one_device(outputs):
         for mesh in ("model=4", "data=2,model=2"):
             assert texts[f"{mesh} 0"] == greedy
             assert texts[f"{mesh} 1"] == drawn
+
+
+def test_models_on_all_devices_are_saved(outputs, folder):
+    """Process 0 writes the same as a single process with the whole model."""
+    bamba = random_model(FAMILIES["bamba"], 1)
+    whole = {"model=4": bamba, "data=2,model=2": bamba, "demo": stree_jax.load("demo")}
+    for name, model in whole.items():
+        assert [texts[f"save {name}"] for texts in outputs] == [None, None]
+        saved = stree_jax.load(folder / name)
+        chex.assert_trees_all_equal(saved.params, model.params)
+        assert saved.config == model.config
+        assert (saved.tokenizer is None) == (model.tokenizer is None)
+
+
+def test_all_processes_say_that_a_model_is_not_saved(outputs):
+    first, second = (texts["save again"] for texts in outputs)
+    assert first.endswith("exists already; choose another place")
+    assert second.endswith("process 0 did not write it; see its error")
 
 
 ALONE = """
