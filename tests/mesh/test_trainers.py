@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-import stree_jax
 from stree_jax import cpu_kernels
 from stree_jax.models.base.shards import Run
 from stree_jax.models.configs.params import Param
@@ -22,7 +21,6 @@ from stree_jax.models.sharding.placement import (
 )
 from stree_jax.models.weights.formats import format_named
 from stree_jax.models.weights.weight import take
-from tests.support.tiny import tiny
 
 ROOT = Path(__file__).parents[2]
 BITS = 1e-5 if cpu_kernels.level() is None else 0.0  # the CPU kernels give equal bits
@@ -143,14 +141,3 @@ def test_bad_meshes_are_refused_while_tracing(results):
 
 def test_a_model_on_a_mesh_is_saved_as_on_one_device(results):
     assert results["saved"] == {}
-
-
-def test_a_model_of_several_processes_is_not_saved(tmp_path, monkeypatch):
-    model = stree_jax.shard(
-        tiny(1, layers=("mamba",)), stree_jax.make_mesh("data=1,model=1")
-    )
-    kind = type(jax.tree.leaves(model.params)[0])
-    monkeypatch.setattr(kind, "is_fully_addressable", False)
-    with pytest.raises(ValueError, match="save: model: other processes have parts"):
-        stree_jax.save(model, tmp_path / "no")
-    assert not any(tmp_path.iterdir())
