@@ -6,7 +6,6 @@ ancestors.
 on the capacity of the cache.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -218,12 +217,12 @@ def as_bits(z: jax.Array) -> jax.Array:
     return z.view(jnp.uint16) if z.dtype.itemsize == 2 else z
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def without_kernel(*args: jax.Array | None) -> jax.Array:
     """Computes `in_blocks` on a CPU and `tree_attention` elsewhere.
 
-    Under differentiation, values and gradients come from `tree_attention`, because JAX
-    cannot differentiate a loop whose length is not known at compile time.
+    Under differentiation, values and derivatives come from `tree_attention`, because
+    JAX cannot differentiate a loop whose length is not known at compile time.
 
     Args:
       *args: arguments of `tree_attention`, in order.
@@ -231,12 +230,4 @@ def without_kernel(*args: jax.Array | None) -> jax.Array:
     return by_platform(*args, cpu=in_blocks, default=tree_attention)
 
 
-def _forward(*args: jax.Array | None) -> tuple[jax.Array, Callable]:
-    return jax.vjp(tree_attention, *args)
-
-
-def _backward(vjp: Callable, cotangent: jax.Array) -> tuple:
-    return vjp(cotangent)
-
-
-without_kernel.defvjp(_forward, _backward)
+without_kernel.defjvp(partial(jax.jvp, tree_attention))

@@ -29,6 +29,7 @@ from stree_jax.models.weights.plain import (
     in_pool_thread,
     product_shape,
 )
+from stree_jax.models.weights.unrounded import with_derivative
 from stree_jax.models.weights.weight import Weight
 
 MAX_Q = 127  # q is from -MAX_Q to MAX_Q
@@ -80,9 +81,7 @@ class Quantized(Weight):
         return compute(rows, chosen, self.q, self.scale)
 
     def rows(self, ids: jax.Array) -> jax.Array:
-        q, scale = self.q[ids], self.scale[ids]
-        parts = q.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None]
-        return in_pool_thread(parts.reshape(q.shape))
+        return in_pool_thread(dequantized(self.q[ids], self.scale[ids]))
 
 
 register_for_export(Quantized)
@@ -179,8 +178,21 @@ def rounded(x: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
     return q.reshape(x.shape), scale[..., 0]
 
 
+def dequantized(q: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns rows [..., k] float32 from their q [..., k] int8 and scale [..., G]."""
+    parts = q.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None]
+    return parts.reshape(q.shape)
+
+
+def _exact(rows: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """Computes `int8_product` without rounding the rows."""
+    matrix = dequantized(weight, scale)
+    return jnp.einsum("tk,mk->tm", rows, matrix, precision=lax.Precision.HIGHEST)
+
+
 def int8_product(rows: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
     """Computes rows @ (weight * scale).T in plain JAX, with the rows quantized to int8.
+    The derivative is that of rows which are not quantized.
 
     Args:
       rows: [t, k] float32.
@@ -190,6 +202,10 @@ def int8_product(rows: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Ar
     Returns:
       [t, m] float32.
     """
+    return with_derivative(_integer_product, _exact)(rows, weight, scale)
+
+
+def _integer_product(rows: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
     t, k = rows.shape
     m, groups = scale.shape
     size = k // groups

@@ -181,6 +181,26 @@ def test_the_gradient_of_an_adapter_is_its_slope(pair):
     np.testing.assert_allclose(sum(jax.tree.leaves(each)), slope, rtol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_gradients_with_a_base_of_few_bits_have_the_right_direction(pair, dtype):
+    model, adapter = pair
+    stored = model.replace(params=cast_params(model.config, model.params, dtype))
+
+    @jax.jit
+    def gradient(model):
+        def total(adapter):
+            own = with_adapter(model, adapter)
+            return stree_jax.token_logprobs(own, TOKENS[None]).sum()
+
+        return jnp.concatenate(
+            [g.ravel() for g in jax.tree.leaves(jax.grad(total)(adapter))]
+        )
+
+    found, wanted = gradient(stored), gradient(model)
+    cosine = found @ wanted / (jnp.linalg.norm(found) * jnp.linalg.norm(wanted))
+    assert cosine > 0.99
+
+
 def test_rows_of_an_adapted_matrix():
     rng = np.random.default_rng(1)
     base, up, down = (

@@ -3,6 +3,7 @@ pass that computes them chunk by chunk."""
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,3 +150,46 @@ def test_the_gradient_keeps_the_states_of_one_layer():
     more = temporary_bytes(12) - temporary_bytes(4)
     streams = 8 * 2 * 1024 * 32 * 4  # layers, texts, tokens, width, bytes
     assert more < 1.5 * streams
+
+
+@pytest.fixture(scope="module")
+def scored():
+    """Returns a function of a model's parameters, and the parameters."""
+    model = tiny(3, ("attention", "mamba"))
+    tokens = jnp.asarray([[5, 6, 7, 8, 9]])
+
+    def total(params):
+        return stree_jax.token_logprobs(model.replace(params=params), tokens).sum()
+
+    return total, model.params
+
+
+def test_gradients_of_some_parameters_need_no_jit(scored):
+    """Attention lies before all parameters that are differentiated."""
+    total, params = scored
+
+    def of_norm(norm):
+        return total({**params, "norm": norm})
+
+    wanted = jax.jit(jax.grad(total))(params)["norm"]
+    for gradient in (jax.grad(of_norm), jax.jit(jax.grad(of_norm))):
+        chex.assert_trees_all_close(gradient(params["norm"]), wanted, rtol=1e-5)
+    many = jax.vmap(jax.grad(of_norm))(jax.tree.map(lambda x: x[None], params["norm"]))
+    chex.assert_trees_all_close(jax.tree.map(lambda x: x[0], many), wanted, rtol=1e-5)
+
+
+def test_forward_mode_and_second_derivatives(scored):
+    total, params = scored
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(params))))
+    step = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), params)
+
+    def along(params):
+        return jax.jvp(total, (params,), (step,))[1]
+
+    gradient = jax.jit(jax.grad(total))
+    each = jax.tree.map(lambda g, s: (g * s).sum(), gradient(params), step)
+    np.testing.assert_allclose(along(params), sum(jax.tree.leaves(each)), rtol=1e-4)
+    forward = jax.jit(lambda p: jax.jvp(jax.grad(total), (p,), (step,))[1])(params)
+    backward = jax.jit(jax.grad(along))(params)
+    for a, b in zip(jax.tree.leaves(forward), jax.tree.leaves(backward), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * float(abs(b).max()))

@@ -1,16 +1,19 @@
 """Test that products with weights are the same in each platform's form."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stree_jax.models.weights.experts import expert_at
 from stree_jax.models.weights.int8 import (
     MIN_GPU_ROWS,
     int8_product,
     int8_product_cuda,
     quantize,
+    stored_int8,
 )
-from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.linear import expert_product, linear
 from stree_jax.models.weights.plain import _product, _skinny_gpu, _skinny_tpu
 from tests.support.lowering import lowered
 from tests.support.native import INSTRUCTIONS, use
@@ -69,6 +72,30 @@ def test_a_named_kernel_runs_or_raises(monkeypatch):
             linear(x[:0], weight, implementation="native")
         assert "stree_product" in lowered(linear, (x, weight), "cpu")
     assert "stree_product" not in lowered(linear, (x[:0], weight), "cpu")
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_gradients_of_int8_products_are_those_of_rows_that_are_not_rounded(groups):
+    """Rounding has the derivative 0: what is left of it is noise."""
+    rng = np.random.default_rng(0)
+    x, slope = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 24), (5, 8))
+    )
+    matrices = jnp.asarray(rng.standard_normal((3, 8, 24)), jnp.float32)
+    experts = stored_int8(matrices, 24 // groups)
+    whole = jnp.stack([expert_at(experts.stack, e).matrix() for e in range(3)])
+    chosen = jnp.asarray([2, 0, 1, 2, 2], jnp.int32)
+
+    def of_one(x):
+        return (linear(x, expert_at(experts.stack, 1)) * slope).sum()
+
+    def of_chosen(x):
+        return (expert_product(x, chosen, experts) * slope).sum()
+
+    each = jnp.einsum("tm,tmk->tk", slope, whole[chosen])
+    for function, wanted in ((of_one, slope @ whole[1]), (of_chosen, each)):
+        for found in (jax.grad(function)(x), jax.jit(jax.grad(function))(x)):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_of_an_int8_table_have_the_scales_of_their_groups():

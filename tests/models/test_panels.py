@@ -1,5 +1,6 @@
 """Weights in panels: the same numbers as `gguf` decodes, and products with them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -154,3 +155,15 @@ def test_exponents_of_mxfp4():
     np.testing.assert_allclose(weight.matrix(), wanted, rtol=0, atol=2e-37)
     normal = np.s_[:, 2 * 32 :]
     np.testing.assert_array_equal(np.asarray(weight.matrix())[normal], wanted[normal])
+
+
+@pytest.mark.parametrize("format", [KEPT, KEPT_INT8])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_are_those_of_rows_that_are_not_rounded(scheme, format):
+    """Rounding has the derivative 0: what is left of it is noise."""
+    weight, slope = format.keep([packed(scheme)]), rows(3, M)
+
+    def weighted(x):
+        return (linear(x, weight) * slope).sum()
+
+    assert_near(jax.grad(weighted)(rows(3)), slope @ exact(packed(scheme)), 1e-5)

@@ -6,6 +6,7 @@ They are multiplied by the block's scale and added in the order of the columns, 
 a row's result does not depend on other rows.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.models.weights.panels.kind import BLOCK, LANES, PanelKind
+from stree_jax.models.weights.unrounded import with_derivative
 
 MAX_GROUP = 256  # most columns of a row that share a scale
 # A group whose largest magnitude is below this becomes 0; as in src/panels.h.
@@ -61,10 +63,16 @@ def rounded(rows: jax.Array, planes: int) -> Rounded:
     return Rounded((high, q - 256 * high), scale)
 
 
+def _exact(kind: PanelKind, rows: jax.Array, panels: jax.Array) -> jax.Array:
+    """Computes `panel_product` without rounding the rows."""
+    matrix = kind.decode(panels).matrix().reshape(-1, rows.shape[1])
+    return jnp.einsum("tk,mk->tm", rows, matrix, precision=lax.Precision.HIGHEST)
+
+
 def panel_product(
     rows: jax.Array, panels: jax.Array, kind: PanelKind, planes: int
 ) -> jax.Array:
-    """Computes rows @ matrix.T.
+    """Computes rows @ matrix.T. The derivative is that of rows which are not rounded.
 
     Args:
       rows: [t, k] float32.
@@ -75,6 +83,15 @@ def panel_product(
     Returns:
       [t, 16 P] float32.
     """
+    product = with_derivative(
+        partial(_integer_product, kind, planes), partial(_exact, kind)
+    )
+    return product(rows, panels)
+
+
+def _integer_product(
+    kind: PanelKind, planes: int, rows: jax.Array, panels: jax.Array
+) -> jax.Array:
     t, k = rows.shape
     x = rounded(rows, planes)
     per_group = k // x.scale.shape[1] // BLOCK  # blocks of 32 columns
