@@ -20,6 +20,7 @@ from stree_jax.cpu_kernels import (
     experts_int8_unsupported,
     int8_unsupported,
 )
+from stree_jax.models.base.derivative import with_derivative
 from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.weights.experts import Experts, chosen_rows, chosen_shape
 from stree_jax.models.weights.int8_format import INT8, Int8Format
@@ -29,7 +30,6 @@ from stree_jax.models.weights.plain import (
     in_pool_thread,
     product_shape,
 )
-from stree_jax.models.weights.unrounded import with_derivative
 from stree_jax.models.weights.weight import Weight
 
 MAX_Q = 127  # q is from -MAX_Q to MAX_Q

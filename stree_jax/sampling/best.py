@@ -8,17 +8,30 @@ from jax import lax
 
 from stree_jax.cpu_kernels import cpu_kernel, floats, ints
 from stree_jax.models.base.argmax import argmax
+from stree_jax.models.base.derivative import with_derivative
 from stree_jax.models.base.rounding import uncontracted
 
 
 def tempered(temperature: jax.Array, logits: jax.Array) -> jax.Array:
     """Divides logits [B, Q, V] by temperatures [B] (0 counts as 1) and shifts them so
     that the largest is 0."""
+    return with_derivative(_tempered, _tempered_allowed)(temperature, logits)
+
+
+def _tempered(temperature: jax.Array, logits: jax.Array) -> jax.Array:
     # Shift before the division, so that a tiny temperature cannot overflow.
     z = logits - logits.max(axis=-1, keepdims=True)
     # XLA makes a product of the division.
     divisor = jnp.where(temperature == 0, 1.0, temperature)[:, None, None]
     return uncontracted(z / divisor)
+
+
+def _tempered_allowed(temperature: jax.Array, logits: jax.Array) -> jax.Array:
+    """Computes `tempered` without dividing -inf, whose derivative by the temperature is
+    NaN."""
+    allowed, largest = logits > -jnp.inf, logits.max(axis=-1, keepdims=True)
+    z = _tempered(temperature, jnp.where(allowed, logits, largest))
+    return jnp.where(allowed, z, -jnp.inf)
 
 
 def _best_shapes(

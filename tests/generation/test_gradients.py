@@ -15,9 +15,9 @@ from stree_jax.generation import scoring
 from stree_jax.models import MambaConfig, ModelConfig, MoEConfig
 from stree_jax.models.stack import by_layer
 from stree_jax.models.stack.by_layer import Run, runs_of, units_of
-from stree_jax.sampling import Sampling
+from stree_jax.sampling import Sampling, sampling_arrays
 from tests.support.families import FAMILIES, SIZES, random_model
-from tests.support.tiny import tiny
+from tests.support.tiny import REAL, tiny
 
 
 def test_layers_that_repeat_are_found():
@@ -193,3 +193,27 @@ def test_forward_mode_and_second_derivatives(scored):
     backward = jax.jit(jax.grad(along))(params)
     for a, b in zip(jax.tree.leaves(forward), jax.tree.leaves(backward), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * float(abs(b).max()))
+
+
+MASKS = {
+    "top_k": dict(top_k=20),
+    "top_p": dict(top_p=0.9),
+    "min_p": dict(min_p=0.2),
+    "bias": dict(logit_bias=jnp.where(jnp.arange(REAL) < 20, -jnp.inf, 0)[None]),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_gradient_by_temperature_leaves_out_masked_tokens(name):
+    model = tiny(3, ("mamba",))
+    tokens = jax.random.randint(jax.random.key(1), (1, 40), 0, REAL)
+
+    @jax.jit
+    def total(temperature):
+        rows = sampling_arrays(1, temperature=temperature, **MASKS[name])
+        found = stree_jax.token_logprobs(model, tokens, sampling=rows)
+        return jnp.where(jnp.isfinite(found), found, 0).sum()
+
+    slope = (total(1.001) - total(0.999)) / 0.002
+    assert abs(slope) > 1
+    np.testing.assert_allclose(jax.grad(total)(1.0), slope, rtol=0.02)

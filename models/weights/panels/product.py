@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.models.base.derivative import with_derivative
 from stree_jax.models.weights.panels.kind import BLOCK, LANES, PanelKind
-from stree_jax.models.weights.unrounded import with_derivative
 
 MAX_GROUP = 256  # most columns of a row that share a scale
 # A group whose largest magnitude is below this becomes 0; as in src/panels.h.
