@@ -466,8 +466,8 @@ def train_drafter(
 
 
 def _in_float32(model: BareModel) -> BareModel:
-    """Returns a model whose quantized matrices are float32, which training needs for
-    gradients through the head."""
+    """Returns a model whose quantized matrices are float32, so that the gradient of a
+    step does not dequantize them again."""
     params = {
         name: p.matrix() if isinstance(p, Weight) else p
         for name, p in model.params.items()
