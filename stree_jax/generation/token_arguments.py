@@ -96,16 +96,30 @@ def right_padded(
 
 def _compacted(prompts: Any, mask: Any) -> tuple[Any, Any]:
     """Returns the tokens of each row moved to its start, and their number."""
-    module: Any = np if isinstance(prompts, np.ndarray) and known(mask) else jnp
-    try:
-        mask = module.asarray(mask).astype(bool)
-    except (TypeError, ValueError):
-        raise ValueError(f"mask: want an array [B, S], got {shown(mask)}") from None
+    mask = _checked_mask(mask)
     if mask.shape != prompts.shape:
         raise ValueError(f"mask: want {prompts.shape}, got {mask.shape}")
+    both = isinstance(prompts, np.ndarray) and isinstance(mask, np.ndarray)
+    module: Any = np if both else jnp
+    mask = mask.astype(bool)
     order = module.argsort(~mask, axis=1, stable=True)
     moved = module.take_along_axis(module.where(mask, prompts, 0), order, axis=1)
     return moved, mask.sum(axis=1).astype(np.int32)
+
+
+def _checked_mask(mask: Any) -> Any:
+    """Returns a mask as an array of bools or of integers, of which known ones are 0 or
+    1. Masks of other libraries that are added to scores are floats, 0 for tokens."""
+    want = "bools, or integers 0 and 1"
+    try:
+        table = np.asarray(mask) if known(mask) and not spread(mask) else mask
+    except (TypeError, ValueError):
+        raise ValueError(f"mask: want {want} [B, S], got {shown(mask)}") from None
+    if table.dtype != bool and not jnp.issubdtype(table.dtype, jnp.integer):
+        raise ValueError(f"mask: want {want} (True for tokens), got {table.dtype}")
+    if table.dtype != bool:
+        check_range(f"mask: want {want}", table, 0, 1)
+    return table
 
 
 def counts(name: str, value: Any, batch: int, low: int, high: int) -> jax.Array:

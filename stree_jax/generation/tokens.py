@@ -200,8 +200,8 @@ def generate_tokens(
       max_new_tokens: O, maximum number of tokens per row, static.
       limits: an int or [B] ints, smaller maxima of the prompts' rows. They are data: a
         new value compiles nothing.
-      mask: [B, S] bools or ints, true for the tokens of prompts that are padded on the
-        left (or anywhere).
+      mask: [B, S] bools, or ints 0 and 1, true for the tokens of prompts that are
+        padded on the left (or anywhere).
       drafter: proposes draft tokens: a draft model, heads of the target, "lookup",
         "mtp", or "auto". None for plain decoding.
       tree: the draft tree, its name, or a list of parents. "auto" chooses a tree at
