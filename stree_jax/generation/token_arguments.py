@@ -19,7 +19,12 @@ from stree_jax.models.stack.network import ExpertsOf
 from stree_jax.models.stack.routing import UNKNOWN, routed_experts
 from stree_jax.sampling.constraints import Constraints
 from stree_jax.sampling.requests import StopAutomata
-from stree_jax.sampling.settings import Sampling, SamplingRows, sampling_rows
+from stree_jax.sampling.settings import (
+    Sampling,
+    SamplingRows,
+    check_rows,
+    sampling_rows,
+)
 
 
 def known(value: Any) -> bool:
@@ -250,6 +255,7 @@ def rows_of_sampling(
     if (bias := sampling.bias) is not None and bias.shape[1] != num_tokens:
         want = f"one number for each of the {num_tokens} tokens of the vocabulary"
         raise ValueError(f"sampling: logit_bias: want {want}, got {bias.shape[1]}")
+    check_rows("sampling", sampling)
     return sampling
 
 
