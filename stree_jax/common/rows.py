@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def repeated(x: jax.Array, n: int) -> jax.Array:
+def repeated(x: jax.Array, n: Any) -> jax.Array:
     """Returns each row of an array [B, ...] n times, [B n, ...].
 
     Rows stay on their devices. `jnp.repeat` refuses rows that are sharded over a mesh

@@ -13,7 +13,9 @@ import numpy as np
 
 from stree_jax.common.checks import shown
 from stree_jax.common.rows import repeated, spread
+from stree_jax.constraints.constraint import Constraint
 from stree_jax.constraints.rows import constraint_rows, constraints_by_row
+from stree_jax.cpu_kernels import symbolic_size
 from stree_jax.models import Model, empty_routing, expert_taps
 from stree_jax.models.stack.network import ExpertsOf
 from stree_jax.models.stack.routing import UNKNOWN, routed_experts
@@ -23,6 +25,7 @@ from stree_jax.sampling.settings import (
     Sampling,
     SamplingRows,
     check_rows,
+    rows_of_one,
     sampling_rows,
 )
 
@@ -232,7 +235,7 @@ def rows_of_sampling(
         without a `Sampling`.
     """
     if isinstance(sampling, Sampling):
-        sampling = [sampling] * batch
+        return rows_of_one(sampling, batch, key, n, num_tokens)
     if isinstance(sampling, list | tuple) and all(
         isinstance(one, Sampling) for one in sampling
     ):
@@ -274,7 +277,15 @@ def rows_of_constraint(model: Model, constraint: Any, batch: int) -> Constraints
     if constraint is None:
         return None  # B may be symbolic
     if not isinstance(constraint, Constraints):
-        return constraint_rows(model, constraints_by_row(constraint, batch))
+        if not symbolic_size(batch):
+            return constraint_rows(model, constraints_by_row(constraint, batch))
+        if not isinstance(constraint, Constraint):
+            raise ValueError(
+                "constraint: want a Constraint for all prompts, or the automata of "
+                f"constraint_rows, for a symbolic batch; got {shown(constraint)}"
+            )
+        alone = constraint_rows(model, [constraint])
+        return None if alone is None else repeated_constraints(alone, batch)
     got, V = constraint.automaton.shape, model.config.num_tokens
     if (got, constraint.classes.shape[-1]) != ((batch,), V):
         raise ValueError(
@@ -284,7 +295,7 @@ def rows_of_constraint(model: Model, constraint: Any, batch: int) -> Constraints
     return constraint
 
 
-def repeated_constraints(constraints: Constraints, n: int) -> Constraints:
+def repeated_constraints(constraints: Constraints, n: Any) -> Constraints:
     """Returns the automata of B prompts for B n rows, prompt by prompt."""
     automaton, start = constraints.automaton, constraints.start
     rows = dict(automaton=repeated(automaton, n), start=repeated(start, n))

@@ -11,6 +11,7 @@ from flax import struct
 from stree_jax.common.checks import flag, integer, shown, with_hints
 from stree_jax.common.rows import repeated
 from stree_jax.constraints.constraint import Constraint
+from stree_jax.cpu_kernels import symbolic_size
 from stree_jax.generation.arguments import lists_by_row
 from stree_jax.generation.past import Past
 from stree_jax.generation.stop_automata import automata_of, searched_pieces
@@ -309,10 +310,25 @@ def _automata(model: Model, stop_strings: Any, batch: int) -> StopAutomata | Non
         return stop_strings
     if isinstance(stop_strings, list | tuple) and not stop_strings:
         return None  # B may be symbolic
+    if symbolic_size(batch):
+        return _shared_automata(model, stop_strings, batch)
     lists = lists_by_row("stop_strings", stop_strings, batch, str)
     if not any(lists):
         return None
     return automata_of(model, searched_pieces(model), lists)
+
+
+def _shared_automata(model: Model, stop_strings: Any, batch: Any) -> StopAutomata:
+    """Returns the automata of stop strings for all of B prompts, B being symbolic."""
+    strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+    listed = isinstance(strings, list | tuple)
+    if not listed or not all(isinstance(one, str) for one in strings):
+        raise ValueError(
+            "stop_strings: want strings for all prompts, or the result of "
+            f"stop_automata, for a symbolic batch; got {shown(stop_strings)}"
+        )
+    alone = automata_of(model, searched_pieces(model), [list(strings)])
+    return replace(alone, automaton=repeated(alone.automaton, batch))
 
 
 def _repeated(by_prompt: dict[str, Any], n: int) -> dict[str, Any]:

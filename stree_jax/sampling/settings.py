@@ -20,6 +20,7 @@ from stree_jax.common.checks import (
     with_hints,
 )
 from stree_jax.common.rows import repeated
+from stree_jax.cpu_kernels import symbolic_size
 from stree_jax.models.base.keys import key_of
 from stree_jax.models.base.serialization import register_for_export
 from stree_jax.sampling.ranges import BIAS, RANGES, SEED
@@ -247,26 +248,61 @@ def sampling_rows(
     if num_tokens is not None:
         want = "the size of the vocabulary"
         num_tokens = integer("num_tokens", num_tokens, 1, 2**31 - 1, want)
-    seeds = None
+    by_prompt = _by_prompt(settings, filters, num_tokens)
     if any(s.seed is not None for s in settings):
+        _check_single("settings", key)
         chosen = [i if s.seed is None else s.seed for i, s in enumerate(settings)]
-        seeds = np.array(chosen, np.uint32)
+        by_prompt["seeds"] = np.array(chosen, np.uint32)
+    return sampling_arrays(len(settings), **by_prompt, key=key, samples=samples)
+
+
+def rows_of_one(
+    sampling: Sampling,
+    prompts: Any,
+    key: jax.Array | None,
+    samples: int,
+    num_tokens: int,
+) -> SamplingRows:
+    """Returns `sampling_rows` of B prompts with the same settings.
+
+    Args:
+      sampling: the settings.
+      prompts: B, which may be symbolic.
+      key, samples, num_tokens: as in `sampling_rows`.
+
+    Raises:
+      ValueError: as `sampling_rows`.
+    """
+    by_prompt = _by_prompt([sampling], False, num_tokens)
+    alone = {name: value[0] for name, value in by_prompt.items() if value is not None}
+    if sampling.seed is not None:
+        _check_single("sampling", key)
+        alone["seeds"] = jnp.broadcast_to(jnp.uint32(sampling.seed), (prompts,))
+    return sampling_arrays(prompts, **alone, key=key, samples=samples)
+
+
+def _by_prompt(
+    settings: Sequence[Sampling], filters: bool, num_tokens: int | None
+) -> dict[str, Any]:
+    """Returns the arguments of `sampling_arrays` with one value for each prompt, other
+    than seeds."""
 
     def rows(name: str) -> np.ndarray:
         return np.array([getattr(s, name) for s in settings])
 
     penalised = any(s.penalised for s in settings)
     filters = filters or any(s.top_k or s.top_p != 1 or s.min_p for s in settings)
-    return sampling_arrays(
-        len(settings),
-        temperature=rows("temperature"),
-        **{name: rows(name) for name in FILTERS if filters},
-        **{name: rows(name) for name in PENALTIES if penalised},
-        logit_bias=_bias_table(settings, num_tokens),
-        key=key,
-        seeds=seeds,
-        samples=samples,
-    )
+    names = "temperature", *FILTERS * filters, *PENALTIES * penalised
+    table = _bias_table(settings, num_tokens)
+    return {name: rows(name) for name in names} | {"logit_bias": table}
+
+
+def _check_single(name: str, key: Any) -> None:
+    """Raises ValueError for several keys with settings, the argument `name`, that have
+    a seed."""
+    if is_typed(key) and key.shape:
+        got = f"keys {list(key.shape)}"
+        raise ValueError(f"key: want a single key, since {name} has a seed, got {got}")
 
 
 def _bias_table(
@@ -289,7 +325,7 @@ def _bias_table(
 
 @with_hints
 def sampling_arrays(
-    prompts: int,
+    prompts: Any,
     *,
     temperature: Any = 1.0,
     top_k: Any = None,
@@ -311,7 +347,7 @@ def sampling_arrays(
     others give texts of no meaning.
 
     Args:
-      prompts: B, static.
+      prompts: B, static; in programs for `jax.export`, it may be symbolic.
       temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
         frequency_penalty: as in `Sampling`.
       logit_bias: [V] or [B, V] numbers that are added to the logits.
@@ -331,7 +367,9 @@ def sampling_arrays(
       >>> sampling_arrays(4, temperature=0.7, key=jax.random.key(1)).temperature.shape
       (4,)
     """
-    prompts = integer("prompts", prompts, 1, 2**31 - 1, "a number of prompts, static")
+    if not symbolic_size(prompts):
+        what = "a number of prompts, static"
+        prompts = integer("prompts", prompts, 1, 2**31 - 1, what)
     samples = integer("samples", samples, 1, 2**16, f"1..{2**16} rows per prompt")
 
     def rows(name: str, value: Any, default: Any, dtype: Any) -> jax.Array:
@@ -376,7 +414,7 @@ def sampling_arrays(
     )
 
 
-def _keys(key: Any, seeds: Any, prompts: int, samples: int) -> jax.Array:
+def _keys(key: Any, seeds: Any, prompts: Any, samples: int) -> jax.Array:
     """Returns the keys [B n] of the rows of B prompts."""
     if is_typed(key) and key.shape == (prompts,):
         if seeds is not None:
@@ -389,7 +427,7 @@ def _keys(key: Any, seeds: Any, prompts: int, samples: int) -> jax.Array:
     # Always Threefry: with other generators, the numbers of a row depend on its batch.
     base = key_of(0) if key is None else as_threefry(key)
     if seeds is None:
-        seeds = np.arange(prompts, dtype=np.uint32)
+        seeds = jnp.arange(prompts, dtype=jnp.uint32)
     SEED.check("seeds", seeds)
     seeds = jnp.asarray(seeds, jnp.uint32)
     if seeds.shape != (prompts,):

@@ -290,6 +290,7 @@ def test_the_least_length_of_scores_needs_the_prompts(model):
         stree_jax.token_logprobs(model, [[8, 9]], min_new_tokens=1)
 
 
+KEYS = jax.random.split(jax.random.key(0), 1)
 WRONG = [
     (dict(lengths=[3], mask=[[1, 1, 1]]), "^mask: give either lengths or mask"),
     (dict(mask=[[0, 0, 0]]), r"^mask: tokens: 0\.\.0 are not all in 1\.\.3"),
@@ -306,6 +307,8 @@ WRONG = [
     (dict(logprobs=-1), "^logprobs: want 0.."),
     (dict(past=3), "^past: want the past of an earlier result"),
     (dict(sampling=[Sampling()] * 2), "^sampling: 2 rows, but 1 prompts"),
+    (dict(sampling=Sampling(seed=3), key=KEYS), "^key: want a single key, since sampl"),
+    (dict(sampling=[Sampling(seed=3)], key=KEYS), "^key: want a single key, since set"),
     (dict(prompts=[[1, 2], [3]]), r"^prompts: want an array of integers \[B, S\]"),
 ]
 
