@@ -34,13 +34,19 @@ from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, SamplingRows
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.policy import StepTimes
-from stree_jax.speculation.buckets import MOST_TOKENS
+from stree_jax.speculation.buckets import MOST_TOKENS, cache_capacity
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, Decoding
 from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.drafter import DraftState, kept
 from stree_jax.speculation.drafters.earlier import EarlierTexts, earlier_rows
 from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, source_of
-from stree_jax.speculation.loop import FOREVER, advance, committed, init_decoding
+from stree_jax.speculation.loop import (
+    FOREVER,
+    advance,
+    committed,
+    deepest,
+    init_decoding,
+)
 from stree_jax.speculation.source import Source, check_state
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
@@ -228,7 +234,8 @@ def generate_tokens(
       past: `GeneratedTokens.past` (or `Generation.past`) of an earlier call with B
         rows. The prompts are then the whole texts: the result of
         `GeneratedTokens.joined`, followed by new tokens.
-      keep_past: True to return a `past`; static.
+      keep_past: True to return a `past`; static. Its shapes are the same after every
+        call with prompts [B, S] of the same shape, so `lax.scan` can carry it.
       routing: True to return the experts that the tokens use, for `token_logprobs`;
         static. For models with experts.
 
@@ -282,12 +289,20 @@ def generate_tokens(
     if past is not None:
         states = _checked_past(past, model, source, lengths)
     spec = spec_for(model, source, tree, rule, times)
+    # A past that is kept has the shape that it has after later calls.
+    capacity = cache_capacity(
+        prompts.shape[1],
+        max_new_tokens,
+        deepest(spec.policy),
+        resumed=keep_past or past is not None,
+    )
     decoding = init_decoding(
         spec,
         prompts,
         lengths,
         requests,
         max_new_tokens=max_new_tokens,
+        capacity=capacity,
         samples=n,
         top_logprobs=logprobs,
         past=states,
