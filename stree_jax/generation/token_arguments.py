@@ -164,7 +164,7 @@ def stop_table(model: Model, stop_tokens: Any, batch: int) -> jax.Array:
     """
     if stop_tokens is None:
         stop_tokens = model.config.stop_tokens
-    want = "a token id, a list of them, or an array [B, n] padded with -1"
+    want = f"a token id, a list of them, or an array [{batch}, n] padded with -1"
     stops = integers("stop_tokens", stop_tokens, want)
     by_row = stops.ndim == 2 and stops.shape[0] == batch
     if stops.ndim > 1 and not by_row:
@@ -192,6 +192,11 @@ def given_routing(model: Model, routing: Any, batch: int, T: int) -> jax.Array:
     for i, tap in enumerate(taps):
         most = routed_experts(model.config, tap.mixer)[0]
         check_range("routing", table[:, :, i], UNKNOWN, most - 1)
+    if known(table):
+        module: Any = np if isinstance(table, np.ndarray) else jnp
+        ordered = module.sort(table, axis=3)
+        if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
+            raise ValueError("routing: want different experts for each token")
     return jnp.maximum(jnp.asarray(table, jnp.int32), UNKNOWN)
 
 

@@ -142,11 +142,12 @@ def test_given_experts_have_the_weights_of_the_router(config):
 WRONG = [
     (np.zeros((1, 3, 2, 2), int), r"^routing: want \(1, 3, 3, 2\) \(texts, tokens, "),
     (np.full((1, 3, 3, 2), 6), r"^routing: 6\.\.6 are not all in -1\.\.5"),
+    (np.full((1, 3, 3, 2), 4), "^routing: want different experts for each token$"),
     (np.zeros((1, 3, 3, 2)), "^routing: want integers, got float64$"),
 ]
 
 
-@pytest.mark.parametrize(("routing", "message"), WRONG, ids=["shape", "range", "type"])
+@pytest.mark.parametrize(("routing", "message"), WRONG, ids=[m for _, m in WRONG])
 def test_a_wrong_routing_is_named(routing, message):
     with pytest.raises(ValueError, match=message):
         stree_jax.token_logprobs(tiny_lara(1), [[8, 9, 10]], routing=routing)
