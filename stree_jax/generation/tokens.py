@@ -140,10 +140,16 @@ class GeneratedTokens:
 
         Args:
           prompts, lengths, mask: the arguments of `generate_tokens`.
+
+        Raises:
+          ValueError: the prompts have another number, or, with `routing`, another width
+            than those of `generate_tokens`, or are wrong in another way.
         """
         most = 2**31 - 1  # ids were checked by `generate_tokens`
         prompts, lengths = right_padded(prompts, lengths, mask, most)
-        n, width = self.tokens.shape[0] // prompts.shape[0], self.tokens.shape[1]
+        rows, width = self.tokens.shape
+        self._check_prompts(*prompts.shape)
+        n = rows // prompts.shape[0]
         prompts, lengths = (repeated(x, n) for x in (prompts, lengths))
         S = prompts.shape[1]
         place = jnp.arange(S + width, dtype=jnp.int32)[None]
@@ -160,6 +166,19 @@ class GeneratedTokens:
         if self.logprobs is not None:
             found = at_output(self.logprobs.processed, jnp.float32(0))
         return Texts(tokens, lengths + self.length, output, found, self.routing)
+
+    def _check_prompts(self, batch: Any, S: Any) -> None:
+        """Raises ValueError if prompts [B, S] cannot be those of the result."""
+        rows, width = self.tokens.shape
+        if not symbolic_size(batch) and not symbolic_size(rows) and rows % batch:
+            raise ValueError(
+                f"prompts: want those of the result's {rows} rows, got {batch} prompts"
+            )
+        if self.routing is not None and self.routing.shape[1] != S + width:
+            raise ValueError(
+                f"prompts: want {self.routing.shape[1] - width} tokens per row, as in "
+                f"generate_tokens, since the result has their routing, got {S}"
+            )
 
     def __repr__(self) -> str:
         shape = getattr(self.tokens, "shape", None)

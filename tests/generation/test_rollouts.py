@@ -9,6 +9,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling, cpu_kernels
+from stree_jax.drafters import EarlierTexts
 from stree_jax.generation.stop_automata import stop_automata
 from stree_jax.sampling import sampling_arrays, sampling_rows
 from tests.support.tiny import tiny
@@ -288,6 +289,16 @@ def test_the_gradient_is_that_of_the_scores(model, texts):
 def test_the_least_length_of_scores_needs_the_prompts(model):
     with pytest.raises(ValueError, match="^prompt_lengths: want them, for min_new"):
         stree_jax.token_logprobs(model, [[8, 9]], min_new_tokens=1)
+
+
+@pytest.mark.parametrize("prompts", [4, 12])
+def test_texts_of_other_prompts_are_refused(texts, rollout, prompts):
+    """The rollout has six rows."""
+    message = f"^prompts: want .* 6 .* got {prompts}"
+    with pytest.raises(ValueError, match=message):
+        rollout[0].joined([texts[0]] * prompts)
+    with pytest.raises(ValueError, match=message):
+        EarlierTexts.of_rollouts(rollout[1], prompts)
 
 
 @pytest.mark.parametrize("lengths", [None, [3, 2], jnp.array([3, 2])])

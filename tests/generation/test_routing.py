@@ -153,6 +153,12 @@ def test_a_wrong_routing_is_named(routing, message):
         stree_jax.token_logprobs(tiny_lara(1), [[8, 9, 10]], routing=routing)
 
 
+def test_prompts_of_another_width_are_not_joined_with_a_routing():
+    done = made("lara")[1]
+    with pytest.raises(ValueError, match="^prompts: want 5 tokens per row, .* got 3$"):
+        done.joined(PROMPTS[:, :3])
+
+
 def test_a_model_without_experts_is_named():
     message = "^routing: the model has no experts; leave it out$"
     with pytest.raises(ValueError, match=message):

@@ -310,3 +310,9 @@ def test_settings_that_are_traced_are_not_checked():
     closed_over = jnp.asarray([1.0, -1.0])
     with pytest.raises(ValueError, match="^temperature: want .* got -1.0"):
         jax.jit(lambda: sampling_arrays(2, temperature=closed_over))()
+
+
+@pytest.mark.parametrize("prompts", [0, 2.0, "2", None])
+def test_a_number_of_prompts_is_an_integer(prompts):
+    with pytest.raises(ValueError, match="^prompts: want a number of prompts, static"):
+        sampling_arrays(prompts)
