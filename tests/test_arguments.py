@@ -290,3 +290,43 @@ def test_one_signature_for_generate_stream_and_their_options():
     streamed = dict(inspect.signature(stree_jax.stream).parameters)
     assert streamed.pop("steps").default == 8
     assert streamed == dict(own)
+
+
+def without(params, *path):
+    """Parameters without the one at a path."""
+    name, *rest = path
+    others = {key: value for key, value in params.items() if key != name}
+    return others | ({name: without(params[name], *rest)} if rest else {})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda params: None, "want a dictionary, got <class 'NoneType'>"),
+        (lambda params: {}, "embedding is missing"),
+        (
+            lambda params: without(params, "layers_1", "norm", "scale"),
+            "layers_1/norm/scale is missing",
+        ),
+        (
+            lambda params: params | {"layers_1": jnp.zeros(3)},
+            "layers_1: want a dictionary, got <class '.*'>",
+        ),
+        (
+            lambda params: params | {"embedding": jnp.zeros((9, 32))},
+            r"embedding: want shape \(50, \d+\), got \(9, 32\)",
+        ),
+    ],
+    ids=["none", "empty", "missing", "no dictionary", "shape"],
+)
+def test_wrong_parameters_are_named(target, change, message):
+    model, ids = target.replace(params=change(target.params)), [[8, 9]]
+    calls = (
+        lambda: stree_jax.generate(model, ids, drafter=None, max_new_tokens=1),
+        lambda: stree_jax.generate_tokens(model, ids, drafter=None, max_new_tokens=1),
+        lambda: stree_jax.token_logprobs(model, ids),
+        lambda: jax.jit(stree_jax.score)(model, jnp.asarray(ids)),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=f"^model: params: {message}"):
+            call()

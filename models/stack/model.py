@@ -5,7 +5,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from stree_jax.models.layers.params import parameter_count
 from stree_jax.models.stack.config import ModelConfig
 from stree_jax.models.stack.model_json import Static, register_model
 from stree_jax.models.stack.network import Experts, LanguageModel, Tapped, Taps
+from stree_jax.models.stack.param_table import param_shapes
 from stree_jax.models.stack.state import (
     Pending,
     Records,
@@ -142,7 +143,7 @@ register_model(Model)
 
 
 def check_model(name: str, model: Any) -> None:
-    """Raises ValueError if an argument is not a model.
+    """Raises ValueError if an argument is not a model with its parameters.
 
     Args:
       name: the argument's name.
@@ -156,6 +157,27 @@ def check_model(name: str, model: Any) -> None:
         raise ValueError(
             f"{name}: want a model of stree_jax.load, got {shown(type(model))}"
         )
+    if (wrong := _wrong_parameter(model)) is not None:
+        raise ValueError(f"{name}: params: {wrong}")
+
+
+def _wrong_parameter(model: Model) -> str | None:
+    """Returns what is wrong with the names or the shapes of a model's parameters; None
+    if nothing is. Looks up each name in nested dictionaries, and reads no array."""
+    whole = model.mesh is None and model.cut == WHOLE
+    for path, shape in param_shapes(model.config).items():
+        found = model.params
+        for i, key in enumerate(path):
+            if not isinstance(found, Mapping):
+                what = f"{'/'.join(path[:i])}: " if i else ""
+                return f"{what}want a dictionary, got {shown(type(found))}"
+            if key not in found:
+                return f"{'/'.join(path)} is missing"
+            found = found[key]
+        got = getattr(found, "shape", shape)
+        if whole and tuple(got) != shape:
+            return f"{'/'.join(path)}: want shape {shape}, got {tuple(got)}"
+    return None
 
 
 def param_dtype(params: Params) -> Any:

@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 
-def repeated(x: jax.Array, n: int) -> jax.Array:
+def repeated(x: jax.Array, n: Any) -> jax.Array:
     """Returns each row of an array [B, ...] n times, [B n, ...].
 
     Rows stay on their devices. `jnp.repeat` refuses rows that are sharded over a mesh
@@ -14,6 +15,11 @@ def repeated(x: jax.Array, n: int) -> jax.Array:
     """
     several = jnp.broadcast_to(x[:, None], (x.shape[0], n, *x.shape[1:]))
     return several.reshape(x.shape[0] * n, *x.shape[1:])
+
+
+def symbolic(value: Any) -> bool:
+    """True for a symbolic dimension of `jax.export`."""
+    return isinstance(getattr(value, "scope", None), export.SymbolicScope)
 
 
 def spread(value: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -35,7 +36,8 @@ STOP_TOKEN_BUCKET = 8
 def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> Any:
     """Checks token ids and returns them as int32.
 
-    Inside `jit` only the shape and the dtype are checked, because ids are unknown.
+    Inside `jit` only the shape and the dtype are checked, because ids are unknown. Ids
+    outside the vocabulary are then clipped.
 
     Args:
       name: the argument's name, for messages.
@@ -62,7 +64,9 @@ def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> An
             f"{name}: ids {table.min()}..{table.max()} "
             f"are not all in the vocabulary 0..{config.vocab_size - 1}"
         )
-    return table.astype(np.int32)
+    if known:
+        return table.astype(np.int32)
+    return jnp.clip(table, 0, config.vocab_size - 1).astype(np.int32)
 
 
 def check_loaded(model: Any) -> None:

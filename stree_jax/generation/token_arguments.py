@@ -13,13 +13,21 @@ import numpy as np
 
 from stree_jax.common.checks import shown
 from stree_jax.common.rows import repeated, spread
+from stree_jax.constraints.constraint import Constraint
 from stree_jax.constraints.rows import constraint_rows, constraints_by_row
+from stree_jax.cpu_kernels import symbolic_size
 from stree_jax.models import Model, empty_routing, expert_taps
 from stree_jax.models.stack.network import ExpertsOf
 from stree_jax.models.stack.routing import UNKNOWN, routed_experts
 from stree_jax.sampling.constraints import Constraints
 from stree_jax.sampling.requests import StopAutomata
-from stree_jax.sampling.settings import Sampling, SamplingRows, sampling_rows
+from stree_jax.sampling.settings import (
+    Sampling,
+    SamplingRows,
+    check_rows,
+    rows_of_one,
+    sampling_rows,
+)
 
 
 def known(value: Any) -> bool:
@@ -96,16 +104,30 @@ def right_padded(
 
 def _compacted(prompts: Any, mask: Any) -> tuple[Any, Any]:
     """Returns the tokens of each row moved to its start, and their number."""
-    module: Any = np if isinstance(prompts, np.ndarray) and known(mask) else jnp
-    try:
-        mask = module.asarray(mask).astype(bool)
-    except (TypeError, ValueError):
-        raise ValueError(f"mask: want an array [B, S], got {shown(mask)}") from None
+    mask = _checked_mask(mask)
     if mask.shape != prompts.shape:
         raise ValueError(f"mask: want {prompts.shape}, got {mask.shape}")
+    both = isinstance(prompts, np.ndarray) and isinstance(mask, np.ndarray)
+    module: Any = np if both else jnp
+    mask = mask.astype(bool)
     order = module.argsort(~mask, axis=1, stable=True)
     moved = module.take_along_axis(module.where(mask, prompts, 0), order, axis=1)
     return moved, mask.sum(axis=1).astype(np.int32)
+
+
+def _checked_mask(mask: Any) -> Any:
+    """Returns a mask as an array of bools or of integers, of which known ones are 0 or
+    1. Masks of other libraries that are added to scores are floats, 0 for tokens."""
+    want = "bools, or integers 0 and 1"
+    try:
+        table = np.asarray(mask) if known(mask) and not spread(mask) else mask
+    except (TypeError, ValueError):
+        raise ValueError(f"mask: want {want} [B, S], got {shown(mask)}") from None
+    if table.dtype != bool and not jnp.issubdtype(table.dtype, jnp.integer):
+        raise ValueError(f"mask: want {want} (True for tokens), got {table.dtype}")
+    if table.dtype != bool:
+        check_range(f"mask: want {want}", table, 0, 1)
+    return table
 
 
 def counts(name: str, value: Any, batch: int, low: int, high: int) -> jax.Array:
@@ -142,7 +164,7 @@ def stop_table(model: Model, stop_tokens: Any, batch: int) -> jax.Array:
     """
     if stop_tokens is None:
         stop_tokens = model.config.stop_tokens
-    want = "a token id, a list of them, or an array [B, n] padded with -1"
+    want = f"a token id, a list of them, or an array [{batch}, n] padded with -1"
     stops = integers("stop_tokens", stop_tokens, want)
     by_row = stops.ndim == 2 and stops.shape[0] == batch
     if stops.ndim > 1 and not by_row:
@@ -170,6 +192,11 @@ def given_routing(model: Model, routing: Any, batch: int, T: int) -> jax.Array:
     for i, tap in enumerate(taps):
         most = routed_experts(model.config, tap.mixer)[0]
         check_range("routing", table[:, :, i], UNKNOWN, most - 1)
+    if known(table):
+        module: Any = np if isinstance(table, np.ndarray) else jnp
+        ordered = module.sort(table, axis=3)
+        if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
+            raise ValueError("routing: want different experts for each token")
     return jnp.maximum(jnp.asarray(table, jnp.int32), UNKNOWN)
 
 
@@ -213,7 +240,7 @@ def rows_of_sampling(
         without a `Sampling`.
     """
     if isinstance(sampling, Sampling):
-        sampling = [sampling] * batch
+        return rows_of_one(sampling, batch, key, n, num_tokens)
     if isinstance(sampling, list | tuple) and all(
         isinstance(one, Sampling) for one in sampling
     ):
@@ -236,6 +263,7 @@ def rows_of_sampling(
     if (bias := sampling.bias) is not None and bias.shape[1] != num_tokens:
         want = f"one number for each of the {num_tokens} tokens of the vocabulary"
         raise ValueError(f"sampling: logit_bias: want {want}, got {bias.shape[1]}")
+    check_rows("sampling", sampling)
     return sampling
 
 
@@ -254,7 +282,15 @@ def rows_of_constraint(model: Model, constraint: Any, batch: int) -> Constraints
     if constraint is None:
         return None  # B may be symbolic
     if not isinstance(constraint, Constraints):
-        return constraint_rows(model, constraints_by_row(constraint, batch))
+        if not symbolic_size(batch):
+            return constraint_rows(model, constraints_by_row(constraint, batch))
+        if not isinstance(constraint, Constraint):
+            raise ValueError(
+                "constraint: want a Constraint for all prompts, or the automata of "
+                f"constraint_rows, for a symbolic batch; got {shown(constraint)}"
+            )
+        alone = constraint_rows(model, [constraint])
+        return None if alone is None else repeated_constraints(alone, batch)
     got, V = constraint.automaton.shape, model.config.num_tokens
     if (got, constraint.classes.shape[-1]) != ((batch,), V):
         raise ValueError(
@@ -264,7 +300,7 @@ def rows_of_constraint(model: Model, constraint: Any, batch: int) -> Constraints
     return constraint
 
 
-def repeated_constraints(constraints: Constraints, n: int) -> Constraints:
+def repeated_constraints(constraints: Constraints, n: Any) -> Constraints:
     """Returns the automata of B prompts for B n rows, prompt by prompt."""
     automaton, start = constraints.automaton, constraints.start
     rows = dict(automaton=repeated(automaton, n), start=repeated(start, n))

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from stree_jax.common.checks import check_not_forked, with_hints
+from stree_jax.common.checks import check_not_forked, shown, with_hints
+from stree_jax.common.rows import spread
 from stree_jax.constraints.constraint import Constraint
 from stree_jax.cpu_kernels import at_most
 from stree_jax.generation.arguments import checked_tokens
@@ -17,6 +19,7 @@ from stree_jax.generation.scoring import read_chunks
 from stree_jax.generation.token_arguments import (
     counts,
     given_routing,
+    known,
     repeated_constraints,
     rows_of_constraint,
     rows_of_sampling,
@@ -68,16 +71,17 @@ def token_logprobs(
       constraint: what the output of each text must match, as in `generate_tokens`: the
         log-probabilities are those after its masks, -inf for a token that breaks it.
         Constraints of B / n prompts are for the n rows of each prompt.
-      prompt_lengths: [B] ints in 1 .. T: tokens of each text that are its prompt, for
-        which the result is then 0. Needed with `constraint` and `min_new_tokens`, which
-        begin behind the prompt, and with presence and frequency penalties, which count
-        only the output. (Without it, those of `SamplingRows` count the prompt, too.)
+      prompt_lengths: [B] ints in 1 .. `lengths`: tokens of each text that are its
+        prompt, for which the result is then 0. Needed with `constraint` and
+        `min_new_tokens`, which begin behind the prompt, and with presence and frequency
+        penalties, which count only the output. (Without it, those of `SamplingRows`
+        count the prompt, too.)
       stop_tokens: with `constraint` or `min_new_tokens`, the tokens that may end the
         output, as in `generate_tokens`. If None, the model's stop tokens.
       min_new_tokens: an int or [B] ints, tokens of the output before which the
         log-probability of stop tokens is -inf, as in `generate_tokens`.
-      routing: [B, T, L, k] ints, the experts that each token uses in each of the
-        model's L mixtures, as in `Texts.routing`; -1 where routers choose. Their
+      routing: [B, T, L, k] ints, the k different experts that each token uses in each
+        of the model's L mixtures, as in `Texts.routing`; -1 where routers choose. Their
         weights are still those of the model's routers, and have a gradient. If None,
         routers choose all experts.
 
@@ -86,7 +90,8 @@ def token_logprobs(
       prompts, and from `lengths` on.
 
     Raises:
-      ValueError: a shape or type is wrong, or, outside `jit`, a value.
+      ValueError: a shape or type is wrong, or, outside `jit`, a value. Inside `jit`
+        values are unknown, and ids and lengths are clipped to the valid range.
 
     Example:
       >>> model = stree_jax.load("demo")
@@ -99,12 +104,14 @@ def token_logprobs(
     if tokens.size == 0:
         raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
     batch, T = tokens.shape
-    lengths = counts("lengths", T if lengths is None else lengths, batch, 1, T)
+    given = T if lengths is None else lengths
+    lengths = counts("lengths", given, batch, 1, T)
     prompt = least = None
     if not (isinstance(min_new_tokens, int) and min_new_tokens == 0):
         least = counts("min_new_tokens", min_new_tokens, batch, 0, T)
     if prompt_lengths is not None:
         prompt = counts("prompt_lengths", prompt_lengths, batch, 1, T)
+        _check_prompts(prompt_lengths, given)
     elif least is not None:
         raise ValueError("prompt_lengths: want them, for min_new_tokens of the outputs")
     elif constraint is not None:
@@ -137,6 +144,15 @@ def token_logprobs(
     place = jnp.arange(T, dtype=jnp.int32)[None]
     first = jnp.int32(1) if prompt is None else prompt[:, None]
     return jnp.where((place >= first) & (place < lengths[:, None]), found, 0.0)
+
+
+def _check_prompts(prompts: Any, lengths: Any) -> None:
+    """Raises ValueError if known prompts are longer than their texts."""
+    if any(not known(one) or spread(one) for one in (prompts, lengths)):
+        return
+    if (np.asarray(prompts) > np.asarray(lengths)).any():
+        wanted = f"want at most the lengths of texts, {shown(lengths)}"
+        raise ValueError(f"prompt_lengths: {wanted}, got {shown(prompts)}")
 
 
 def _whole_chunks(table: jax.Array, padding: int) -> jax.Array:

@@ -11,6 +11,7 @@ from flax import struct
 from stree_jax.common.checks import flag, integer, shown, with_hints
 from stree_jax.common.rows import repeated
 from stree_jax.constraints.constraint import Constraint
+from stree_jax.cpu_kernels import symbolic_size
 from stree_jax.generation.arguments import lists_by_row
 from stree_jax.generation.past import Past
 from stree_jax.generation.stop_automata import automata_of, searched_pieces
@@ -33,13 +34,19 @@ from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, SamplingRows
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.policy import StepTimes
-from stree_jax.speculation.buckets import MOST_TOKENS
+from stree_jax.speculation.buckets import MOST_TOKENS, cache_capacity
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, Decoding
 from stree_jax.speculation.default_tree import spec_for
 from stree_jax.speculation.drafter import DraftState, kept
 from stree_jax.speculation.drafters.earlier import EarlierTexts, earlier_rows
 from stree_jax.speculation.drafters.table import AUTO, AnyDrafter, source_of
-from stree_jax.speculation.loop import FOREVER, advance, committed, init_decoding
+from stree_jax.speculation.loop import (
+    FOREVER,
+    advance,
+    committed,
+    deepest,
+    init_decoding,
+)
 from stree_jax.speculation.source import Source, check_state
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
@@ -133,10 +140,16 @@ class GeneratedTokens:
 
         Args:
           prompts, lengths, mask: the arguments of `generate_tokens`.
+
+        Raises:
+          ValueError: the prompts have another number, or, with `routing`, another width
+            than those of `generate_tokens`, or are wrong in another way.
         """
         most = 2**31 - 1  # ids were checked by `generate_tokens`
         prompts, lengths = right_padded(prompts, lengths, mask, most)
-        n, width = self.tokens.shape[0] // prompts.shape[0], self.tokens.shape[1]
+        rows, width = self.tokens.shape
+        self._check_prompts(*prompts.shape)
+        n = rows // prompts.shape[0]
         prompts, lengths = (repeated(x, n) for x in (prompts, lengths))
         S = prompts.shape[1]
         place = jnp.arange(S + width, dtype=jnp.int32)[None]
@@ -153,6 +166,19 @@ class GeneratedTokens:
         if self.logprobs is not None:
             found = at_output(self.logprobs.processed, jnp.float32(0))
         return Texts(tokens, lengths + self.length, output, found, self.routing)
+
+    def _check_prompts(self, batch: Any, S: Any) -> None:
+        """Raises ValueError if prompts [B, S] cannot be those of the result."""
+        rows, width = self.tokens.shape
+        if not symbolic_size(batch) and not symbolic_size(rows) and rows % batch:
+            raise ValueError(
+                f"prompts: want those of the result's {rows} rows, got {batch} prompts"
+            )
+        if self.routing is not None and self.routing.shape[1] != S + width:
+            raise ValueError(
+                f"prompts: want {self.routing.shape[1] - width} tokens per row, as in "
+                f"generate_tokens, since the result has their routing, got {S}"
+            )
 
     def __repr__(self) -> str:
         shape = getattr(self.tokens, "shape", None)
@@ -200,8 +226,8 @@ def generate_tokens(
       max_new_tokens: O, maximum number of tokens per row, static.
       limits: an int or [B] ints, smaller maxima of the prompts' rows. They are data: a
         new value compiles nothing.
-      mask: [B, S] bools or ints, true for the tokens of prompts that are padded on the
-        left (or anywhere).
+      mask: [B, S] bools, or ints 0 and 1, true for the tokens of prompts that are
+        padded on the left (or anywhere).
       drafter: proposes draft tokens: a draft model, heads of the target, "lookup",
         "mtp", or "auto". None for plain decoding.
       tree: the draft tree, its name, or a list of parents. "auto" chooses a tree at
@@ -227,7 +253,8 @@ def generate_tokens(
       past: `GeneratedTokens.past` (or `Generation.past`) of an earlier call with B
         rows. The prompts are then the whole texts: the result of
         `GeneratedTokens.joined`, followed by new tokens.
-      keep_past: True to return a `past`; static.
+      keep_past: True to return a `past`; static. Its shapes are the same after every
+        call with prompts [B, S] of the same shape, so `lax.scan` can carry it.
       routing: True to return the experts that the tokens use, for `token_logprobs`;
         static. For models with experts.
 
@@ -281,12 +308,20 @@ def generate_tokens(
     if past is not None:
         states = _checked_past(past, model, source, lengths)
     spec = spec_for(model, source, tree, rule, times)
+    # A past that is kept has the shape that it has after later calls.
+    capacity = cache_capacity(
+        prompts.shape[1],
+        max_new_tokens,
+        deepest(spec.policy),
+        resumed=keep_past or past is not None,
+    )
     decoding = init_decoding(
         spec,
         prompts,
         lengths,
         requests,
         max_new_tokens=max_new_tokens,
+        capacity=capacity,
         samples=n,
         top_logprobs=logprobs,
         past=states,
@@ -309,10 +344,25 @@ def _automata(model: Model, stop_strings: Any, batch: int) -> StopAutomata | Non
         return stop_strings
     if isinstance(stop_strings, list | tuple) and not stop_strings:
         return None  # B may be symbolic
+    if symbolic_size(batch):
+        return _shared_automata(model, stop_strings, batch)
     lists = lists_by_row("stop_strings", stop_strings, batch, str)
     if not any(lists):
         return None
     return automata_of(model, searched_pieces(model), lists)
+
+
+def _shared_automata(model: Model, stop_strings: Any, batch: Any) -> StopAutomata:
+    """Returns the automata of stop strings for all of B prompts, B being symbolic."""
+    strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+    listed = isinstance(strings, list | tuple)
+    if not listed or not all(isinstance(one, str) for one in strings):
+        raise ValueError(
+            "stop_strings: want strings for all prompts, or the result of "
+            f"stop_automata, for a symbolic batch; got {shown(stop_strings)}"
+        )
+    alone = automata_of(model, searched_pieces(model), [list(strings)])
+    return replace(alone, automaton=repeated(alone.automaton, batch))
 
 
 def _repeated(by_prompt: dict[str, Any], n: int) -> dict[str, Any]:

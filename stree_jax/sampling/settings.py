@@ -19,16 +19,14 @@ from stree_jax.common.checks import (
     shown,
     with_hints,
 )
-from stree_jax.common.rows import repeated
+from stree_jax.common.rows import repeated, symbolic
 from stree_jax.models.base.keys import key_of
 from stree_jax.models.base.serialization import register_for_export
+from stree_jax.sampling.ranges import BIAS, RANGES, SEED
 from stree_jax.sampling.threefry import as_threefry, is_typed
 
-_FLOAT32 = np.finfo(np.float32)
-LEAST, MOST = float(_FLOAT32.tiny), float(_FLOAT32.max)  # devices flush less to 0
-MOST_BIAS = 1e6  # adding more would round logits away
+FILTERS = "top_k", "top_p", "min_p"
 PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
-RANGE = f"{LEAST:.2g}..{MOST:.2g} (float32)"
 
 
 @class_with_hints
@@ -70,31 +68,11 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        def check(name: str, kind: Any, good: Any, want: str) -> None:
-            value = getattr(self, name)
-            number = kind(value)
-            if number is None or not good(number):
-                raise ValueError(f"{name}: want {want}, got {shown(value)}")
-            object.__setattr__(self, name, number)
-
-        def in_range(x: float) -> bool:
-            return LEAST <= x <= MOST
-
-        greedy = f"0 (greedy) or a number in {RANGE}"
-        check("temperature", as_real, lambda t: t == 0 or in_range(t), greedy)
-        whole = "an integer >= 0 (0 is off) and below 2^31"
-        check("top_k", as_integer, lambda k: 0 <= k < 2**31, whole)
-        check(
-            "top_p", as_real, lambda p: LEAST <= p <= 1, f"a number in {LEAST:.2g}..1"
-        )
-        check("min_p", as_real, lambda p: 0 <= p < 1, "a number in [0, 1)")
-        check("repetition_penalty", as_real, in_range, f"a number in {RANGE}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            check(name, as_real, _is_bias, f"a number in -{MOST_BIAS:g}..{MOST_BIAS:g}")
+        for name, one in RANGES.items():
+            object.__setattr__(self, name, one.number(name, getattr(self, name)))
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         if self.seed is not None:
-            of_32_bits = "an integer in [0, 2^32)"
-            check("seed", as_integer, lambda s: 0 <= s < 2**32, of_32_bits)
+            object.__setattr__(self, "seed", SEED.number("seed", self.seed))
 
     @property
     def changes_nothing(self) -> bool:
@@ -108,11 +86,6 @@ class Sampling:
         return not off or self.frequency_penalty != 0
 
 
-def _is_bias(number: float) -> bool:
-    """True for numbers that can be added to logits."""
-    return -MOST_BIAS <= number <= MOST_BIAS
-
-
 def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     """Returns `Sampling.logit_bias` as pairs, ordered by token.
 
@@ -122,7 +95,7 @@ def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     items = bias.items() if isinstance(bias, Mapping) else bias
     if isinstance(bias, str | bytes):
         items = None
-    want = f"pairs of a token id and a number in -{MOST_BIAS:g}..{MOST_BIAS:g}"
+    want = f"pairs of a token id and {BIAS.want}"
     try:
         pairs = [(as_integer(token), as_real(add)) for token, add in items]
     except (TypeError, ValueError):
@@ -130,7 +103,7 @@ def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     found = [
         (token, add)
         for token, add in pairs
-        if token is not None and add is not None and token >= 0 and _is_bias(add)
+        if token is not None and add is not None and token >= 0 and BIAS.holds(add)
     ]
     if len(found) != len(pairs):
         raise ValueError(f"logit_bias: want {want}, got {shown(bias)}")
@@ -156,6 +129,26 @@ class Filters:
     def any(self) -> jax.Array:
         """True if any row has a filter, as [] bool."""
         return ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)).any()
+
+
+def check_rows(name: str, rows: "SamplingRows") -> None:
+    """Raises ValueError if values of settings as arrays, where they are known, are ones
+    that `Sampling` refuses.
+
+    Args:
+      name: the argument's name, for the message.
+      rows: the settings.
+    """
+    RANGES["temperature"].check(f"{name}: temperature", rows.temperature)
+    if rows.filters is not None:
+        for one in FILTERS:
+            RANGES[one].check(f"{name}: {one}", getattr(rows.filters, one))
+    if rows.penalties is not None:
+        for one in PENALTIES:
+            value = getattr(rows.penalties, one.removesuffix("_penalty"))
+            RANGES[one].check(f"{name}: {one}", value)
+    if rows.bias is not None:
+        BIAS.check(f"{name}: logit_bias", rows.bias)
 
 
 def no_filters(rows: int) -> Filters:
@@ -254,28 +247,61 @@ def sampling_rows(
     if num_tokens is not None:
         want = "the size of the vocabulary"
         num_tokens = integer("num_tokens", num_tokens, 1, 2**31 - 1, want)
-    seeds = None
+    by_prompt = _by_prompt(settings, filters, num_tokens)
     if any(s.seed is not None for s in settings):
+        _check_single("settings", key)
         chosen = [i if s.seed is None else s.seed for i, s in enumerate(settings)]
-        seeds = np.array(chosen, np.uint32)
+        by_prompt["seeds"] = np.array(chosen, np.uint32)
+    return sampling_arrays(len(settings), **by_prompt, key=key, samples=samples)
 
-    def rows(name: str, dtype: type) -> np.ndarray:
-        return np.array([getattr(s, name) for s in settings], dtype)
+
+def rows_of_one(
+    sampling: Sampling,
+    prompts: Any,
+    key: jax.Array | None,
+    samples: int,
+    num_tokens: int,
+) -> SamplingRows:
+    """Returns `sampling_rows` of B prompts with the same settings.
+
+    Args:
+      sampling: the settings.
+      prompts: B, which may be symbolic.
+      key, samples, num_tokens: as in `sampling_rows`.
+
+    Raises:
+      ValueError: as `sampling_rows`.
+    """
+    by_prompt = _by_prompt([sampling], False, num_tokens)
+    alone = {name: value[0] for name, value in by_prompt.items() if value is not None}
+    if sampling.seed is not None:
+        _check_single("sampling", key)
+        alone["seeds"] = jnp.broadcast_to(jnp.uint32(sampling.seed), (prompts,))
+    return sampling_arrays(prompts, **alone, key=key, samples=samples)
+
+
+def _by_prompt(
+    settings: Sequence[Sampling], filters: bool, num_tokens: int | None
+) -> dict[str, Any]:
+    """Returns the arguments of `sampling_arrays` with one value for each prompt, other
+    than seeds."""
+
+    def rows(name: str) -> np.ndarray:
+        return np.array([getattr(s, name) for s in settings])
 
     penalised = any(s.penalised for s in settings)
     filters = filters or any(s.top_k or s.top_p != 1 or s.min_p for s in settings)
-    return sampling_arrays(
-        len(settings),
-        temperature=rows("temperature", np.float32),
-        top_k=rows("top_k", np.int32) if filters else None,
-        top_p=rows("top_p", np.float32) if filters else None,
-        min_p=rows("min_p", np.float32) if filters else None,
-        **{name: rows(name, np.float32) for name in PENALTIES if penalised},
-        logit_bias=_bias_table(settings, num_tokens),
-        key=key,
-        seeds=seeds,
-        samples=samples,
-    )
+    names = "temperature", *FILTERS * filters, *PENALTIES * penalised
+    table = _bias_table(settings, num_tokens)
+    return {name: rows(name) for name in names} | {"logit_bias": table}
+
+
+def _check_single(name: str, key: Any) -> None:
+    """Raises ValueError for several keys with settings, the argument `name`, that have
+    a seed."""
+    if is_typed(key) and key.shape:
+        got = f"keys {list(key.shape)}"
+        raise ValueError(f"key: want a single key, since {name} has a seed, got {got}")
 
 
 def _bias_table(
@@ -298,7 +324,7 @@ def _bias_table(
 
 @with_hints
 def sampling_arrays(
-    prompts: int,
+    prompts: Any,
     *,
     temperature: Any = 1.0,
     top_k: Any = None,
@@ -315,12 +341,12 @@ def sampling_arrays(
     """Makes the settings of B prompts from arrays, which `jax.jit` may trace.
 
     Each setting is one number, or [B] numbers. A program contains filters if one of
-    `top_k`, `top_p` and `min_p` is given, and penalties if one of them is given. Inside
-    `jit` values are unknown: those outside the ranges of `Sampling` give texts of no
-    meaning.
+    `top_k`, `top_p` and `min_p` is given, and penalties if one of them is given. Values
+    are those that `Sampling` takes. Inside `jit` they are unknown, and not checked:
+    others give texts of no meaning.
 
     Args:
-      prompts: B, static.
+      prompts: B, static; in programs for `jax.export`, it may be symbolic.
       temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
         frequency_penalty: as in `Sampling`.
       logit_bias: [V] or [B, V] numbers that are added to the logits.
@@ -333,18 +359,23 @@ def sampling_arrays(
       The settings of B n rows, prompt by prompt.
 
     Raises:
-      ValueError: a setting has another shape, or `key` is neither one key nor B keys.
+      ValueError: a setting has another shape or type, `key` is neither one key nor B
+        keys, or, outside `jit`, a value is one that `Sampling` refuses.
 
     Example:
       >>> sampling_arrays(4, temperature=0.7, key=jax.random.key(1)).temperature.shape
       (4,)
     """
-    prompts = integer("prompts", prompts, 1, 2**31 - 1, "a number of prompts, static")
+    if not symbolic(prompts):
+        what = "a number of prompts, static"
+        prompts = integer("prompts", prompts, 1, 2**31 - 1, what)
     samples = integer("samples", samples, 1, 2**16, f"1..{2**16} rows per prompt")
 
     def rows(name: str, value: Any, default: Any, dtype: Any) -> jax.Array:
+        value = default if value is None else value
+        RANGES[name].check(name, value)
         try:
-            table = jnp.asarray(default if value is None else value, dtype)
+            table = jnp.asarray(value, dtype)
         except (TypeError, ValueError):
             table = None
         if table is None or table.shape not in ((), (prompts,)):
@@ -366,6 +397,7 @@ def sampling_arrays(
         penalties = Penalties(*(rows(*one, jnp.float32) for one in off))
     bias = None
     if logit_bias is not None:
+        BIAS.check("logit_bias", logit_bias)
         bias = jnp.asarray(logit_bias, jnp.float32)
         if bias.ndim not in (1, 2) or bias.shape[:-1] not in ((), (prompts,)):
             want = f"[V] numbers, or [{prompts}, V], one row for each prompt"
@@ -381,7 +413,7 @@ def sampling_arrays(
     )
 
 
-def _keys(key: Any, seeds: Any, prompts: int, samples: int) -> jax.Array:
+def _keys(key: Any, seeds: Any, prompts: Any, samples: int) -> jax.Array:
     """Returns the keys [B n] of the rows of B prompts."""
     if is_typed(key) and key.shape == (prompts,):
         if seeds is not None:
@@ -394,8 +426,9 @@ def _keys(key: Any, seeds: Any, prompts: int, samples: int) -> jax.Array:
     # Always Threefry: with other generators, the numbers of a row depend on its batch.
     base = key_of(0) if key is None else as_threefry(key)
     if seeds is None:
-        seeds = np.arange(prompts, dtype=np.uint32)
-    seeds = jnp.asarray(seeds)
-    if seeds.shape != (prompts,) or not jnp.issubdtype(seeds.dtype, jnp.integer):
+        seeds = jnp.arange(prompts, dtype=jnp.uint32)
+    SEED.check("seeds", seeds)
+    seeds = jnp.asarray(seeds, jnp.uint32)
+    if seeds.shape != (prompts,):
         raise ValueError(f"seeds: want {prompts} integers, got {shown(seeds)}")
-    return row_keys(base, seeds.astype(jnp.uint32), samples)
+    return row_keys(base, seeds, samples)

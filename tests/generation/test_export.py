@@ -11,11 +11,11 @@ import pytest
 from jax import export
 
 import stree_jax
-from stree_jax import Sampling
+from stree_jax import Constraint, Sampling
 from stree_jax.models.base.content import Content
 from stree_jax.pallas_kernels import without_kernels
 from stree_jax.sampling.requests import Requests, StopAutomata
-from stree_jax.sampling.settings import sampling_rows
+from stree_jax.sampling.settings import sampling_arrays, sampling_rows
 from stree_jax.speculation.adaptive.policy import step_times
 from tests.support.families import FAMILIES, random_model
 from tests.support.native import use
@@ -88,6 +88,79 @@ def test_a_program_runs_without_the_library(name, options, tmp_path, monkeypatch
     with np.load(files[2]) as found:
         np.testing.assert_array_equal(found["3"], wanted)
         np.testing.assert_array_equal(found["1"], wanted[:1])
+
+
+def exported(run, model, prompts, lengths):
+    """Writes a program for any number of rows, and returns what it computes."""
+    (rows,) = export.symbolic_shape("b")
+    shapes = (
+        jax.ShapeDtypeStruct((rows, prompts.shape[1]), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+    written = export.export(jax.jit(run))(model.params, *shapes).serialize()
+    return export.deserialize(written).call(model.params, prompts, lengths)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(sampling=Sampling(0.8, top_p=0.9, seed=7), n=2),
+        dict(sampling=Sampling(2.0, repetition_penalty=1.2), stop_strings=["a", "e"]),
+        dict(constraint=Constraint("[0-9]{2}|[a-z]{3}"), sampling=Sampling()),
+    ],
+    ids=["samples", "stop strings", "constraint"],
+)
+def test_options_for_all_prompts_take_a_symbolic_batch(options, monkeypatch):
+    use(monkeypatch, "off")
+    model = stree_jax.load("demo-drafter", dtype="float32")
+    prompts = jnp.asarray([[60, 61, 62], [70, 71, 0], [80, 0, 0]], jnp.int32)
+    lengths = jnp.asarray([3, 2, 1], jnp.int32)
+
+    def run(params, prompts, lengths):
+        return tokens_of(model, params, prompts, lengths, drafter=None, **options)
+
+    found = exported(run, model, prompts, lengths)
+    assert found.tolist() == run(model.params, prompts, lengths).tolist()
+
+
+def test_sampling_arrays_take_a_symbolic_batch(monkeypatch):
+    use(monkeypatch, "off")
+    model = stree_jax.load("demo-drafter", dtype="float32")
+    prompts = jnp.asarray([[60, 61, 62], [70, 71, 0]], jnp.int32)
+
+    def run(params, prompts, lengths):
+        own, batch = model.replace(params=params), prompts.shape[0]
+        rows = sampling_arrays(batch, temperature=0.8, top_k=9, seeds=lengths)
+        options = dict(max_new_tokens=6, drafter=None, sampling=rows, logprobs=0)
+        done = stree_jax.generate_tokens(own, prompts, lengths, **options)
+        texts = done.joined(prompts, lengths)
+        read = texts.tokens, texts.lengths
+        return done.tokens, stree_jax.token_logprobs(own, *read, sampling=rows)
+
+    lengths = jnp.asarray([3, 2], jnp.int32)
+    tokens, logprobs = exported(run, model, prompts, lengths)
+    wanted = run(model.params, prompts, lengths)
+    assert tokens.tolist() == wanted[0].tolist()
+    np.testing.assert_allclose(logprobs, wanted[1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(stop_strings=[["a"], ["b"]]), "^stop_strings: want strings for all"),
+        (dict(constraint=[Constraint("a")] * 2), "^constraint: want a Constraint for"),
+        (dict(sampling=[Sampling()] * 2), "^sampling: 2 rows, but b prompts"),
+    ],
+    ids=["stop strings", "constraint", "sampling"],
+)
+def test_options_by_prompt_are_refused_for_a_symbolic_batch(options, message):
+    model = stree_jax.load("demo-drafter", dtype="float32")
+
+    def run(params, prompts, lengths):
+        return tokens_of(model, params, prompts, lengths, drafter=None, **options)
+
+    with pytest.raises(ValueError, match=message):
+        exported(run, model, jnp.ones((2, 3), jnp.int32), jnp.ones((2,), jnp.int32))
 
 
 def test_a_written_program_takes_and_returns_the_librarys_types():

@@ -199,7 +199,6 @@ MASKS = {
     "top_k": dict(top_k=20),
     "top_p": dict(top_p=0.9),
     "min_p": dict(min_p=0.2),
-    "bias": dict(logit_bias=jnp.where(jnp.arange(REAL) < 20, -jnp.inf, 0)[None]),
 }
 
 

@@ -3,13 +3,15 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
 import stree_jax
 from stree_jax import CheckpointError, Past
-from tests.support.tiny import REAL, tiny
+from stree_jax.sampling import sampling_arrays
+from tests.support.tiny import REAL, perturbed, tiny
 
 LAYERS = {
     "attention": ("attention", "mlp", "attention", "mlp"),
@@ -232,3 +234,45 @@ def test_a_file_with_a_short_cache_is_refused(attention, tmp_path):
 def saved_key(data):
     """Returns the digest of the model in a file."""
     return data[data.index(b'"model":"') + 9 :][:64].decode()
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "model"])
+def test_a_scan_over_turns_carries_a_past(attention, drafter):
+    """Texts stand in a buffer of fixed size, to which each turn adds five tokens."""
+    model, width = attention, 40
+    if drafter == "model":
+        drafter = model.replace(params=perturbed(model.params, 0.05, 3))
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def turn(texts, key, *, reads=True):
+        tokens, lengths, past = texts
+        done = stree_jax.generate_tokens(
+            model,
+            tokens,
+            lengths,
+            max_new_tokens=4,
+            drafter=drafter,
+            tree="chain:2",
+            stop_tokens=[],
+            sampling=sampling_arrays(2, key=key),
+            past=past if reads else None,
+            keep_past=True,
+        )
+        joined = done.joined(tokens, lengths)
+        ends = joined.lengths[:, None] == jnp.arange(width)[None]
+        tokens = jnp.where(ends, 8, joined.tokens[:, :width])
+        return (tokens, joined.lengths + 1, done.past), None
+
+    @jax.jit
+    def scanned(tokens, lengths):
+        first, _ = turn((tokens, lengths, None), keys[0])
+        return jax.lax.scan(turn, first, keys[1:])[0]
+
+    tokens = jnp.zeros((2, width), jnp.int32).at[:, :5].set(9)
+    start = tokens, jnp.asarray([5, 3], jnp.int32)
+    texts = *start, None
+    for key in keys:
+        texts, _ = turn(texts, key, reads=False)
+    found = scanned(*start)
+    assert found[0].tolist() == texts[0].tolist()
+    assert found[1].tolist() == [25, 23]

@@ -9,6 +9,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling, cpu_kernels
+from stree_jax.drafters import EarlierTexts
 from stree_jax.generation.stop_automata import stop_automata
 from stree_jax.sampling import sampling_arrays, sampling_rows
 from tests.support.tiny import tiny
@@ -290,18 +291,55 @@ def test_the_least_length_of_scores_needs_the_prompts(model):
         stree_jax.token_logprobs(model, [[8, 9]], min_new_tokens=1)
 
 
+@pytest.mark.parametrize("prompts", [4, 12])
+def test_texts_of_other_prompts_are_refused(texts, rollout, prompts):
+    """The rollout has six rows."""
+    message = f"^prompts: want .* 6 .* got {prompts}"
+    with pytest.raises(ValueError, match=message):
+        rollout[0].joined([texts[0]] * prompts)
+    with pytest.raises(ValueError, match=message):
+        EarlierTexts.of_rollouts(rollout[1], prompts)
+
+
+@pytest.mark.parametrize("lengths", [None, [3, 2], jnp.array([3, 2])])
+def test_prompts_longer_than_their_texts_are_refused(model, lengths):
+    texts = [[8, 9, 10], [8, 9, 10]]
+    options = dict(lengths=lengths, prompt_lengths=np.array([3, 3]))
+    if lengths is None:
+        assert not stree_jax.token_logprobs(model, texts, **options).any()
+        return
+    with pytest.raises(ValueError, match="^prompt_lengths: want at most the lengths"):
+        stree_jax.token_logprobs(model, texts, **options)
+
+
+def test_token_ids_inside_jit_are_clipped():
+    model = stree_jax.load("demo-drafter", dtype="float32")
+    V = model.config.vocab_size
+    run = jax.jit(lambda tokens: stree_jax.token_logprobs(model, tokens))
+    found = run(jnp.array([[60, -1, 61, -100], [60, V, 61, V + 5]]))
+    wanted = run(jnp.array([[60, 0, 61, 0], [60, V - 1, 61, V - 1]]))
+    assert found.tolist() == wanted.tolist()
+
+
+KEYS = jax.random.split(jax.random.key(0), 1)
 WRONG = [
     (dict(lengths=[3], mask=[[1, 1, 1]]), "^mask: give either lengths or mask"),
     (dict(mask=[[0, 0, 0]]), r"^mask: tokens: 0\.\.0 are not all in 1\.\.3"),
     (dict(mask=[[1, 1]]), r"^mask: want \(1, 3\), got \(1, 2\)"),
+    (dict(mask=[[-1e9, 0.0, 0.0]]), r"^mask: want bools, .* got float64"),
+    (dict(mask=jnp.ones((1, 3))), r"^mask: want bools, .* got float32"),
+    (dict(mask=[[0, 1, 2]]), r"^mask: want bools, .* 0\.\.2 are not all in 0\.\.1"),
+    (dict(mask=[["1", "1", "1"]]), r"^mask: want bools, .* got <U1"),
     (dict(limits=[1, 2]), r"^limits: want an integer or an array of integers \[1\]"),
     (dict(limits=9), r"^limits: 9\.\.9 are not all in 1\.\.4"),
     (dict(min_new_tokens=-1), r"^min_new_tokens: -1\.\.-1 are not all in 0\.\.4"),
-    (dict(stop_tokens=[[1], [2]]), "^stop_tokens: want a token id, a list of them"),
+    (dict(stop_tokens=[[1], [2]]), r"^stop_tokens: want a token .* \[1, n\]"),
     (dict(n=0), "^n: want 1..65536 samples per prompt, static under jit"),
     (dict(logprobs=-1), "^logprobs: want 0.."),
     (dict(past=3), "^past: want the past of an earlier result"),
     (dict(sampling=[Sampling()] * 2), "^sampling: 2 rows, but 1 prompts"),
+    (dict(sampling=Sampling(seed=3), key=KEYS), "^key: want a single key, since sampl"),
+    (dict(sampling=[Sampling(seed=3)], key=KEYS), "^key: want a single key, since set"),
     (dict(prompts=[[1, 2], [3]]), r"^prompts: want an array of integers \[B, S\]"),
 ]
 

@@ -142,14 +142,21 @@ def test_given_experts_have_the_weights_of_the_router(config):
 WRONG = [
     (np.zeros((1, 3, 2, 2), int), r"^routing: want \(1, 3, 3, 2\) \(texts, tokens, "),
     (np.full((1, 3, 3, 2), 6), r"^routing: 6\.\.6 are not all in -1\.\.5"),
+    (np.full((1, 3, 3, 2), 4), "^routing: want different experts for each token$"),
     (np.zeros((1, 3, 3, 2)), "^routing: want integers, got float64$"),
 ]
 
 
-@pytest.mark.parametrize(("routing", "message"), WRONG, ids=["shape", "range", "type"])
+@pytest.mark.parametrize(("routing", "message"), WRONG, ids=[m for _, m in WRONG])
 def test_a_wrong_routing_is_named(routing, message):
     with pytest.raises(ValueError, match=message):
         stree_jax.token_logprobs(tiny_lara(1), [[8, 9, 10]], routing=routing)
+
+
+def test_prompts_of_another_width_are_not_joined_with_a_routing():
+    done = made("lara")[1]
+    with pytest.raises(ValueError, match="^prompts: want 5 tokens per row, .* got 3$"):
+        done.joined(PROMPTS[:, :3])
 
 
 def test_a_model_without_experts_is_named():

@@ -2,6 +2,8 @@
 detected.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ from stree_jax.sampling.distribution import (
     choice_margin,
 )
 from stree_jax.sampling.requests import Requests
-from stree_jax.sampling.settings import sampling_rows
+from stree_jax.sampling.settings import check_rows, sampling_arrays, sampling_rows
 from tests import distribution
 
 
@@ -247,7 +249,7 @@ def test_invalid_keys_are_refused():
     )
 
 
-@pytest.mark.parametrize(
+WRONG = pytest.mark.parametrize(
     ("option", "message"),
     [
         ({"temperature": -1.0}, r"temperature: want 0 \(greedy\) or .*, got -1.0"),
@@ -268,6 +270,49 @@ def test_invalid_keys_are_refused():
         ({"seed": 2**32}, "seed: want"),
     ],
 )
+
+
+@WRONG
 def test_invalid_settings_are_refused(option, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**option)
+
+
+@WRONG
+def test_invalid_arrays_of_settings_are_refused(option, message):
+    """The same values, for one of two prompts."""
+    ((name, value),) = option.items()
+    good = dict(seed=0, temperature=1.0, top_k=1).get(name, 0.5)
+    values = {"seeds" if name == "seed" else name: [good, value]}
+    with pytest.raises(ValueError, match=f"^{message.replace('seed:', 'seeds:')}"):
+        sampling_arrays(2, **values)
+    if name != "seed" and not isinstance(value, str) and value != 1e300:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            sampling_arrays(2, **{name: jnp.asarray(value, jnp.float32)})
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -2e6])
+def test_invalid_biases_of_arrays_are_refused(wrong):
+    with pytest.raises(ValueError, match="^logit_bias: want a number in"):
+        sampling_arrays(2, logit_bias=jnp.full(8, wrong))
+    rows = sampling_arrays(2, logit_bias=jnp.zeros(8))
+    with pytest.raises(ValueError, match="^sampling: logit_bias: want a number in"):
+        check_rows("sampling", replace(rows, bias=rows.bias + wrong))
+
+
+def test_settings_that_are_traced_are_not_checked():
+    def scaled(number):
+        return sampling_arrays(2, temperature=[number, -number], seeds=[1, 2])
+
+    assert jax.jit(scaled)(1.0).temperature.tolist() == [1, -1]
+    with pytest.raises(ValueError, match="^top_k: want an integer"):
+        jax.jit(lambda k: sampling_arrays(2, top_k=k))(2.7)
+    closed_over = jnp.asarray([1.0, -1.0])
+    with pytest.raises(ValueError, match="^temperature: want .* got -1.0"):
+        jax.jit(lambda: sampling_arrays(2, temperature=closed_over))()
+
+
+@pytest.mark.parametrize("prompts", [0, 2.0, "2", None])
+def test_a_number_of_prompts_is_an_integer(prompts):
+    with pytest.raises(ValueError, match="^prompts: want a number of prompts, static"):
+        sampling_arrays(prompts)
