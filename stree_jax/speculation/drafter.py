@@ -209,6 +209,12 @@ class DrafterBase(Drafter):
         `commit`."""
         return self.commit(state, update)
 
+    def read_for_cache(self, state: DraftState) -> DraftState:
+        """Returns a state that may be cached and cut back: it has read what waits in
+        it and what `init` cannot read again from the prompts. Unless overridden, it is
+        the state itself."""
+        return state
+
     @property
     def models(self) -> tuple[Model, ...]:
         """The draft models; in a staged drafter, the one that drafts for the target

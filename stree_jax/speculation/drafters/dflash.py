@@ -258,7 +258,8 @@ class DFlashDrafter(Searcher):
         batch, size = zeros.shape[0], prompts.update_width if self.reads_late else 0
         if isinstance(past, ContextState):
             past = replace(past, state=grow(past.state, capacity))
-            context = self.read(past).state if past.size else past.state
+            waits = past.unread.shape[1] > 0
+            context = self.read(past).state if waits else past.state
         else:
             dtype = param_dtype(self.output.params)
             context = empty_context(self.drafter, batch, capacity, dtype)
@@ -280,6 +281,9 @@ class DFlashDrafter(Searcher):
         streams, count = (state.unread,), state.unread_length
         rows = add_context(self.drafter, state.state, streams, count)
         return replace(state, state=rows, unread_length=jnp.zeros_like(count))
+
+    def read_for_cache(self, state: ContextState) -> ContextState:
+        return self.read(state) if self.reads_late else state
 
     def propose(
         self,

@@ -47,6 +47,16 @@ def model_state(past: Any) -> State | None:
     return getattr(past, "state", past)
 
 
+def without_unread(past: Any) -> Any:
+    """Returns a drafter's cached state without the buffers of unread tokens. They must
+    be empty, or contain tokens that `Drafter.init` reads from the prompts."""
+
+    def emptied(x: Any) -> Any:
+        return replace(x, unread=x.unread[:, :0]) if isinstance(x, Reading) else x
+
+    return jax.tree.map(emptied, past, is_leaf=lambda x: isinstance(x, Reading))
+
+
 def begin_reading(model: Model, prompts: Prompts, past: Any) -> Reading:
     """Prefills the prompts, except the last token of each. It implements `Drafter.init`
     for draft models.
