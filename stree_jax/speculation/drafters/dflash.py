@@ -25,6 +25,7 @@ from stree_jax.models import (
     param_dtype,
     without_mtp,
 )
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.drafters.dflash import (
     DFlash,
     DFlashConfig,
@@ -214,6 +215,7 @@ def streams_width(drafter: DFlash) -> int:
     return len(drafter.config.boundaries) * drafter.config.target_width
 
 
+@register_for_export
 @struct.dataclass
 class ContextState(Reading):
     """The state of a `DFlashDrafter`.
@@ -325,7 +327,7 @@ class DFlashDrafter(Searcher):
         if dist.sampling is not None and rule.drafting == "coupled":
             scores = scores + jnp.stack(list(map(dist.noise, depths)), axis=1)
         count = min(CANDIDATES, dist.num_tokens)
-        heat = pair_temperature(dist, len(root))
+        heat = pair_temperature(dist, root.shape[0])
         if chained(drafter):
             tokens = reached(drafter, hidden, scores, root, heat, count)
             best = jnp.take_along_axis(scores, tokens, axis=-1)
@@ -469,7 +471,7 @@ class ByPairs:
         tables = found.hidden, found.tokens, found.scores, found.rest
         hidden, tokens, scores, rest = at_depth(tables, depth)
         pairs, memory = found.pairs_after(self.drafter, previous, memory, depth)
-        heat = pair_temperature(dist, len(pairs))
+        heat = pair_temperature(dist, pairs.shape[0])
         scores = scores[:, None] + pairs / heat[:, None, None]
         among = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         total = jnp.logaddexp(among, rest[:, None, None])

@@ -14,9 +14,11 @@ from flax import struct
 from jax import lax
 
 from stree_jax.models import Model, State, extend, read_text
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.speculation.drafter import Prompts, Update
 
 
+@register_for_export
 @struct.dataclass
 class Reading:
     """The state of a draft model, which reads new text when it next drafts.
