@@ -105,3 +105,17 @@ def test_cached_texts_have_the_context_rows_of_their_tokens():
     for seed in (91, 92):
         (answer,) = decoded(batch, [([*text, *prompt_of(seed, 20)], 8)])
         check_context(batch, drafter, [*text, *prompt_of(92, 30)])
+
+
+@pytest.mark.parametrize("tree, known", [("chain:2", None), (AUTO, SELDOM)])
+def test_branches_of_a_cached_text_have_their_own_context_rows(tree, known, model):
+    """With recurrent layers, whose states are kept at the ends of texts."""
+    drafter = random_dflash(model, **KINDS["dspark"])
+    sizes = replace(SIZES, prefix_memory=2**24)
+    batch = Batch(model, spec_for(model, drafter, tree, None, known), sizes)
+    (answer,) = decoded(batch, [(FIRST, 24)])
+    for seed in (91, 92):
+        branch = [*FIRST, *answer, *prompt_of(seed, 40)]
+        (more,) = decoded(batch, [(branch, 8)])
+        n = check_context(batch, drafter, [*branch, *more, *prompt_of(5, 3)])
+        assert n == len(branch) + 7

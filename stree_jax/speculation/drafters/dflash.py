@@ -220,13 +220,9 @@ def streams_width(drafter: DFlash) -> int:
 class ContextState(Reading):
     """The state of a `DFlashDrafter`.
 
-    If a text continues an earlier one that had finished, the context rows of the
-    tokens of that text's last step are missing, because finished rows get no updates.
-    This makes drafts a little worse and does not change the output.
-
     Attributes:
-      state: keys and values of the context rows, one per token of the text except the
-        unread ones; see `models.drafters.dflash`.
+      state: keys and values of the context rows, one per token that the target has read
+        except the unread ones; see `models.drafters.dflash`.
       unread: [B, U, m dt] float32. The residual streams of the unread tokens: m taps of
         the target's width dt, concatenated. U is 0 unless the drafter `reads_late`.
     """
@@ -269,14 +265,14 @@ class DFlashDrafter(Searcher):
         return ContextState(context, unread, zeros, zeros, size)
 
     def observe(self, state: ContextState, update: Update) -> ContextState:
-        rows = add_context(self.drafter, state.state, update.taps, update.length)
+        rows = add_context(self.drafter, state.state, update.taps, update.entries)
         return replace(state, state=rows)
 
     def commit(self, state: ContextState, update: Update) -> ContextState:
         if not self.reads_late:
             return self.observe(state, update)
         streams = jnp.concatenate(update.taps, axis=-1)
-        return add_unread(state, streams, update.length, self.read)
+        return add_unread(state, streams, update.entries, self.read)
 
     def read(self, state: ContextState) -> ContextState:
         """Computes the context rows of the unread tokens."""
