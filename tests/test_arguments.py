@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 
 import chex
 import jax
@@ -79,7 +80,7 @@ LIST = "want one list of {}s for all prompts or a list of one for each of the 2"
         ),
         (
             dict(drafter="demo-drafter"),
-            r"drafter: got a string; give stree_jax\.load",
+            r"drafter: got a string; give stree_jax\.load_drafter",
         ),
         (dict(drafter=3), "drafter: want a model of stree_jax.load, got <cl"),
         (
@@ -330,3 +331,13 @@ def test_wrong_parameters_are_named(target, change, message):
     for call in calls:
         with pytest.raises(ValueError, match=f"^model: params: {message}"):
             call()
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-drafter", "demo-heads", "demo-dspark"])
+def test_the_message_about_a_name_suggests_a_call_that_loads_it(name):
+    target = stree_jax.load("demo", dtype="float32")
+    with pytest.raises(ValueError, match="^drafter: got a string") as error:
+        stree_jax.generate(target, [[8]], drafter=name)
+    (call,) = re.findall(r"give (stree_jax\.\w+\(.*?\))", str(error.value))
+    drafter = eval(call, {"stree_jax": stree_jax})
+    assert stree_jax.generate(target, [[8]], drafter=drafter, max_new_tokens=1).lengths

@@ -18,7 +18,8 @@ def register_for_export(
 ) -> Node:
     """Registers the class of a pytree with `jax.export`, and returns it.
 
-    A class without static fields can use it as a decorator.
+    A class can use it as a decorator if it has no static fields, or only numbers and
+    texts.
 
     Args:
       node: the class, such as a `flax.struct.dataclass`.

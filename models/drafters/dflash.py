@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.base.trimmed import scattered
 from stree_jax.models.configs.attention import AttentionConfig, attention_params
 from stree_jax.models.configs.mlp import MLPConfig, mlp_params
@@ -46,6 +47,7 @@ from stree_jax.models.mixers.attention import cut_heads, normed_heads
 from stree_jax.models.mixers.kv_cache import append_both
 from stree_jax.models.mixers.mlp import activate_gated
 from stree_jax.models.stack.config import ModelConfig, blocks
+from stree_jax.models.stack.config_json import plain, typed
 from stree_jax.models.stack.model import Model, logits_of
 from stree_jax.models.stack.network import Tapped
 from stree_jax.models.stack.state import State, init_state
@@ -203,6 +205,13 @@ class DFlash:
             f"{c.kind}({len(c.layers)} layers, {c.drafts} drafts, "
             f"{parameter_count(self.params):,} parameters)"
         )
+
+
+register_for_export(
+    DFlash,
+    lambda fields: [plain(fields[0])],
+    lambda values: (typed(DFlashConfig, values[0], "drafter"),),
+)
 
 
 def dflash_table(c: DFlashConfig) -> dict[Path, Param]:

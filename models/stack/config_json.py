@@ -25,23 +25,24 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
     mixer's kind is stored under "kind" next to its fields.
     """
     values = {
-        field.name: _plain(getattr(config, field.name))
+        field.name: plain(getattr(config, field.name))
         for field in dataclasses.fields(config)
     }
     mixers = {
-        name: {KIND: mixer_of(c).kind, **_plain(c)} for name, c in config.mixers.items()
+        name: {KIND: mixer_of(c).kind, **plain(c)} for name, c in config.mixers.items()
     }
     layers, mtp = (list(map(str, blocks)) for blocks in (config.layers, config.mtp))
     return {**values, "layers": layers, "mtp": mtp, "mixers": mixers}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Converts a config, or a value of one of its fields, for `json.dumps`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(dataclasses.asdict(value))
+        return plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return "inf" if value == math.inf else value
 
 
@@ -58,7 +59,7 @@ def from_json(values: Any, kind: type[ModelConfig] = ModelConfig) -> ModelConfig
     """
     if isinstance(values, dict) and "mixers" not in values:
         values = _from_version_1(values)
-    config: ModelConfig = _typed(kind, values, "model")
+    config: ModelConfig = typed(kind, values, "model")
     _check_numbers(config)
     for name, c in config.mixers.items():
         mixer = mixer_of(c)
@@ -114,31 +115,41 @@ def _mixer(value: Any, name: str) -> Any:
         known = ", ".join(MIXERS)
         raise ValueError(f"{name}.{KIND}: {reprlib.repr(kind)}; known: {known}")
     options = {k: v for k, v in value.items() if k != KIND}
-    return _typed(MIXERS[value[KIND]].Config, options, name)
+    return typed(MIXERS[value[KIND]].Config, options, name)
 
 
-def _typed(hint: Any, value: Any, name: str) -> Any:
-    """Converts a JSON value to the type of a config's field; raises ValueError."""
+def typed(hint: Any, value: Any, name: str) -> Any:
+    """Converts what `plain` returned, read from JSON, back to a config or to a value of
+    one of its fields.
+
+    Args:
+      hint: the type of the config or of the field.
+      value: the value from JSON.
+      name: its name in messages.
+
+    Raises:
+      ValueError: it does not fit the type.
+    """
     origin, args = get_origin(hint), get_args(hint)
     if type(None) in args:
-        return None if value is None else _typed(args[0], value, name)
+        return None if value is None else typed(args[0], value, name)
     if hint is Block and isinstance(value, str):
         return Block.parse(value)
     if origin is Mapping and isinstance(value, dict) and len(value) <= MAX_ITEMS:
         if args[1] is Any:
             return {k: _mixer(v, f"{name}.{k}") for k, v in value.items()}
-        return {k: _typed(args[1], v, f"{name}.{k}") for k, v in value.items()}
+        return {k: typed(args[1], v, f"{name}.{k}") for k, v in value.items()}
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         hints = get_type_hints(hint)
         if unknown := value.keys() - hints.keys():
             raise ValueError(f"{name}.{min(unknown)}: unknown field")
-        typed = {k: _typed(hints[k], v, f"{name}.{k}") for k, v in value.items()}
-        return cast(Any, hint)(**typed)
+        fields = {k: typed(hints[k], v, f"{name}.{k}") for k, v in value.items()}
+        return cast(Any, hint)(**fields)
     if origin is tuple and isinstance(value, list) and len(value) <= MAX_ITEMS:
         if args[-1] is Ellipsis:
             args = args[:1] * len(value)
         return tuple(
-            _typed(arg, v, f"{name}[{i}]")
+            typed(arg, v, f"{name}[{i}]")
             for i, (arg, v) in enumerate(zip(args, value, strict=True))
         )
     if hint is float and value == "inf":

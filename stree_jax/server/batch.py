@@ -43,11 +43,11 @@ from stree_jax.speculation.batch_rows import (
     admit_jit,
     cancel_jit,
     past_jit,
+    past_of_prompts,
     refilled,
     vacant_jit,
 )
 from stree_jax.speculation.decoding import RUNNING, Decoding
-from stree_jax.speculation.drafter import kept as drafter_kept
 from stree_jax.speculation.loop import (
     advance_jit,
     init_decoding_jit,
@@ -132,7 +132,7 @@ class Batch:
     def _allocate(self) -> None:
         """Allocates the arrays of the rows."""
         one = self._read(TextRequest([0], 1))
-        self.prefixes.form = Form.of((one.state, drafter_kept(one.drafting)))
+        self.prefixes.form = Form.of(past_of_prompts(one))
         self._decoding = vacant_jit(self.specs[False], one, rows=self.sizes.rows)
         lists = logprobs.empty(
             self.sizes.rows, self._layout.output_size, self.sizes.top_logprobs
@@ -182,7 +182,7 @@ class Batch:
         before = found.length
         for end in self._ends(before, [*kept, len(ids) - 1]):
             one = self._read(request, past, end)
-            past = one.state, drafter_kept(one.drafting)
+            past = past_of_prompts(one)
             if keeps and (end in kept or end == len(ids) - 1):
                 self._keep(ids[: end + 1], past)
             jax.block_until_ready(one.root)  # the caller measures the prefill
@@ -296,7 +296,7 @@ class Batch:
         """
         row = self.rows[i]
         if row is not None and length > 0 and not row.request.private:
-            past = past_jit(self._decoding, jnp.int32(i))
+            past = past_jit(self.specs[False], self._decoding, jnp.int32(i))
             text = *row.request.ids, *tokens[:length].tolist()
             # Tokens that closed a text without a pass have not been read.
             self._keep(text[: int(past[0].length[0]) + 1], past)

@@ -95,7 +95,7 @@ def batch_shapes(model: Model, spec: Spec, sizes: Sizes) -> BatchShapes:
     lists = jax.eval_shape(
         partial(logprobs.empty, sizes.rows, layout.output_size, sizes.top_logprobs)
     )
-    past = past_laid_out(model, jax.eval_shape(past_of, whole, NUMBER))
+    past = past_laid_out(model, jax.eval_shape(past_of, spec, whole, NUMBER))
     return BatchShapes(layout, requests, one, whole, lists, past)
 
 
@@ -199,7 +199,7 @@ def programs(
         step = specs[sampled], d, NUMBER
         yield Program(f"decoding {name}", advance_jit, step, {}, when)
     if prefixes:
-        yield Program("caching a state", past_jit, (shapes.whole, NUMBER))
+        yield Program("caching a state", past_jit, (spec, shapes.whole, NUMBER))
 
 
 def warm(batch: Batch, say: Callable[[str], None]) -> list[Program]:

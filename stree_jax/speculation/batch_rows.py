@@ -21,7 +21,8 @@ from stree_jax.sampling.settings import no_filters
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
 from stree_jax.speculation.drafter import DraftState, kept
-from stree_jax.speculation.on_mesh import laid_out, place_of, with_shards
+from stree_jax.speculation.drafters.progress import without_unread
+from stree_jax.speculation.on_mesh import laid_out, place_of, read_on, with_shards
 from stree_jax.speculation.policy import Policy, has_rows
 from stree_jax.speculation.step import Spec
 
@@ -112,18 +113,26 @@ def cancel(decoding: Decoding, rows: jax.Array) -> Decoding:
     return replace(decoding, finish=finish)
 
 
-def past_of(decoding: Decoding, row: jax.Array) -> tuple[State, DraftState]:
+def past_of(spec: Spec, decoding: Decoding, row: jax.Array) -> tuple[State, DraftState]:
     """Returns the states of target and drafter of one row, after its text without the
-    last token. They are a `past` for `init_decoding`.
+    last token. They are a `past` for `init_decoding`, and may be cut back.
 
     Args:
       row: [] int32. Index of the row, which must be finished.
     """
-    parts = decoding.state, decoding.pending, kept(decoding.drafting)
+    parts = decoding.state, decoding.pending, decoding.drafting
     state, last, drafting = jax.tree.map(
         lambda x: lax.dynamic_slice_in_dim(x, row, 1, 0), parts
     )
-    return commit(state, last.records, last.path, last.length), drafting
+    drafting = read_on(spec, drafting, last.length)
+    state = commit(state, last.records, last.path, last.length)
+    return state, without_unread(kept(drafting))
+
+
+def past_of_prompts(one: Decoding) -> tuple[State, DraftState]:
+    """Returns what `past_of` returns, for a batch of one row before its first step. It
+    has the arrays of the batch, not copies."""
+    return one.state, without_unread(kept(one.drafting))
 
 
 def _check_alike(decoding: Decoding, one: Decoding) -> None:

@@ -321,7 +321,7 @@ def closed(d: Decoding) -> Decoding:
     certain = jnp.full(tokens.shape, jnp.inf, jnp.float32)
     chosen = Accepted(jnp.ones_like(tokens), length, tokens, certain)
     chosen, stop = cut_at_stops(d, chosen)
-    origin = jnp.full((len(tokens), 2), FORCED, jnp.uint8)
+    origin = jnp.full((tokens.shape[0], 2), FORCED, jnp.uint8)
     before = Output(d.tokens, d.origin, d.root, d.length, d.used, d.gained, d.margin)
     trees, no_pass = jnp.zeros_like(length), jnp.zeros_like(d.finish, bool)
     after = _recorded(before, trees, no_pass, chosen, origin)

@@ -71,18 +71,28 @@ class Update:
       tokens: [B, M + 1] int32. The accepted tokens. The last valid one is the root of
         the next tree.
       length: [B] int32. Only the first `length` tokens are valid. It is 0 for a
-        finished row, even if its last tokens are new: if the row is continued later,
-        they are read as part of the prompt.
+        finished row, even if its last tokens are new: if the row is continued later, a
+        draft model reads them as part of the prompt.
       hidden: [B, M + 1, d] float32. The target's hidden states after the final norm.
         The target predicted `tokens[b, j]` from `hidden[b, j]`.
       taps: for each layer in the drafter's `taps`, its residual stream [B, M + 1, d]
         float32 at the same positions as `hidden`.
+      read: [B] int32. The target's state has read the tokens of the first `read`
+        entries of `hidden` and `taps`. It is `length`, but not 0 for a row that
+        finishes in this step: if the row is continued later, these tokens are not read
+        again. If None, it is `length`.
     """
 
     tokens: jax.Array
     length: jax.Array
     hidden: jax.Array
     taps: Tapped = ()
+    read: jax.Array | None = None
+
+    @property
+    def entries(self) -> jax.Array:
+        """[B] int32. `read`, or `length` if that is None."""
+        return self.length if self.read is None else self.read
 
     @property
     def last(self) -> jax.Array:
@@ -208,6 +218,12 @@ class DrafterBase(Drafter):
         """Returns the state after a chunk of the prompts. Unless overridden, it calls
         `commit`."""
         return self.commit(state, update)
+
+    def read_for_cache(self, state: DraftState) -> DraftState:
+        """Returns a state that may be cached and cut back: it has read what waits in
+        it and what `init` cannot read again from the prompts. Unless overridden, it is
+        the state itself."""
+        return state
 
     @property
     def models(self) -> tuple[Model, ...]:

@@ -31,6 +31,7 @@ from stree_jax.models.layers.mixer import Leaf, map_leaves
 from stree_jax.models.sharding.placement import axis_size, param_specs, part_of
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.decoding import Decoding
+from stree_jax.speculation.drafter import DrafterBase, DraftState
 from stree_jax.speculation.policy import Policy, keeps_by_row
 from stree_jax.speculation.step import Spec
 
@@ -359,6 +360,25 @@ def committed_on(place: Place, commit: Callable[..., State], *args: Any) -> Stat
     """Runs `commit(state, records, path, length)` on a mesh."""
     specs = row_specs(args, place)
     return on_mesh(lambda _, *args: commit(*args), place, (), args, specs, specs[0])
+
+
+def read_on(spec: Spec, drafting: DraftState, by_row: jax.Array) -> DraftState:
+    """Runs `DrafterBase.read_for_cache` on the target's mesh, or on one device.
+
+    Args:
+      spec: the configuration of the decoder.
+      drafting: the drafter's state.
+      by_row: any array whose first axis is the rows of the state.
+    """
+    place = place_of(spec.target.mesh, spec.target.cut, by_row)
+    if place is None:
+        return spec.drafter.read_for_cache(drafting)
+    specs, state = row_specs(drafting, place), (drafting,)
+
+    def run(drafter: DrafterBase, state: DraftState) -> DraftState:
+        return drafter.read_for_cache(state)
+
+    return on_mesh(run, place, spec.drafter, state, (specs,), specs)
 
 
 def _whole(tree: Any) -> Any:

@@ -222,11 +222,11 @@ def not_a_source(name: str, value: Any) -> ValueError:
         what = f"got the class {value.__name__}; give an instance of it"
     elif isinstance(value, str):
         what = (
-            f"got a string; give stree_jax.load({shown(value)}), 'lookup', 'mtp', or "
-            "None for plain decoding"
+            f"got a string; give stree_jax.load_drafter({shown(value)}), 'lookup', "
+            "'mtp', or None for plain decoding"
         )
     elif isinstance(value, os.PathLike):
-        what = f"got a path; give stree_jax.load({shown(os.fspath(value))})"
+        what = f"got a path; give stree_jax.load_drafter({shown(os.fspath(value))})"
     else:
         what = f"want a model of stree_jax.load, got {shown(type(value))}"
     return ValueError(f"{name}: {what}")

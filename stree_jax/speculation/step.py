@@ -239,7 +239,7 @@ def update_of(
     """
     length = jnp.where(finish == RUNNING, accepted.length, 0)
     (hidden, *tapped) = on_path((hidden, *taps), accepted)
-    return Update(accepted.tokens, length, hidden, tuple(tapped))
+    return Update(accepted.tokens, length, hidden, tuple(tapped), accepted.length)
 
 
 def on_path(tables: Tapped, accepted: Accepted) -> Tapped:

@@ -3,6 +3,7 @@ rows, and in processes without the library."""
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,35 @@ import pytest
 from jax import export
 
 import stree_jax
+<<<<<<< HEAD
 from stree_jax import Constraint, Sampling
+=======
+from stree_jax import Sampling
+from stree_jax.constraints.rows import constraint_rows
+from stree_jax.convert.drafters.eagle import read_eagle
+from stree_jax.models import Model
+>>>>>>> blocks
 from stree_jax.models.base.content import Content
+from stree_jax.models.drafters.assistant import Assistant
+from stree_jax.models.drafters.dflash import DFlash
+from stree_jax.models.drafters.eagle import Eagle
+from stree_jax.models.drafters.heads import Heads
 from stree_jax.pallas_kernels import without_kernels
 from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import sampling_arrays, sampling_rows
 from stree_jax.speculation.adaptive.policy import step_times
+from stree_jax.speculation.drafters.mtp import TrimmedMTP, trimmed_mtp
+from stree_jax.speculation.drafters.ngram_pairs import WithNGrams
+from stree_jax.speculation.drafters.ngrams import NGrams
+from stree_jax.speculation.drafters.staged import Staged
+from stree_jax.speculation.drafters.table import SOURCES
+from stree_jax.training.ngrams import count_grams, katz
+from tests.support import assistant, eagle
+from tests.support.dflash import KINDS, random_dflash
 from tests.support.families import FAMILIES, random_model
+from tests.support.heads import random_heads
 from tests.support.native import use
+from tests.support.tiny import REAL, perturbed, tiny
 
 pytest.importorskip("flatbuffers", reason="jax.export writes with it")
 
@@ -200,3 +222,141 @@ def test_contents_compare_by_text_unless_one_accepts_all():
     a, b, every = Content(Text("a")), Content(Text("b")), Content(None, True)
     assert a != b and a != Content(None) and a == Content(Text("a"))
     assert a == every and every == b and every == Content(None)
+
+
+def block_of(target):
+    return random_dflash(target, **KINDS["dspark"])
+
+
+def of_tiny(make):
+    return lambda folder: (target := tiny(1), make(target))
+
+
+def ngrams():
+    text = np.random.default_rng(0).integers(8, REAL, (1, 256)).astype(np.int32)
+    return katz(count_grams(text, 3, REAL), REAL, slots=512, keep=4)
+
+
+def of_eagle(folder):
+    tensors, target = eagle.tensors(eagle.target()), eagle.target()
+    return target, read_eagle(eagle.config(), tensors, target.config)
+
+
+def of_assistant(folder):
+    target, own = assistant.saved("shared", folder)
+    return stree_jax.load(target), stree_jax.load_drafter(own, dtype="float32")
+
+
+def of_trimmed_mtp(folder):
+    target = random_model(FAMILIES["qwen3.5"], 0)
+    return target, trimmed_mtp(target, np.arange(40))
+
+
+PAIRS = {  # target and drafter of each kind
+    Model: of_tiny(
+        lambda target: target.replace(params=perturbed(target.params, 0.1, 3))
+    ),
+    Heads: of_tiny(random_heads),
+    DFlash: of_tiny(block_of),
+    WithNGrams: of_tiny(lambda target: WithNGrams(random_dflash(target), ngrams())),
+    Eagle: of_eagle,
+    Assistant: of_assistant,
+    TrimmedMTP: of_trimmed_mtp,
+    NGrams: of_tiny(lambda target: ngrams()),
+    Staged: of_tiny(lambda target: Staged(target, ngrams())),
+}
+
+
+def test_every_kind_of_drafter_has_a_pair():
+    assert set(PAIRS) == set(SOURCES)
+
+
+@pytest.mark.parametrize(
+    "kind, tree",
+    [
+        (Model, "beam:2x2"),
+        *[(kind, "chain:2") for kind in PAIRS],
+        *[(kind, "auto:1,4") for kind in PAIRS if kind is not NGrams],
+    ],
+)
+def test_programs_take_and_return_drafters_and_their_pasts(kind, tree, tmp_path):
+    """For any number of rows; here they are only written and read."""
+    target, drafter = PAIRS[kind](tmp_path)
+    (rows,) = export.symbolic_shape("b")
+    shapes = (
+        jax.ShapeDtypeStruct((rows, 20), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+    options = dict(tree=tree, max_new_tokens=6, keep_past=True)
+
+    @jax.jit
+    def run(drafter, prompts, lengths, past=None):
+        return stree_jax.generate_tokens(
+            *(target, prompts, lengths), drafter=drafter, past=past, **options
+        )
+
+    first = jax.eval_shape(run, drafter, *shapes)
+    written = export.export(run)(drafter, *shapes, first.past).serialize()
+    read = export.deserialize(written)
+    assert read.out_tree == jax.tree.structure(first)
+    taken = (drafter, *shapes, first.past), {}
+    assert read.in_tree == jax.tree.structure(taken)
+
+
+@pytest.mark.parametrize("tree", ["chain:2", "auto:1,4"])
+def test_a_written_program_continues_a_text_with_a_block_drafter(tree):
+    """In two programs, for any number of rows. The texts are those of `generate`."""
+    target, rng = tiny(1), np.random.default_rng(5)
+    prompts = [rng.integers(8, REAL, n).tolist() for n in (20, 7)]
+    options = dict(max_new_tokens=9, stop_tokens=())
+    plain = stree_jax.generate(target, prompts, **options, drafter=None)
+    padded = np.zeros((2, 32), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    lengths = jnp.asarray([20, 7], jnp.int32)
+    (rows,) = export.symbolic_shape("b")
+
+    def program(tokens, *past):
+        @jax.jit
+        def run(drafter, prompts, lengths, past=None):
+            options = dict(max_new_tokens=tokens, stop_tokens=(), keep_past=True)
+            return stree_jax.generate_tokens(
+                *(target, prompts, lengths),
+                **dict(drafter=drafter, tree=tree, past=past, **options),
+            )
+
+        shapes = (
+            jax.ShapeDtypeStruct((rows, 32), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+        )
+        args = drafter, *shapes, *past
+        read = export.deserialize(export.export(run)(*args).serialize())
+        return read.call, jax.eval_shape(run, *args).past
+
+    drafter = block_of(target)
+    start, past = program(4)
+    more, _ = program(5, past)
+    first = start(drafter, padded, lengths)
+    joined = first.joined(padded, lengths)
+    last = more(drafter, joined.tokens[:, :32], joined.lengths, first.past)
+    found = np.concatenate([first.tokens, last.tokens], axis=1)
+    assert found.tolist() == plain.tokens
+
+
+def test_constraints_of_any_number_of_rows_are_written():
+    model = stree_jax.load("demo-drafter", dtype="float32")
+    one = constraint_rows(model, [stree_jax.Constraint(regex="(yes|no), (yes|no)")])
+    (rows,) = export.symbolic_shape("b")
+    by_row = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    shapes = jax.ShapeDtypeStruct((rows, 20), jnp.int32), by_row
+    some = replace(one, automaton=by_row, start=by_row)
+
+    @jax.jit
+    def run(prompts, lengths, constraint):
+        return stree_jax.generate_tokens(
+            *(model, prompts, lengths), constraint=constraint, max_new_tokens=6
+        )
+
+    written = export.export(run)(*shapes, some).serialize()
+    wanted = jax.eval_shape(run, *shapes, some)
+    assert export.deserialize(written).out_tree == jax.tree.structure(wanted)

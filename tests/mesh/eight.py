@@ -337,14 +337,14 @@ def block_turns():
 
 def served():
     """Decodes four rows as the server does, on one device and on meshes, with prompts
-    that continue cached prefixes."""
+    that continue cached prefixes, also with a block drafter."""
     model = tiny(1, layers=("mamba", "attention", "mlp"))
     sizes = Sizes(rows=4, context=128, steps=3, prefix_memory=10**7)
     rng = np.random.default_rng(0)
     first = [rng.integers(8, 40, n).tolist() for n in (5, 70, 33, 12)]
 
-    def texts(model):
-        spec = spec_for(model, "lookup", "auto:1,4", None, None)
+    def texts(model, drafter="lookup", known=None):
+        spec = spec_for(model, drafter, "auto:1,4", None, known)
         batch, found, cached = Batch(model, spec, sizes), [], []
         for round_ in (first, [[*ids, 9, 10] for ids in first]):
             rows = [[] for _ in round_]
@@ -363,6 +363,10 @@ def served():
         texts(stree_jax.shard(model, stree_jax.make_mesh(mesh))) == one
         for mesh in meshes
     ]
+    drafter = random_dflash(model, **DRAFTERS["dspark"])
+    slow = times([1.0, 1.5], 0.5, 0.5)  # most steps are plain
+    cut = stree_jax.shard(model, stree_jax.make_mesh(meshes[-1]))
+    same.append(texts(cut, drafter, slow) == texts(model, drafter, slow))
     return {"same": same, "cached": one[1]}
 
 

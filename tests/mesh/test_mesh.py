@@ -200,7 +200,7 @@ def test_a_server_on_a_mesh_within_a_limit(results):
 
 def test_a_server_on_a_mesh_has_the_same_texts(results):
     told = results["served"]
-    assert told["same"] == [True] * 3
+    assert told["same"] == [True] * 4
     assert told["cached"][:4] == [0] * 4 and min(told["cached"][5:7]) >= 32
 
 

@@ -311,7 +311,9 @@ def test_paths_that_no_file_system_takes(tmp_path):
 
 def test_results_and_paths_in_wrong_places():
     model = tiny(1, layers=("mamba",))
-    with pytest.raises(ValueError, match=r"^drafter: got a path; give stree_jax.load"):
+    with pytest.raises(
+        ValueError, match=r"^drafter: got a path; give stree_jax.load_d"
+    ):
         stree_jax.generate(model, [[8]], drafter=pathlib.Path("demo-drafter"))
     with pytest.raises(ValueError, match=r"^prompts\[0\].* pass a list of it"):
         stree_jax.generate(model, np.array([8, 9]))

@@ -234,6 +234,11 @@ class AdaptiveDrafter(DrafterBase):
         passes = state.passes + self.searcher.passes_by_update
         return replace(state, searching=searching, passes=passes)
 
+    def read_for_cache(self, state: Looking) -> Looking:
+        if self.searcher is None:
+            return state
+        return replace(state, searching=self.searcher.read_for_cache(state.searching))
+
     def observe(self, state: Looking, update: Update) -> Looking:
         assert self.searcher is not None  # checked by `observes_prompts`
         searching = self.searcher.observe(state.searching, update)

@@ -25,6 +25,7 @@ from stree_jax.models import (
     param_dtype,
     without_mtp,
 )
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.drafters.dflash import (
     DFlash,
     DFlashConfig,
@@ -214,17 +215,14 @@ def streams_width(drafter: DFlash) -> int:
     return len(drafter.config.boundaries) * drafter.config.target_width
 
 
+@register_for_export
 @struct.dataclass
 class ContextState(Reading):
     """The state of a `DFlashDrafter`.
 
-    If a text continues an earlier one that had finished, the context rows of the
-    tokens of that text's last step are missing, because finished rows get no updates.
-    This makes drafts a little worse and does not change the output.
-
     Attributes:
-      state: keys and values of the context rows, one per token of the text except the
-        unread ones; see `models.drafters.dflash`.
+      state: keys and values of the context rows, one per token that the target has read
+        except the unread ones; see `models.drafters.dflash`.
       unread: [B, U, m dt] float32. The residual streams of the unread tokens: m taps of
         the target's width dt, concatenated. U is 0 unless the drafter `reads_late`.
     """
@@ -258,7 +256,8 @@ class DFlashDrafter(Searcher):
         batch, size = zeros.shape[0], prompts.update_width if self.reads_late else 0
         if isinstance(past, ContextState):
             past = replace(past, state=grow(past.state, capacity))
-            context = self.read(past).state if past.size else past.state
+            waits = past.unread.shape[1] > 0
+            context = self.read(past).state if waits else past.state
         else:
             dtype = param_dtype(self.output.params)
             context = empty_context(self.drafter, batch, capacity, dtype)
@@ -266,20 +265,23 @@ class DFlashDrafter(Searcher):
         return ContextState(context, unread, zeros, zeros, size)
 
     def observe(self, state: ContextState, update: Update) -> ContextState:
-        rows = add_context(self.drafter, state.state, update.taps, update.length)
+        rows = add_context(self.drafter, state.state, update.taps, update.entries)
         return replace(state, state=rows)
 
     def commit(self, state: ContextState, update: Update) -> ContextState:
         if not self.reads_late:
             return self.observe(state, update)
         streams = jnp.concatenate(update.taps, axis=-1)
-        return add_unread(state, streams, update.length, self.read)
+        return add_unread(state, streams, update.entries, self.read)
 
     def read(self, state: ContextState) -> ContextState:
         """Computes the context rows of the unread tokens."""
         streams, count = (state.unread,), state.unread_length
         rows = add_context(self.drafter, state.state, streams, count)
         return replace(state, state=rows, unread_length=jnp.zeros_like(count))
+
+    def read_for_cache(self, state: ContextState) -> ContextState:
+        return self.read(state) if self.reads_late else state
 
     def propose(
         self,
@@ -321,7 +323,7 @@ class DFlashDrafter(Searcher):
         if dist.sampling is not None and rule.drafting == "coupled":
             scores = scores + jnp.stack(list(map(dist.noise, depths)), axis=1)
         count = min(CANDIDATES, dist.num_tokens)
-        heat = pair_temperature(dist, len(root))
+        heat = pair_temperature(dist, root.shape[0])
         if chained(drafter):
             tokens = reached(drafter, hidden, scores, root, heat, count)
             best = jnp.take_along_axis(scores, tokens, axis=-1)
@@ -465,7 +467,7 @@ class ByPairs:
         tables = found.hidden, found.tokens, found.scores, found.rest
         hidden, tokens, scores, rest = at_depth(tables, depth)
         pairs, memory = found.pairs_after(self.drafter, previous, memory, depth)
-        heat = pair_temperature(dist, len(pairs))
+        heat = pair_temperature(dist, pairs.shape[0])
         scores = scores[:, None] + pairs / heat[:, None, None]
         among = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         total = jnp.logaddexp(among, rest[:, None, None])

@@ -29,6 +29,7 @@ from stree_jax.models import (
     logits_of,
 )
 from stree_jax.models.base.keys import key_of
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.drafters.eagle import (
     Eagle,
     EagleConfig,
@@ -175,6 +176,7 @@ def taps_of(c: EagleConfig, target: Model) -> Taps:
     return tuple(tap_of(target.config, b) for b in c.boundaries)
 
 
+@register_for_export
 @struct.dataclass
 class EagleState:
     """The state of an EAGLE drafter, after all tokens of the text except the first.
@@ -246,7 +248,7 @@ class EagleDrafter(MTPDrafter):
             model,
             replace(after, length=after.length - has_any.astype(jnp.int32)),
             token,
-            chain_nodes(len(token), 1, model.config.conv_taps),
+            chain_nodes(token.shape[0], 1, model.config.conv_taps),
             previous=vector,
         )
         hidden = jnp.where(has_any[:, None, None], hidden, state.hidden)

@@ -24,6 +24,7 @@ from jax import lax
 from stree_jax.common.checks import decimal, shown
 from stree_jax.models import Model, without_mtp
 from stree_jax.models.base.keys import key_of
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.drafters.heads import (
     Heads,
     HeadsConfig,
@@ -181,6 +182,7 @@ def heads_read(heads: Heads, count: int) -> int:
     return size_of(first)
 
 
+@register_for_export
 @struct.dataclass
 class LastHidden:
     """The state of a `MedusaDrafter`.

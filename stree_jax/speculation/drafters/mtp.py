@@ -30,6 +30,7 @@ from stree_jax.models import (
     mtp_model,
     param_dtype,
 )
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.drafters.trimming import head_name, trimmed_head, with_head
 from stree_jax.models.stack.memory import weights_read
 from stree_jax.models.weights.parameters import as_weight, gathered
@@ -114,6 +115,7 @@ class BeforeNormSource(Source):
         return BeforeNormDrafter(self.value.layers(target), (last,))
 
 
+@register_for_export
 @struct.dataclass
 class TrimmedMTP:
     """The drafter "mtp" with a head that predicts only some of the tokens.
@@ -176,6 +178,7 @@ class TrimmedMTPSource(MTPSource):
         return with_head(mtp_model(target), self.value.head, self.value.ids)
 
 
+@register_for_export
 @struct.dataclass
 class MTPState:
     """The state of the MTP layers, after all tokens of the text except the first.

@@ -29,12 +29,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.common.checks import shown
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.drafters.dflash import DFlash
 from stree_jax.speculation.drafters.ngrams import EMPTY, NGrams, log_prob
 
 LOWEST = -60.0  # in place of the log of smaller probabilities
 
 
+@register_for_export
 @struct.dataclass
 class WithNGrams:
     """A block drafter without scores of pairs, and n-grams that give it some.

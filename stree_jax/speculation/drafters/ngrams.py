@@ -22,6 +22,7 @@ from flax import struct
 from jax import lax
 
 from stree_jax.models import Model, tree_nodes
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import NGRAM, Draft, only_root
@@ -42,6 +43,7 @@ ASSUMED_RATES = (0.45, 0.55, 0.6, 0.65)
 EMPTY = -1  # token of an empty slot, or before the first token of the text
 
 
+@register_for_export
 @struct.dataclass
 class Table:
     """A hash table of contexts of one length.
@@ -250,6 +252,9 @@ class NGramsSource(Source):
         return self.value
 
 
+register_for_export(NGrams, read=lambda values: (values[0], tuple(values[1])))
+
+
 def check_fixed(tree: Topology) -> None:
     """Raises ValueError unless the tree is static."""
     if not isinstance(tree, Tree):
@@ -259,6 +264,7 @@ def check_fixed(tree: Topology) -> None:
         )
 
 
+@register_for_export
 @struct.dataclass
 class Tail:
     """The state of `NGrams`: the end of the text.

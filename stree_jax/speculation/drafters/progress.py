@@ -14,9 +14,11 @@ from flax import struct
 from jax import lax
 
 from stree_jax.models import Model, State, extend, read_text
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.speculation.drafter import Prompts, Update
 
 
+@register_for_export
 @struct.dataclass
 class Reading:
     """The state of a draft model, which reads new text when it next drafts.
@@ -45,6 +47,16 @@ def model_state(past: Any) -> State | None:
     itself be the model's state."""
     past = getattr(past, "reading", past)
     return getattr(past, "state", past)
+
+
+def without_unread(past: Any) -> Any:
+    """Returns a drafter's cached state without the buffers of unread tokens. They must
+    be empty, or contain tokens that `Drafter.init` reads from the prompts."""
+
+    def emptied(x: Any) -> Any:
+        return replace(x, unread=x.unread[:, :0]) if isinstance(x, Reading) else x
+
+    return jax.tree.map(emptied, past, is_leaf=lambda x: isinstance(x, Reading))
 
 
 def begin_reading(model: Model, prompts: Prompts, past: Any) -> Reading:

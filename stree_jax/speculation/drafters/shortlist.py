@@ -55,7 +55,7 @@ def reached(
     Returns:
       [B, M, K] int32.
     """
-    batch, parents = len(root), min(PARENTS, count)
+    batch, parents = root.shape[0], min(PARENTS, count)
     near, near_ids, total = best_scores(scores, count=min(CONSIDERED, scores.shape[2]))
     rest = log_rest(near, total)
 

@@ -39,6 +39,7 @@ from stree_jax.models import (
     tree_nodes,
     without_mtp,
 )
+from stree_jax.models.base.serialization import register_for_export
 from stree_jax.models.stack.memory import weights_read
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
@@ -79,6 +80,7 @@ WIDTH = 1  # default number of guesses per node
 MIN_GUESSES = 2  # minimum guesses per level with tree "auto"
 
 
+@register_for_export
 @struct.dataclass
 class StagedState:
     """The state of a `Staged` drafter.
@@ -113,6 +115,7 @@ class Open:
     inner: Opened
 
 
+@register_for_export
 @struct.dataclass
 class Staged(DrafterBase):
     """A draft model with a guesser that predicts its draft.
