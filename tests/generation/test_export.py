@@ -12,14 +12,10 @@ import pytest
 from jax import export
 
 import stree_jax
-<<<<<<< HEAD
 from stree_jax import Constraint, Sampling
-=======
-from stree_jax import Sampling
 from stree_jax.constraints.rows import constraint_rows
 from stree_jax.convert.drafters.eagle import read_eagle
 from stree_jax.models import Model
->>>>>>> blocks
 from stree_jax.models.base.content import Content
 from stree_jax.models.drafters.assistant import Assistant
 from stree_jax.models.drafters.dflash import DFlash
