@@ -80,19 +80,18 @@ class Update:
       read: [B] int32. The target's state has read the tokens of the first `read`
         entries of `hidden` and `taps`. It is `length`, but not 0 for a row that
         finishes in this step: if the row is continued later, these tokens are not read
-        again. If None, it is `length`.
+        again. Unless given, it is `length`.
     """
 
     tokens: jax.Array
     length: jax.Array
     hidden: jax.Array
     taps: Tapped = ()
-    read: jax.Array | None = None
+    read: jax.Array = None  # type: ignore[assignment]
 
-    @property
-    def entries(self) -> jax.Array:
-        """[B] int32. `read`, or `length` if that is None."""
-        return self.length if self.read is None else self.read
+    def __post_init__(self) -> None:
+        if self.read is None:
+            object.__setattr__(self, "read", self.length)
 
     @property
     def last(self) -> jax.Array:

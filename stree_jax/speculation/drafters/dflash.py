@@ -265,14 +265,14 @@ class DFlashDrafter(Searcher):
         return ContextState(context, unread, zeros, zeros, size)
 
     def observe(self, state: ContextState, update: Update) -> ContextState:
-        rows = add_context(self.drafter, state.state, update.taps, update.entries)
+        rows = add_context(self.drafter, state.state, update.taps, update.read)
         return replace(state, state=rows)
 
     def commit(self, state: ContextState, update: Update) -> ContextState:
         if not self.reads_late:
             return self.observe(state, update)
         streams = jnp.concatenate(update.taps, axis=-1)
-        return add_unread(state, streams, update.entries, self.read)
+        return add_unread(state, streams, update.read, self.read)
 
     def read(self, state: ContextState) -> ContextState:
         """Computes the context rows of the unread tokens."""
