@@ -17,7 +17,7 @@ def repeated(x: jax.Array, n: Any) -> jax.Array:
     return several.reshape(x.shape[0] * n, *x.shape[1:])
 
 
-def symbolic(value: Any) -> bool:
+def symbolic_dimension(value: Any) -> bool:
     """True for a symbolic dimension of `jax.export`."""
     return isinstance(getattr(value, "scope", None), export.SymbolicScope)
 

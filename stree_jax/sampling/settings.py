@@ -19,7 +19,7 @@ from stree_jax.common.checks import (
     shown,
     with_hints,
 )
-from stree_jax.common.rows import repeated, symbolic
+from stree_jax.common.rows import repeated, symbolic_dimension
 from stree_jax.models.base.keys import key_of
 from stree_jax.models.base.serialization import register_for_export
 from stree_jax.sampling.ranges import BIAS, RANGES, SEED
@@ -366,7 +366,7 @@ def sampling_arrays(
       >>> sampling_arrays(4, temperature=0.7, key=jax.random.key(1)).temperature.shape
       (4,)
     """
-    if not symbolic(prompts):
+    if not symbolic_dimension(prompts):
         what = "a number of prompts, static"
         prompts = integer("prompts", prompts, 1, 2**31 - 1, what)
     samples = integer("samples", samples, 1, 2**16, f"1..{2**16} rows per prompt")

@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 
 from stree_jax.common.checks import integer, shown
-from stree_jax.common.rows import symbolic
+from stree_jax.common.rows import symbolic_dimension
 from stree_jax.models.base.serialization import register_for_export
 
 SEPARATOR = -1  # the entry between two texts, and of padding
@@ -83,10 +83,10 @@ class EarlierTexts:
           ValueError: the texts are not n rows of each of B prompts.
         """
         rows = texts.tokens.shape[0]
-        if not symbolic(prompts):
+        if not symbolic_dimension(prompts):
             what = f"the number of prompts of the {rows} texts"
             prompts = integer("prompts", prompts, 1, 2**31 - 1, what)
-            if not symbolic(rows) and rows % prompts:
+            if not symbolic_dimension(rows) and rows % prompts:
                 raise ValueError(f"prompts: want {what}, got {prompts}")
         tokens = jnp.pad(texts.tokens, ((0, 0), (0, 1)))  # for a separator
         place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
