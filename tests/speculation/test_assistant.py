@@ -25,6 +25,7 @@ from stree_jax.speculation.drafters.assistant import AssistantDrafter
 from stree_jax.speculation.tree import resolve_tree
 from tests.speculation.auto import times
 from tests.support import assistant as hf
+from tests.support.families import random_model
 from tests.support.watched import count_wrong, drafted_trees
 
 NEW, LENGTHS = 16, [3, 1, 20, 7]  # prompt lengths; the window is 6 tokens
@@ -381,7 +382,7 @@ def test_wrong_targets_and_trees_are_refused(pair, prompts):
     heads, near = dict(c.mixers), "attention_near_reader"
     heads[near] = replace(heads[near], head_dim=8)
     layers = tuple(x for x in target.config.layers if x.mixers != ("attention",))
-    without = target.replace(config=replace(target.config, layers=layers))
+    without = random_model(replace(target.config, layers=layers), 1)
     sharded = stree_jax.shard(target, stree_jax.make_mesh("data=1,model=1"))
     cases = [
         (sharded, {}, "E", "an assistant needs a target on one device"),
