@@ -150,7 +150,9 @@ class CpuKernel(Generic[P, R]):
           name: name of the argument, or of a field of it ("tree.rows").
         """
         indices = jax.tree.unflatten(tree, range(tree.num_leaves))
-        by_name = dict(zip(self.names, indices, strict=False))
+        by_name = dict.fromkeys(self.names) | dict(
+            zip(self.names, indices, strict=False)  # arguments may be left out
+        )
         return jax.tree.leaves(attrgetter(name)(SimpleNamespace(**by_name)))
 
 

@@ -16,15 +16,17 @@ def with_derivative(function: Function, other: Function) -> Function:
     a product that rounds its input is noise.
 
     Example:
-      >>> jax.grad(with_derivative(jnp.round, lambda x: x))(1.75).item()
+      >>> rounded = with_derivative(lambda x: jnp.round(x), lambda x: x)
+      >>> jax.grad(rounded)(1.75).item()
       1.0
     """
     whole = jax.custom_jvp(function)
-    whole.defjvp(partial(_tangent, function, other))
+    whole.defjvp(partial(_tangent, whole, other))
     return whole
 
 
 def _tangent(
-    function: Function, other: Function, primals: Any, tangents: Any
+    whole: Function, other: Function, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
-    return function(*primals), jax.jvp(other, primals, tangents)[1]
+    # The value is that of `whole`, for derivatives of the derivative.
+    return whole(*primals), jax.jvp(other, primals, tangents)[1]

@@ -66,7 +66,7 @@ def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> An
         )
     if known:
         return table.astype(np.int32)
-    return jnp.clip(table, 0, config.vocab_size - 1).astype(np.int32)
+    return jnp.clip(table.astype(np.int32), 0, config.vocab_size - 1)
 
 
 def check_loaded(model: Any) -> None:

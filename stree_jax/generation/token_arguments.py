@@ -120,7 +120,8 @@ def _checked_mask(mask: Any) -> Any:
     1. Masks of other libraries that are added to scores are floats, 0 for tokens."""
     want = "bools, or integers 0 and 1"
     try:
-        table = np.asarray(mask) if known(mask) and not spread(mask) else mask
+        traced = not all(map(known, jax.tree.leaves(mask)))  # also rows in a list
+        table = jnp.asarray(mask) if traced or spread(mask) else np.asarray(mask)
     except (TypeError, ValueError):
         raise ValueError(f"mask: want {want} [B, S], got {shown(mask)}") from None
     if table.dtype != bool and not jnp.issubdtype(table.dtype, jnp.integer):

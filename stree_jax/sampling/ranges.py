@@ -74,6 +74,9 @@ BIAS = Range(
     f"a number in -{MOST_BIAS:g}..{MOST_BIAS:g}",
     lambda x: (-MOST_BIAS <= x) & (x <= MOST_BIAS),
 )
+BIASES = Range(  # of arrays, in which -inf is usual for tokens that must not be drawn
+    f"numbers up to {MOST_BIAS:g}, or -inf", lambda x: x <= MOST_BIAS
+)
 SEED = Range("an integer in [0, 2^32)", lambda x: (x >= 0) & (x < 2**32), whole=True)
 # Of the fields of `Sampling` that are one number. Comparisons with NaN are False.
 RANGES = {
@@ -86,7 +89,7 @@ RANGES = {
         whole=True,
     ),
     "top_p": Range(f"a number in {LEAST:.2g}..1", lambda x: (x >= LEAST) & (x <= 1)),
-    "min_p": Range("a number in [0, 1)", lambda x: (x >= 0) & (x < 1)),
+    "min_p": Range("a number in 0..1", lambda x: (x >= 0) & (x <= 1)),
     "repetition_penalty": Range(_FLOATS, lambda x: (x >= LEAST) & (x <= MOST)),
     "presence_penalty": BIAS,
     "frequency_penalty": BIAS,

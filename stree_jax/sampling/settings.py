@@ -22,7 +22,7 @@ from stree_jax.common.checks import (
 from stree_jax.common.rows import repeated, symbolic_dimension
 from stree_jax.models.base.keys import key_of
 from stree_jax.models.base.serialization import register_for_export
-from stree_jax.sampling.ranges import BIAS, RANGES, SEED
+from stree_jax.sampling.ranges import BIAS, BIASES, RANGES, SEED
 from stree_jax.sampling.threefry import as_threefry, is_typed
 
 FILTERS = "top_k", "top_p", "min_p"
@@ -148,7 +148,7 @@ def check_rows(name: str, rows: "SamplingRows") -> None:
             value = getattr(rows.penalties, one.removesuffix("_penalty"))
             RANGES[one].check(f"{name}: {one}", value)
     if rows.bias is not None:
-        BIAS.check(f"{name}: logit_bias", rows.bias)
+        BIASES.check(f"{name}: logit_bias", rows.bias)
 
 
 def no_filters(rows: int) -> Filters:
@@ -349,7 +349,8 @@ def sampling_arrays(
       prompts: B, static; in programs for `jax.export`, it may be symbolic.
       temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
         frequency_penalty: as in `Sampling`.
-      logit_bias: [V] or [B, V] numbers that are added to the logits.
+      logit_bias: [V] or [B, V] numbers that are added to the logits; -inf for tokens
+        that must not be drawn.
       key: base of all random numbers; or [B] typed keys, one for each prompt. If None,
         the key of seed 0.
       seeds: [B] ints, folded into a single `key`. If None, 0 .. B - 1.
@@ -397,7 +398,7 @@ def sampling_arrays(
         penalties = Penalties(*(rows(*one, jnp.float32) for one in off))
     bias = None
     if logit_bias is not None:
-        BIAS.check("logit_bias", logit_bias)
+        BIASES.check("logit_bias", logit_bias)
         bias = jnp.asarray(logit_bias, jnp.float32)
         if bias.ndim not in (1, 2) or bias.shape[:-1] not in ((), (prompts,)):
             want = f"[V] numbers, or [{prompts}, V], one row for each prompt"

@@ -13,6 +13,7 @@ import stree_jax
 from stree_jax import cpu_kernels
 from stree_jax.generation import scoring
 from stree_jax.models import MambaConfig, ModelConfig, MoEConfig
+from stree_jax.models.base.derivative import with_derivative
 from stree_jax.models.stack import by_layer
 from stree_jax.models.stack.by_layer import Run, runs_of, units_of
 from stree_jax.sampling import Sampling, sampling_arrays
@@ -220,3 +221,24 @@ def test_the_gradient_by_temperature_leaves_out_masked_tokens(name):
     slope = (total(1.001) - total(0.999)) / 0.002
     assert abs(slope) > 1
     np.testing.assert_allclose(jax.grad(total)(1.0), slope, rtol=0.02)
+    bend = (jax.grad(total)(1.001) - jax.grad(total)(0.999)) / 0.002
+    np.testing.assert_allclose(jax.grad(jax.grad(total))(1.0), bend, rtol=0.05)
+
+
+def test_a_borrowed_derivative_has_a_derivative():
+    rounded = with_derivative(lambda x: jnp.round(x), lambda x: x)
+    square = jax.grad(lambda x: rounded(x) ** 2)
+    assert (square(1.75), jax.grad(square)(1.75)) == (4, 2)
+
+
+def test_texts_may_be_mapped_over():
+    """Mixtures beside an MLP call a kernel without one of its arguments."""
+    model = random_model(FAMILIES["gemma4"], 1)
+    tokens = jnp.asarray([[5, 6, 7], [8, 9, 10]])
+
+    @jax.jit
+    def each(tokens):
+        return jax.vmap(lambda ids: stree_jax.token_logprobs(model, ids[None]))(tokens)
+
+    wanted = stree_jax.token_logprobs(model, tokens)
+    np.testing.assert_allclose(each(tokens)[:, 0], wanted, rtol=1e-5)

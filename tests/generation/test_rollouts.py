@@ -321,6 +321,25 @@ def test_token_ids_inside_jit_are_clipped():
     assert found.tolist() == wanted.tolist()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_token_ids_of_narrow_dtypes_keep_their_values(dtype):
+    model = stree_jax.load("demo-drafter", dtype="float32")
+    run = jax.jit(lambda tokens: stree_jax.token_logprobs(model, tokens))
+    tokens = jnp.array([[60, 61, 100, 90]])
+    assert run(tokens.astype(dtype)).tolist() == run(tokens).tolist()
+
+
+def test_a_mask_may_be_a_list_of_traced_rows(target):
+    ids, options = jnp.array([[9, 5, 6], [4, 8, 7]]), dict(max_new_tokens=3)
+
+    def rollout(mask):
+        return stree_jax.generate_tokens(target, ids, mask=list(mask), **options).tokens
+
+    mask = jnp.array([[0, 1, 1], [1, 1, 1]])
+    wanted = stree_jax.generate_tokens(target, ids, mask=mask, **options).tokens
+    assert jax.jit(rollout)(mask).tolist() == wanted.tolist()
+
+
 KEYS = jax.random.split(jax.random.key(0), 1)
 WRONG = [
     (dict(lengths=[3], mask=[[1, 1, 1]]), "^mask: give either lengths or mask"),

@@ -264,7 +264,7 @@ WRONG = pytest.mark.parametrize(
         ({"top_k": -1}, "top_k: want"),
         ({"top_p": 0.0}, "top_p: want"),
         ({"top_p": 1.1}, "top_p: want"),
-        ({"min_p": 1.0}, "min_p: want"),
+        ({"min_p": 1.1}, "min_p: want"),
         ({"repetition_penalty": 0.0}, "repetition_penalty: want"),
         ({"seed": -1}, "seed: want"),
         ({"seed": 2**32}, "seed: want"),
@@ -291,13 +291,20 @@ def test_invalid_arrays_of_settings_are_refused(option, message):
             sampling_arrays(2, **{name: jnp.asarray(value, jnp.float32)})
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -2e6])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 2e6])
 def test_invalid_biases_of_arrays_are_refused(wrong):
-    with pytest.raises(ValueError, match="^logit_bias: want a number in"):
+    with pytest.raises(ValueError, match="^logit_bias: want numbers up to 1e"):
         sampling_arrays(2, logit_bias=jnp.full(8, wrong))
     rows = sampling_arrays(2, logit_bias=jnp.zeros(8))
-    with pytest.raises(ValueError, match="^sampling: logit_bias: want a number in"):
+    with pytest.raises(ValueError, match="^sampling: logit_bias: want numbers up"):
         check_rows("sampling", replace(rows, bias=rows.bias + wrong))
+
+
+def test_settings_that_are_usual_in_arrays_are_accepted():
+    """Tokens are excluded by -inf, and 1 is what float32 has for 0.99999999."""
+    banned = jnp.where(jnp.arange(8) == 3, -jnp.inf, 0)
+    check_rows("sampling", sampling_arrays(2, logit_bias=banned))
+    check_rows("sampling", sampling_rows([Sampling(min_p=0.99999999)]))
 
 
 def test_settings_that_are_traced_are_not_checked():
