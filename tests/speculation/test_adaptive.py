@@ -73,7 +73,7 @@ def test_auto_is_the_default_if_the_rule_allows_it(target, drafter):
         menu(drafter=drafter, tree="A", times=times())
     with pytest.raises(ValueError, match="tree: a beam is searched by a model"):
         menu(drafter="lookup", tree="beam:2x2")
-    with pytest.raises(ValueError, match=r"give stree_jax.load\('some/path'\)"):
+    with pytest.raises(ValueError, match=r"load_drafter\('some/path'\)"):
         menu(drafter="some/path")
 
 
