@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 import cli_page  # noqa: E402
 from links import image_uri, outside_links  # noqa: E402
 
-import stree_jax.cli.main  # noqa: E402, F401
+import stree_jax.cli.main  # noqa: E402, F401  # its modules stay imported
 
 CLI_PAGE = "reference/cli.md"
 REPOSITORY = "https://github.com/stree-jax/stree-jax"  # if pyproject.toml names none

@@ -80,11 +80,10 @@ def runs_of(kinds: Sequence[Hashable]) -> list[Run]:
 
 
 def units_of(config: ModelConfig) -> list[int]:
-    """Divides the layers into units, each of which can read a whole text before the
-    next unit begins.
+    """Divides the layers into units. A unit runs on a whole text before the next unit.
 
-    A unit is one layer, or several of which later ones read caches of earlier ones, or
-    what these send.
+    Most units are one layer. If a layer reads the cache of an earlier layer, or a value
+    that it sends, all layers from the earlier one to this one are one unit.
 
     Returns:
       The first layer of each unit, then the number of layers.
@@ -116,7 +115,7 @@ def float_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> S
 
 
 class Parts(NamedTuple):
-    """What layers read in addition to the residual stream.
+    """The inputs of layers other than the residual stream.
 
     Attributes:
       params: the parameters of each layer.

@@ -116,8 +116,13 @@ def _compacted(prompts: Any, mask: Any) -> tuple[Any, Any]:
 
 
 def _checked_mask(mask: Any) -> Any:
-    """Returns a mask as an array of bools or of integers, of which known ones are 0 or
-    1. Masks of other libraries that are added to scores are floats, 0 for tokens."""
+    """Returns a mask as an array of bools or integers.
+
+    Floats are refused: in other libraries they are added to scores, with 0 for tokens.
+
+    Raises:
+      ValueError: the mask has another dtype, or known integers other than 0 and 1.
+    """
     want = "bools, or integers 0 and 1"
     try:
         traced = not all(map(known, jax.tree.leaves(mask)))  # also rows in a list

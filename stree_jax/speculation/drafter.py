@@ -87,7 +87,7 @@ class Update:
     length: jax.Array
     hidden: jax.Array
     taps: Tapped = ()
-    read: jax.Array = None  # type: ignore[assignment]
+    read: jax.Array = None  # type: ignore[assignment]  # set by `__post_init__`
 
     def __post_init__(self) -> None:
         if self.read is None:
